@@ -1,4 +1,4 @@
-"""Compares strategies on a batch of sequence lengths and explains the plan:
+"""Compare strategies on a batch of sequence lengths and explain the plan:
 
 python -m balancing lengths.jsonl --ranks 8 --max-tokens 32768 --png gantt.png
 python -m balancing runs/addition --step 12
@@ -40,7 +40,7 @@ NOTE = (
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports errors in one line."""
+    """Report errors in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}\n")
@@ -81,7 +81,7 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _batch(options: argparse.Namespace, recorded: Mapping[str, Any]) -> Batch:
-    """Return the batch to plan: by the options, else as the run planned, else by the command's defaults."""
+    """Take the batch from the options, else as the run planned, else from the command's defaults."""
     lengths = _lengths(options)
     arguments = {name: value for name, value in recorded.items() if name not in PREFIXES}
     arguments |= {name: getattr(options, name) for name in ("ranks", "max_tokens") if getattr(options, name)}
@@ -115,7 +115,6 @@ def _lengths(options: argparse.Namespace) -> NDArray[np.int64]:
 
 
 def _prefixes(options: argparse.Namespace) -> dict[str, NDArray[np.int64]]:
-    """Read the arguments of `plan_batch` about shared prefixes; empty without them."""
     if (options.group_column is None) != (options.prefix_column is None):
         raise OptionError("--group-column and --prefix-column go together; give both, or neither")
     if options.group_column is None:
@@ -138,7 +137,6 @@ def _cost_model(path: Path | None) -> CostModel:
 
 
 def _table(batch: Batch, outcomes: Sequence[Outcome]) -> Table:
-    """Return the comparison; violations of the cap are red, our strategies bold."""
     layout: dict[str, Any] = {"box": SIMPLE_HEAD, "pad_edge": False, "title_justify": "left", "caption_justify": "left"}
     table = Table(title=_headline(batch), caption=NOTE, **layout)
     columns = ["strategy", *outcomes[0].figures, "to plan"]
@@ -160,7 +158,6 @@ def _cell(name: str, value: float) -> str:
 
 
 def _headline(batch: Batch) -> str:
-    """Describe the batch, and which arguments of its plan are not the defaults, in one line."""
     defaults = {name: each.default for name, each in inspect.signature(plan_batch).parameters.items()}
     shown = {"ranks", "mini_batches", "max_tokens", "cost_model", "order", "pipeline"}
     others = [f"{k}={v}" for k, v in batch.arguments.items() if k not in shown and v != defaults[k]]

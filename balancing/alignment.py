@@ -1,4 +1,4 @@
-"""Alignment of sequence lengths, and zig-zag chunks for context parallelism.
+"""Align sequence lengths, and cut zig-zag chunks for context parallelism.
 
     sequence of 6, cp = 2, multiple 4:   0 1 | 2 3 | 4 5 | p p      2*cp equal segments
     cp rank 0 has segments 0 and 3:      0 1 p p
@@ -16,34 +16,34 @@ from balancing.validation import positive_integer, whole_numbers
 
 
 def length_multiple(context_parallel: int, tensor_parallel: int) -> int:
-    """Sequences are padded to a multiple of it: `2*cp*tp`, or `tp` without context parallelism."""
+    """Return the multiple that sequences are padded to: `2*cp*tp`, or `tp` without context parallelism."""
     cp = positive_integer(context_parallel, "context_parallel")
     tp = positive_integer(tensor_parallel, "tensor_parallel")
     return tp if cp == 1 else 2 * cp * tp
 
 
 def group_cap(max_tokens: int, context_parallel: int) -> int:
-    """The cap of a micro-batch that a context-parallel group shares: the cap of one rank times cp."""
+    """Return a context-parallel group's cap on a micro-batch: the cap of one rank times cp."""
     return positive_integer(max_tokens, "max_tokens") * positive_integer(context_parallel, "context_parallel")
 
 
 def round_up(lengths: NDArray[np.int64], multiple: int) -> NDArray[np.int64]:
-    """The smallest multiples of `multiple` that are at least `lengths`; int64, same shape."""
+    """Return the smallest multiples of `multiple` that are at least `lengths`; int64, same shape."""
     return -(-lengths // multiple) * multiple
 
 
 def cumulative_lengths(lengths: ArrayLike) -> NDArray[np.int64]:
-    """int64 [n + 1], starting at 0: sequence i of a packed row is `[bounds[i], bounds[i + 1])`."""
+    """Return bounds from 0, int64 [n + 1]: sequence i of a packed row is `[bounds[i], bounds[i + 1])`."""
     return np.concatenate([[0], np.cumsum(whole_numbers(lengths, "lengths", minimum=0))]).astype(np.int64)
 
 
 def zigzag_positions(padded_lengths: ArrayLike, context_parallel: int, context_rank: int) -> NDArray[np.int64]:
-    """Positions of one cp rank's tokens in the packed, padded row.
+    """Return positions of one cp rank's tokens in the packed, padded row.
 
     padded_lengths: int [n], each a multiple of `2*cp` (any length for cp = 1).
     Returns int64 [sum(padded_lengths) / cp], segments r and 2*cp-1-r of each sequence, sequence after sequence.
     The local bounds of the sequences are `cumulative_lengths(padded_lengths) // cp`.
-    Raises LengthError for a length that is no such multiple, OptionError for a rank outside the group.
+    Raises LengthError for a length that is not a multiple, OptionError for a rank outside the group.
     """
     cp = positive_integer(context_parallel, "context_parallel")
     if not 0 <= context_rank < cp:

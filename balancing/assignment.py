@@ -1,16 +1,12 @@
-"""Assigns sequences to micro-batches, and these, sorted by weight, to micro-steps, `ranks` to each.
+"""Assign sequences to micro-batches, and these, sorted by weight, to micro-steps, `ranks` to each.
 
     sequences --+-- Karmarkar-Karp, repaired -------+--> exchanges --> sorted, dealt --> exchanges
                 +-- longest first (packing.py) -----+    of all        into steps        within each step
 
-Longest first is the fallback if Karmarkar-Karp's micro-batches cannot be brought under the caps. Micro-batches are
-sorted because all ranks of a step wait for the heaviest, and sorted neighbours differ least.
-
-Karmarkar-Karp runs over ranks, then over each rank's micro-batches.
-
     sequences -> ranks -> micro-batches of each rank -> repair: sequences above a cap move to micro-batches with room
 
-Karmarkar-Karp balances workload and knows no caps, so its micro-batches may exceed them until they are repaired.
+Karmarkar-Karp balances workload and ignores caps, so its micro-batches may exceed them until repaired. Longest first is
+the fallback if repair fails. All ranks of a step wait for the heaviest, and sorted neighbours differ least.
 """
 
 from collections.abc import Iterator
@@ -41,15 +37,15 @@ Start = Literal[
     "karmarkar_karp", "longest_first", "longest_with_others", "pipeline_shape", "shared_prefixes",
     "none", "verl", "roll", "mindspeed_rl",
 ]  # fmt: skip
-"""The initial assignment that a schedule was refined from, or the algorithm of a plan that is not refined."""
+"""Initial assignment that a schedule was refined from, or the algorithm of an unrefined plan."""
 
 STEPS_TRIED = 8
-"""Packing is tried with this many numbers of micro-steps, from the lower bound, before that of best-fit-decreasing."""
+"""Packing tries so many numbers of micro-steps from the lower bound on, then the number of best-fit-decreasing."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """Constraints of a schedule. count: of the micro-batches on each rank, the same for all ranks."""
+    """Constraints of a schedule. count: micro-batches on each rank."""
 
     ranks: int
     caps: Caps
@@ -60,23 +56,23 @@ class Request:
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """grouping: the micro-batch of each sequence of a mini-batch; micro-batch `step * ranks + rank` is of that rank."""
+    """grouping: the micro-batch of each sequence; micro-batch `step * ranks + rank` belongs to that rank."""
 
     grouping: Grouping
     steps: int
     start: Start
 
     def loads(self, weights: Floats) -> Floats:
-        """float64 [steps, ranks], the weight of each micro-batch."""
+        """Return the weight of each micro-batch: float64 [steps, ranks]."""
         return self.grouping.sums(weights).reshape(self.steps, -1)
 
     def time(self, weights: Floats) -> float:
-        """The sum over micro-steps of the heaviest rank's weight."""
+        """Sum the heaviest rank's weight over micro-steps."""
         return float(self.loads(weights).max(axis=1).sum())
 
 
 def checked_steps(needed: int, fewest_on_a_rank: int, sequences: int, request: Request) -> int:
-    """The number of micro-steps; CountError if a step, or without `allow_empty` a micro-batch, would be empty."""
+    """Count micro-steps. Raises CountError if a step, or without `allow_empty` a micro-batch, would be empty."""
     steps = request.count.at_least(needed, sequences)
     if not request.allow_empty and steps > fewest_on_a_rank:
         raise CountError(
@@ -87,7 +83,7 @@ def checked_steps(needed: int, fewest_on_a_rank: int, sequences: int, request: R
 
 
 def deal(sizes: Integers, weights: Floats, request: Request) -> Schedule:
-    """The schedule with the fewest steps that is found, from Karmarkar-Karp if possible, else from longest first."""
+    """Return the schedule with the fewest steps found, from Karmarkar-Karp if possible, else from longest first."""
     for steps in _steps_to_try(sizes, request):
         schedule = from_karmarkar_karp(sizes, weights, request, steps)
         schedule = schedule or from_longest_first(sizes, weights, request, steps)
@@ -97,7 +93,7 @@ def deal(sizes: Integers, weights: Floats, request: Request) -> Schedule:
 
 
 def _steps_to_try(sizes: Integers, request: Request) -> Iterator[int]:
-    """Upwards from the lower bound; the last is the number that best-fit-decreasing needs."""
+    """Yield counts upwards from the lower bound; the last is the number that best-fit-decreasing needs."""
     ranks, sequences = request.ranks, len(sizes)
     lowest = -(-fewest_micro_batches(sizes, request.caps) // ranks)
     for needed in range(lowest, lowest + STEPS_TRIED * request.count.multiple_of, request.count.multiple_of):
@@ -107,7 +103,7 @@ def _steps_to_try(sizes: Integers, request: Request) -> Iterator[int]:
 
 
 def from_karmarkar_karp(sizes: Integers, weights: Floats, request: Request, steps: int) -> Schedule | None:
-    """A schedule refined from Karmarkar-Karp; None for the padded layout, or if the caps cannot be repaired."""
+    """Refine a schedule from Karmarkar-Karp; None for the padded layout, or if the caps cannot be repaired."""
     count, caps = steps * request.ranks, request.caps
     if caps.padded or len(sizes) < count:
         return None
@@ -122,7 +118,7 @@ def from_karmarkar_karp(sizes: Integers, weights: Floats, request: Request, step
 
 
 def from_longest_first(sizes: Integers, weights: Floats, request: Request, steps: int) -> Schedule | None:
-    """A schedule refined from longest first or another method of `pack_into`; None if all fail."""
+    """Refine a schedule from longest first or another method of `pack_into`; None if all fail."""
     count = min(steps * request.ranks, len(sizes))
     if request.caps.padded:
         packed: Grouping | None = pack_evenly(sizes, weights, request.caps, CountRule(count))
@@ -144,12 +140,12 @@ def deal_into_steps(
 
 
 def computed_weights(grouping: Grouping, weights: Floats, request: Request) -> Floats:
-    """float64 [n]: weights as computed; a padded row costs as much as the heaviest of its micro-batch."""
+    """Return weights as computed: a padded row costs as much as the heaviest of its micro-batch."""
     return grouping.heaviest(weights) if request.caps.padded else weights
 
 
 def even_out_within_steps(schedule: Schedule, sizes: Integers, weights: Floats, request: Request) -> Schedule:
-    """Exchanges between the ranks of each micro-step."""
+    """Exchange between the ranks of each micro-step."""
     group_of = schedule.grouping.group_of.copy()
     loads = schedule.loads(weights)
     for step in np.flatnonzero(loads.max(axis=1) > loads.mean(axis=1) * (1 + TOLERANCE)):
@@ -161,7 +157,7 @@ def even_out_within_steps(schedule: Schedule, sizes: Integers, weights: Floats, 
 
 
 def _places(groups: int, steps: int, ranks: int) -> Integers:
-    """int64 [groups], the micro-batch of each group, in order. Every step has one; the last steps may be incomplete."""
+    """Number the micro-batches of groups in order. Every step has one; the last steps may be incomplete."""
     spare = groups - steps
     in_step = 1 + np.clip(spare - np.arange(steps) * (ranks - 1), 0, ranks - 1)
     before = np.cumsum(in_step) - in_step
@@ -171,7 +167,7 @@ def _places(groups: int, steps: int, ranks: int) -> Integers:
 
 
 def karmarkar_karp_twice(weights: Floats, ranks: int, steps: int) -> Grouping:
-    """`steps` micro-batches for each of `ranks` ranks by Karmarkar-Karp alone, without caps.
+    """Make `steps` micro-batches for each rank by Karmarkar-Karp alone, without caps.
 
     weights: float64 [n], descending. Micro-batch `step * ranks + rank` belongs to that rank, its heaviest first.
     A rank with fewer sequences than steps has empty micro-batches.
@@ -199,11 +195,11 @@ def split_ranks(weights: Floats, rank_of: Integers, ranks: int, steps: int) -> I
 def repair_caps(
     sizes: Integers, weights: Floats, group_of: Integers, count: int, max_tokens: int, max_sequences: int
 ) -> Integers:
-    """Groups within the caps, none of them empty; int64 [n], -1 for a sequence that fits nowhere.
+    """Bring groups within the caps, none of them empty; int64 [n], -1 for a sequence that fits nowhere.
 
     sizes: int64 [n], tokens. weights: float64 [n], descending. group_of: int64 [n], in 0..count; n >= count.
-    Sequences taken out of groups above a cap go, longest first, to the lightest group with room. An empty group takes
-    the lightest sequence of the group with most sequences.
+    Sequences above a cap move, longest first, to the lightest group with room. An empty group takes the lightest
+    sequence of the group with most sequences.
     """
     kept = group_of.copy()
     tokens, counts = np.bincount(group_of, sizes, count), np.bincount(group_of, minlength=count)

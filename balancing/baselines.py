@@ -1,4 +1,4 @@
-"""The algorithms of other systems, which plan rank by rank: for comparison, and for users who want to keep them.
+"""Plan rank by rank with the algorithms of other systems, for comparison or by choice.
 
     global batch --deal--> ranks --cut--> each rank's micro-batches, independent of those of other ranks
 
@@ -7,10 +7,9 @@
     mindspeed_rl    longest first, to the lightest     the same
     roll            sorted, dealt with stride          in that order, as many rows as fit; padded to the longest
 
-`published_steps` is each algorithm as published, for comparison only: mini-batches follow from the deal instead of the
-caller, and micro-batches may exceed the cap, as tokens / cap of them need not suffice. `schedule_rank_locally`
-(`plan_batch(algorithm=...)`) deals and cuts in the same way within the caller's mini-batches and keeps every cap: ranks
-get more micro-batches if they need them.
+`published_steps` is each algorithm as published: mini-batches follow from the deal instead of the caller, and
+micro-batches may exceed the cap. `schedule_rank_locally` (`plan_batch(algorithm=...)`) deals and cuts in the same way
+within the caller's mini-batches and keeps every cap, with more micro-batches if needed.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,12 +44,11 @@ def published_steps(
     max_tokens: int,
     workloads: ArrayLike,
 ) -> list[Steps]:
-    """The micro-steps of each mini-batch as the system `name` would plan them; may exceed the cap.
+    """Return each mini-batch's micro-steps as the system `name` would plan them; may exceed the cap.
 
     lengths: n whole numbers >= 1. mini_batches: only their number counts; each rank cuts its sequences into as many
     runs. workloads: n numbers >= 0; a rank runs its heaviest micro-batch first.
-    A rank with fewer sequences than micro-batches has empty ones at the end.
-    Raises as `plan_batch` does.
+    A rank with fewer sequences than micro-batches has empty ones at the end. Raises as `plan_batch`.
     """
     one_of(name, "name", PUBLISHED)
     tokens = sequence_lengths(lengths)
@@ -68,9 +66,9 @@ def published_steps(
 def schedule_rank_locally(
     name: Published, lengths: Integers, sizes: Integers, weights: Floats, request: Request
 ) -> Schedule:
-    """The schedule of one mini-batch, dealt and cut as the system `name` does, under the constraints of `request`.
+    """Schedule one mini-batch, dealt and cut as the system `name` does, under the constraints of `request`.
 
-    lengths, sizes: int64 [n], real tokens, by which it deals, and aligned tokens, which count towards caps.
+    lengths: int64 [n], real tokens, which are dealt. sizes: int64 [n], aligned tokens, which count towards caps.
     weights: float64 [n]; a rank runs its heaviest micro-batch first.
     Raises CountError as `schedule_evenly` does.
     """
@@ -82,7 +80,7 @@ def schedule_rank_locally(
     for rows, grouping in zip(ranks, local, strict=True):
         count = min(steps, len(rows))
         whole = cut(sizes[rows], request.caps, count) if count else grouping
-        if whole.count != count:  # as many sets may exceed a cap: halve the fewer ones
+        if whole.count != count:  # as many sets may exceed a cap, so halve the fewer ones
             whole = spread(grouping.members(), sizes[rows], count)
         ordered = heaviest_first(whole, sizes[rows], weights[rows], rows)
         runs.append([rows[inside] for inside in ordered.members()])
@@ -98,13 +96,12 @@ def _deal_longest_first(tokens: Integers, ranks: int) -> list[Integers]:
 
 
 def _deal_sorted(tokens: Integers, ranks: int) -> list[Integers]:
-    """Deal in ascending order; each rank keeps that order."""
     order = np.argsort(tokens, kind="stable")
     return [order[rank::ranks] for rank in range(ranks)]
 
 
 def _cut_by_differencing(rows: list[Integers], tokens: Integers, costs: Floats, max_tokens: int) -> Steps:
-    """As published: ceil(tokens / cap) sets of the fullest rank, on all ranks; the sets may exceed the cap."""
+    """Cut as published: ceil(tokens / cap) sets of the fullest rank, on all ranks; the sets may exceed the cap."""
     count = max(-(-int(tokens[mine].sum()) // max_tokens) for mine in rows)
     columns = []
     for mine in rows:
@@ -115,7 +112,7 @@ def _cut_by_differencing(rows: list[Integers], tokens: Integers, costs: Floats, 
 
 
 def _cut_sorted(rows: list[Integers], tokens: Integers, max_tokens: int) -> Steps:
-    """As published: all ranks share the cuts, which follow from the longest row at each position."""
+    """Cut as published: all ranks share the cuts, which follow from the longest row at each position."""
     together = np.concatenate(rows)
     together = together[np.lexsort((together, tokens[together]))]
     filled = min(len(rows), len(together))
@@ -129,7 +126,6 @@ def _keeps_caps(grouping: Grouping, sizes: Integers, caps: Caps) -> bool:
 
 
 def _differencing_under_caps(sizes: Integers, caps: Caps, at_least: int) -> Grouping:
-    """Karmarkar-Karp into the fewest sets that keep the caps, at least `at_least`."""
     lowest = max(at_least, -(-int(sizes.sum()) // caps.max_tokens), -(-len(sizes) // caps.max_sequences))
     for count in range(lowest, len(sizes)):
         sets = partition(sizes, count, algorithm="karmarkar_karp")
@@ -140,7 +136,6 @@ def _differencing_under_caps(sizes: Integers, caps: Caps, at_least: int) -> Grou
 
 
 def _in_order_under_caps(sizes: Integers, caps: Caps, at_least: int) -> Grouping:
-    """Runs of the given order, as long as the caps allow; those with most tokens are halved up to `at_least` runs."""
     runs = take_in_order(sizes, caps.max_tokens, caps.max_sequences, padded=caps.padded) if len(sizes) else []
     runs = split_most_tokens(runs, sizes, at_least, padded=caps.padded) if len(runs) < at_least <= len(sizes) else runs
     return Grouping.of([np.arange(start, stop) for start, stop in runs], len(sizes))

@@ -1,4 +1,4 @@
-"""Compiles loops with Numba if it is installed; otherwise they run in Python, slower and with the same results."""
+"""Compile loops with Numba if installed; otherwise they run in Python, slower, with the same results."""
 
 import hashlib
 import warnings
@@ -20,20 +20,18 @@ except Exception as problem:  # a broken installation may raise anything
     )
 
 COMPILED = numba is not None
-"""True if loops are compiled."""
 
 
 def drop_stale_code(package: Path) -> None:
-    """Delete the machine code that Numba has cached from other sources of this package.
+    """Delete machine code that Numba has cached from other sources of this package.
 
-    Numba compares a function with its own file alone: it would go on with old code of what the function calls, and
-    fail on code that names a module which is gone.
+    Numba compares a function only with its own file, so it would reuse stale code of the functions that it calls.
     """
     digest = hashlib.sha256()
     for source in sorted(package.rglob("*.py")):
         digest.update(source.read_bytes())
     stamp = package / "__pycache__" / "compiled_from"
-    with suppress(OSError):  # a read-only installation changes as a whole
+    with suppress(OSError):  # a read-only installation changes only as a whole
         if stamp.exists() and stamp.read_text() == digest.hexdigest():
             return
         for code in package.rglob("*.nb[ic]"):
@@ -48,7 +46,7 @@ if COMPILED:
 
 @contextmanager
 def telling_of_compilation(tell: Callable[[], None]) -> Iterator[None]:
-    """Call `tell` when the block compiles something that the disk does not have, the first time."""
+    """Call `tell` once when the block first compiles something that is not cached on disk."""
     if numba is None:
         yield
         return
@@ -63,14 +61,14 @@ def telling_of_compilation(tell: Callable[[], None]) -> Iterator[None]:
                 tell()
 
         def on_end(self, event: object) -> None:
-            """Nothing to say."""
+            """Do nothing."""
 
     with event.install_listener("numba:compile", Listener()):
         yield
 
 
 def compiled(function: Function) -> Function:
-    """Compile `function` at its first call and cache the machine code on disk; without Numba, return it unchanged."""
+    """Compile at the first call and cache the machine code on disk; without Numba, return `function` unchanged."""
     if numba is None:
         return function
     try:

@@ -1,15 +1,15 @@
-"""Cost models: computing a sequence of L tokens costs `linear * L + quadratic * L**2`.
+"""Model the cost of a sequence of L tokens as `linear * L + quadratic * L**2`.
 
 model config ----- counted ---+
                               +--> CostModel --> workload of each sequence --> balanced by plans
 measured seconds -- fitted ---+
 
-`CostModel.fit` fits coefficients to measured micro-batches by non-negative least squares:
+`CostModel.fit` fits measured micro-batches by non-negative least squares:
 
     seconds_i ~ overhead + linear * sum(L) + quadratic * sum(L**2)        L: lengths in micro-batch i
 
-It minimises relative errors (each equation is divided by its seconds), because timing noise is proportional to the
-time; with absolute errors, one micro-batch of a minute would outweigh a hundred of a second.
+It minimises relative errors, because timing noise is proportional to the time. With absolute errors, one micro-batch
+of a minute would outweigh a hundred of a second.
 
 `CostModel.from_model_config` counts the FLOPs of a forward pass from a Hugging Face model config:
 
@@ -30,16 +30,16 @@ from balancing.grouping import Floats
 from balancing.validation import one_of, weight_array, whole_numbers
 
 FEWEST_MEASUREMENTS = 4
-"""One more than there are terms; with fewer there is no residual to estimate the error."""
+"""Three terms need a fourth measurement to estimate the error."""
 HIGHEST_CONDITION = 1_000.0
-"""Above this condition number, 1 % of noise in the times exceeds the coefficients."""
+"""Above this condition number, 1 % timing noise exceeds the coefficients."""
 
 
 @dataclass(frozen=True)
 class FitQuality:
-    """relative_error: root mean square of `predicted / measured - 1`. measurements: their number. condition: condition
-    number of the design matrix with normalised columns, about the factor by which noise of the times is amplified in
-    the coefficients."""
+    """relative_error: root mean square of `predicted / measured - 1`. condition: condition number of the design matrix
+    with normalised columns, about the factor by which the fit amplifies timing noise.
+    """
 
     relative_error: float
     measurements: int
@@ -47,7 +47,7 @@ class FitQuality:
 
 
 def fit_terms(terms: Floats, seconds: ArrayLike) -> tuple[Floats, FitQuality]:
-    """The non-negative coefficients of least squared relative error: float64 [3], overhead, linear and quadratic.
+    """Fit overhead, linear and quadratic by least squared relative error: float64 [3], non-negative.
 
     terms: float64 [m, 3], 1, sum(L) and sum(L**2) of each micro-batch. seconds: m times, positive.
     Raises CostModelError if the data do not suffice.
@@ -75,7 +75,7 @@ def fit_terms(terms: Floats, seconds: ArrayLike) -> tuple[Floats, FitQuality]:
 
 
 def regressors(micro_batches: Sequence[ArrayLike]) -> Floats:
-    """float64 [m, 3]: 1, sum of lengths, sum of squared lengths of each micro-batch; LengthError for bad lengths."""
+    """Return 1, sum and squared sum of each micro-batch's lengths, float64 [m, 3]. Raises LengthError."""
     rows = []
     for number, lengths in enumerate(micro_batches):
         tokens = whole_numbers(lengths, f"micro_batches[{number}]", minimum=1).astype(np.float64)
@@ -96,10 +96,9 @@ def _condition(design: Floats) -> float:
 
 
 def _non_negative_least_squares(design: Floats, target: Floats) -> Floats:
-    """The exact minimiser over coefficients >= 0, which is the unconstrained one of some subset of the columns.
+    """Solve exactly over coefficients >= 0, as the best non-negative solution of the seven column subsets.
 
-    Three columns have only seven subsets, so it solves all and takes the best without a negative coefficient, instead
-    of the active-set method of Lawson and Hanson (1974).
+    With three columns this replaces the active-set method of Lawson and Hanson (1974).
     """
     columns = design.shape[1]
     norms = np.linalg.norm(design, axis=0)
@@ -116,7 +115,7 @@ def _non_negative_least_squares(design: Floats, target: Floats) -> Floats:
 
 
 UNGATED_MODELS = frozenset({"gpt_neox", "phi", "starcoder2", "nemotron", "opt", "gptj", "falcon"})
-"""Model types whose feed-forward block has two matrices; all others count as gated, with three."""
+"""Model types whose feed-forward block has two matrices; all others have three (gated)."""
 
 SEVEN_BILLION = {
     "hidden_size": 3584,
@@ -126,11 +125,11 @@ SEVEN_BILLION = {
     "intermediate_size": 18944,
     "vocab_size": 152064,
 }
-"""The shape of a dense grouped-query model of 7.6 billion weights (Qwen2.5-7B); the default of the command."""
+"""Qwen2.5-7B: dense, grouped-query, 7.6 billion weights; the default of the command."""
 
 
 def forward_flops(config: Mapping[str, Any] | object) -> tuple[float, float]:
-    """FLOPs per token and per squared token of one forward pass; CostModelError that names a missing key."""
+    """Count a forward pass's FLOPs per token and per squared token. Raises CostModelError for a missing key."""
     fields = _Fields(config)
     layers = fields.integer("num_hidden_layers")
     weights_attention, width_attention = _attention(fields)
@@ -140,7 +139,7 @@ def forward_flops(config: Mapping[str, Any] | object) -> tuple[float, float]:
 
 
 class _Fields:
-    """Reads a config, a mapping or an object; the text part of a multi-modal one."""
+    """Read a config, a mapping or an object; of a multi-modal one its text part."""
 
     def __init__(self, config: Mapping[str, Any] | object) -> None:
         self._config = config
@@ -149,7 +148,7 @@ class _Fields:
             self._config = nested
 
     def get(self, *names: str) -> Any:
-        """The value of the first of `names` that is set and not None, else None."""
+        """Return the first of `names` that is set and not None, else None."""
         for name in names:
             config = self._config
             value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
@@ -165,9 +164,9 @@ class _Fields:
 
 
 def _attention(fields: _Fields) -> tuple[int, int]:
-    """Weights of one layer's projections, and its FLOPs per squared token.
+    """Return the weights of one layer's projections and its FLOPs per squared token.
 
-    Scores and weighted sums take 2 * L**2 * width FLOPs each over all pairs; half of that, causal, is L**2 * width.
+    Scores and weighted sums take 2 * L**2 * width FLOPs each; the causal half is L**2 * width.
     """
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     if fields.get("kv_lora_rank") is not None:
@@ -189,7 +188,6 @@ def _latent_attention(fields: _Fields, hidden: int, heads: int) -> tuple[int, in
 
 
 def _feed_forward_weights(fields: _Fields, layers: int) -> int:
-    """Weights that a token passes through in the feed-forward blocks of all layers."""
     hidden = fields.integer("hidden_size")
     matrices = 2 if fields.get("model_type") in UNGATED_MODELS else 3
     experts = fields.integer("num_experts", "n_routed_experts", "num_local_experts", default=0)
@@ -207,7 +205,7 @@ def _feed_forward_weights(fields: _Fields, layers: int) -> int:
 
 
 def _sparse_layers(fields: _Fields, layers: int) -> int:
-    """The number of layers with a mixture of experts, by the config keys of DeepSeek and Qwen."""
+    """Count mixture-of-experts layers, by the config keys of DeepSeek and Qwen."""
     first = fields.integer("first_k_dense_replace", default=0)
     frequency = fields.integer("moe_layer_freq", default=1)
     dense = set(fields.get("mlp_only_layers") or [])
@@ -218,17 +216,17 @@ def _sparse_layers(fields: _Fields, layers: int) -> int:
 
 
 TRAINING_FACTOR = 3.0
-"""Cost of forward and backward / forward: the backward pass has two matrix products for each of the forward pass."""
+"""(forward + backward) / forward; backward has two matrix products for each forward one."""
 
 Unit = Literal["FLOP", "token", "second"]
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """The cost of a sequence of L tokens is `linear * L + quadratic * L**2`, in `unit`.
+    """Cost of a sequence of L tokens: `linear * L + quadratic * L**2`, in `unit`.
 
-    linear: cost per token (matrix products with weights). quadratic: cost per squared token (causal attention).
-    Plans depend on their ratio only; a common factor scales the predicted times.
+    linear: matrix products with weights. quadratic: causal attention.
+    Plans depend only on their ratio; a common factor scales the predicted times.
     Raises CostModelError if a coefficient is negative, not finite, or both are 0; OptionError for an unknown unit.
     """
 
@@ -246,40 +244,40 @@ class CostModel:
         one_of(self.unit, "unit", ("FLOP", "token", "second"))
 
     def workload(self, lengths: ArrayLike) -> Floats:
-        """float64 [n], the cost of each sequence in `unit`; LengthError unless `lengths` are whole numbers >= 0."""
+        """Return each sequence's cost in `unit`. Raises LengthError unless `lengths` are whole numbers >= 0."""
         tokens = whole_numbers(lengths, "lengths", minimum=0).astype(np.float64)
         return tokens * (self.linear + self.quadratic * tokens)
 
     def scaled(self, factor: float) -> "CostModel":
-        """The model times `factor`; `1 / TRAINING_FACTOR` turns costs of training into those of a forward pass."""
+        """Multiply by `factor`; `1 / TRAINING_FACTOR` turns training costs into forward costs."""
         return CostModel(self.linear * factor, self.quadratic * factor, self.unit)
 
     @classmethod
     def tokens(cls) -> "CostModel":
-        """One unit per token; balances token counts."""
+        """Balance token counts: one unit per token."""
         return cls(1.0, 0.0, "token")
 
     @classmethod
     def from_model_config(cls, config: Mapping[str, Any] | object, *, training: bool = True) -> "CostModel":
-        """FLOPs, from a Hugging Face model config: a mapping (`config.json`) or an object with attributes.
+        """Count FLOPs from a Hugging Face model config: a mapping (`config.json`) or an object with attributes.
 
         A product [m, k] x [k, n] counts 2*m*k*n FLOPs, causal attention L**2 / 2 pairs, a mixture of experts only the
         active experts, and embedding look-ups nothing. Supports dense, grouped-query and latent (`kv_lora_rank`)
         attention and mixtures of experts; sliding windows count as full attention.
         training: forward and backward (`TRAINING_FACTOR`) instead of forward only.
-        Raises CostModelError that names a missing key.
+        Raises CostModelError for a missing key.
         """
         forward = cls(*forward_flops(config))
         return forward.scaled(TRAINING_FACTOR) if training else forward
 
     @classmethod
     def fit(cls, micro_batches: Sequence[ArrayLike], seconds: ArrayLike) -> "CostFit":
-        """Seconds, from measurements: `overhead + linear * sum(L) + quadratic * sum(L**2)` for each micro-batch.
+        """Fit seconds to measurements: `overhead + linear * sum(L) + quadratic * sum(L**2)` per micro-batch.
 
-        micro_batches: the lengths of the sequences that ran together, one array for each measurement. seconds: their
-        times, positive. Training steps and forward passes need a fit each.
-        Raises CostModelError for fewer than `fitting.FEWEST_MEASUREMENTS`, for micro-batches too similar to separate
-        the terms, and for times that do not grow with tokens; LengthError for bad lengths.
+        micro_batches: the lengths that ran together, one array per measurement. seconds: positive times. Fit training
+        steps and forward passes separately.
+        Raises LengthError; CostModelError for fewer than `FEWEST_MEASUREMENTS`, for micro-batches too similar to
+        separate the terms, and for times that do not grow with tokens.
         """
         if len(micro_batches) != np.size(seconds):
             raise CostModelError(
@@ -289,7 +287,7 @@ class CostModel:
 
     @classmethod
     def fit_sums(cls, tokens: ArrayLike, squared_tokens: ArrayLike, seconds: ArrayLike) -> "CostFit":
-        """As `fit`, from sum(L) and sum(L**2) of each of m micro-batches, the form in which a run records them."""
+        """Fit as `fit`, from sum(L) and sum(L**2) of each micro-batch, the form in which a run records them."""
         columns = [weight_array(tokens, "tokens"), weight_array(squared_tokens, "squared_tokens")]
         if not len(columns[0]) == len(columns[1]) == np.size(seconds):
             raise CostModelError("tokens, squared_tokens and seconds differ in length; pass one of each a micro-batch")
@@ -298,10 +296,7 @@ class CostModel:
 
 @dataclass(frozen=True)
 class CostFit(FitQuality):
-    """A cost model fitted to measurements, and the quality of the fit.
-
-    model: in seconds. overhead_seconds: fixed cost of a micro-batch, which plans do not consider.
-    """
+    """A fitted cost model in seconds. overhead_seconds: fixed cost of a micro-batch, which plans ignore."""
 
     model: CostModel
     overhead_seconds: float

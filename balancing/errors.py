@@ -1,4 +1,4 @@
-"""Errors of `balancing`. Every message names the value, its index and the argument to change."""
+"""Define the errors of `balancing`. Every message names the value, its index and the argument to change."""
 
 
 class BalancingError(ValueError):
@@ -6,15 +6,15 @@ class BalancingError(ValueError):
 
 
 class OptionError(BalancingError):
-    """An argument has an invalid value, such as a count below 1 or an unknown algorithm."""
+    """An argument is invalid, such as a count below 1 or an unknown algorithm."""
 
 
 class LengthError(BalancingError):
-    """Lengths (or loss tokens) are empty, not one-dimensional, not whole numbers, or out of range."""
+    """Lengths or loss tokens are empty, not one-dimensional, not whole numbers, or out of range."""
 
 
 class WeightError(BalancingError):
-    """Weights or workloads are negative, infinite or NaN, or their number is wrong."""
+    """Weights or workloads are negative, infinite, NaN, or too few or many."""
 
 
 class OverCapError(BalancingError):

@@ -1,16 +1,14 @@
-"""Local search that evens out groups: it moves a sequence, or exchanges one or two for one or two, under caps.
+"""Even out groups by local search: move a sequence, or exchange one or two for one or two, under caps.
 
     heaviest group --- a ---> lighter group        the difference `gap` of the two groups shrinks most if
                    <-- b ---                       weight(a) - weight(b) is nearest to gap / 2
 
-a and b are bundles of up to two members, sorted by weight, so that one pass over both lists finds the best exchange of
-two groups. Each exchange makes the heavier group lighter and no group heavier than that one was, so the search ends.
+a and b are bundles of up to two members, sorted by weight, so that one pass over both lists finds the best exchange.
+Each exchange makes the heavier group lighter and no group heavier than the heavier one was, so the search ends.
 
-Groups are linked lists of sequences that compiled loops change in place.
+Groups are linked lists of sequences in arrays of fixed length, changed in place by compiled loops.
 
     first[group] -> sequence -> following[sequence] -> .. -> -1        in descending order of weight
-
-Arrays of fixed length hold all groups, and exchanging members of two groups takes one pass over both lists.
 """
 
 from dataclasses import dataclass
@@ -28,15 +26,15 @@ Bundles = tuple[Floats, Floats, Integers, Integers]
 TOLERANCE = 1e-5
 """Groups are even if they are within this share of the mean."""
 PARTNERS = 12
-"""A heavy group tries this many of the lightest groups; it tries all groups if only the heaviest group counts."""
+"""A heavy group tries so many of the lightest groups, or all if only the heaviest group counts."""
 FAILURES = 64
-"""The search ends after this many heavy groups in a row that no exchange makes lighter."""
+"""The search ends after so many heavy groups in a row that no exchange makes lighter."""
 PAIRED = 40
-"""Bundles of two are made of at most this many members of a group, evenly spaced by weight."""
+"""Pairs are made of at most so many members of a group, evenly spaced by weight."""
 REACH = 32
-"""If caps forbid the best bundle, the search examines this many on either side of it."""
+"""If caps forbid the best bundle, the search examines so many on either side."""
 EFFORT = 10_000_000
-"""The search ends after it has examined this many groups and bundles, about 50 ms of compiled code."""
+"""The search ends after so many groups and bundles, about 50 ms of compiled code."""
 EFFORT_EACH = 200
 """Additional effort for each sequence."""
 SORTING = 8
@@ -63,7 +61,7 @@ class LinkedGroups(NamedTuple):
 
 @compiled
 def link(weights: Floats, sizes: Floats, group_of: Integers, base: Floats) -> LinkedGroups:
-    """Build the lists from the group of each sequence, which is copied. base: float64 [k], loads of empty groups."""
+    """Build the lists from a copy of `group_of`. base: float64 [k], loads of empty groups."""
     count = len(base)
     groups = LinkedGroups(
         weights,
@@ -85,7 +83,7 @@ def link(weights: Floats, sizes: Floats, group_of: Integers, base: Floats) -> Li
 
 @compiled
 def members_of(groups: LinkedGroups, group: int) -> Integers:
-    """The members of a group in descending order of weight; int64 [counts[group]]."""
+    """Return the members of a group in descending order of weight."""
     members = np.empty(groups.counts[group], np.int64)
     sequence = groups.first[group]
     for position in range(len(members)):
@@ -96,7 +94,7 @@ def members_of(groups: LinkedGroups, group: int) -> Integers:
 
 @compiled
 def relink(groups: LinkedGroups, one: int, other: int) -> None:
-    """Rebuild the lists of two groups after `group_of` changed; sums are recomputed, so that no error accumulates."""
+    """Rebuild the lists of two groups after `group_of` changed, and their sums, so that no error accumulates."""
     left, right = groups.first[one], groups.first[other]
     for group in (one, other):
         groups.first[group], groups.counts[group] = -1, 0
@@ -117,7 +115,7 @@ def relink(groups: LinkedGroups, one: int, other: int) -> None:
 
 @compiled
 def next_lightest(loads: Floats, last: int) -> int:
-    """The group after `last` in ascending order of (load, number); -1 after the last group. `last` = -1 starts."""
+    """Return the group after `last` (-1: start) in ascending order of (load, number); -1 after the last group."""
     found = -1
     for group in range(len(loads)):
         later = last < 0 or loads[group] > loads[last] or (loads[group] == loads[last] and group > last)
@@ -128,7 +126,6 @@ def next_lightest(loads: Floats, last: int) -> int:
 
 @compiled
 def _append(groups: LinkedGroups, sequence: int, group: int, last: int) -> None:
-    """Append a sequence to a group whose last member is `last` (-1 if the group is empty)."""
     if last < 0:
         groups.first[group] = sequence
     else:
@@ -162,11 +159,11 @@ def even_out_arrays(
 ) -> Integers:
     """Make the heaviest groups lighter by exchanges until the groups are even or no exchange helps.
 
-    group_of: int64 [n], the group of each sequence, in 0..count; the groups keep `limits`. weights: float64 [n].
+    group_of: int64 [n], in 0..count, within `limits`. weights: float64 [n].
     sizes: int64 [n], tokens; the sum over a group is capped, as in the packed layout.
-    only_heaviest: stop when no exchange makes the heaviest group lighter, instead of going on with the next.
-    target: a group of at most this load is light enough, if the caller knows a bound above the mean.
-    effort: number of groups and bundles to examine, plus `EFFORT_EACH` for each sequence.
+    only_heaviest: stop when no exchange makes the heaviest group lighter.
+    target: load at which a group is light enough, if the caller knows a bound above the mean.
+    effort: groups and bundles to examine, plus `EFFORT_EACH` for each sequence.
     base: float64 [count], a load of each group besides its sequences; None is 0.
     Returns a new int64 [n]; groups keep `limits`, and none that had a sequence is empty.
     """
@@ -195,9 +192,9 @@ def even_out_arrays(
 
 
 def _mean_without_giants(descending: Floats, base: Floats) -> float:
-    """The mean load of groups without giants: sequences that outweigh the mean of the groups that remain.
+    """Return the mean load of groups without giants: sequences that outweigh the mean of the remaining groups.
 
-    A giant is best alone in its group, and the other groups even out at a mean that does not include it.
+    A giant is best alone in its group; the other groups even out at a mean without it.
     """
     count = len(base)
     alone = descending[: count - 1]
@@ -220,9 +217,9 @@ def exchange_until_even(
     level: float,
     effort: int,
 ) -> Integers:
-    """The search of `even_out_arrays`, for sequences in descending order of weight; ends at a load of `level`."""
+    """Search as `even_out_arrays`, for sequences in descending order of weight; end at a load of `level`."""
     groups, count = link(weights, sizes, group_of, base), len(base)
-    # A sequence alone in a group of the lowest base: no exchange would make the heavier of two groups lighter.
+    # A sequence alone in a group of the lowest base cannot improve: any exchange keeps the heavier load.
     is_open = (groups.counts > 1) | (base > base.min())
     partners = count if only_heaviest else PARTNERS
     failures = 0
@@ -249,7 +246,7 @@ def exchange_until_even(
 
 @compiled
 def _heaviest(loads: Floats, is_open: NDArray[np.bool_], only_heaviest: bool) -> int:
-    """The heaviest open group; -1 if there is none, or if `only_heaviest` and the heaviest of all is not open."""
+    """Return the heaviest open group; -1 for none, or if `only_heaviest` and the heaviest of all is not open."""
     heaviest = -1
     for group in range(len(loads)):
         if (is_open[group] or only_heaviest) and (heaviest < 0 or loads[group] > loads[heaviest]):
@@ -261,7 +258,7 @@ def _heaviest(loads: Floats, is_open: NDArray[np.bool_], only_heaviest: bool) ->
 def _best_exchange(
     groups: LinkedGroups, heavy: int, partners: int, max_tokens: float, max_sequences: float, equal_size: bool
 ) -> tuple[int, int, tuple[int, int], tuple[int, int]]:
-    """The best exchange of `heavy` with the first of the lightest `partners` that allows one, singles before pairs.
+    """Exchange `heavy` at best with the first of the lightest `partners` that allows it, singles before pairs.
 
     Returns the partner (-1 for none), the effort, and the sequences that go to the partner and come back.
     """
@@ -271,7 +268,7 @@ def _best_exchange(
         give = _bundles(groups, heavy, largest)
         light, ascending = -1, counts[:0]
         for position in range(min(partners, len(loads))):
-            if position == PARTNERS:  # mostly one of the first few will do; from here on sorting pays
+            if position == PARTNERS:  # one of the first few mostly suffices; from here on sorting pays
                 ascending = np.argsort(loads, kind="mergesort")
             if position < PARTNERS:
                 light = next_lightest(loads, light)
@@ -304,7 +301,6 @@ def _best_exchange(
 
 @compiled
 def _counts_allow(heavy: int, light: int, moved: int, max_sequences: float, equal_size: bool) -> bool:
-    """Whether `moved` sequences may go from a group of `heavy` sequences to one of `light`."""
     if heavy - moved < 1 or (light > 0 and light + moved < 1) or max(heavy - moved, light + moved) > max_sequences:
         return False
     return moved == 0 or not equal_size or moved == heavy - light
@@ -314,7 +310,7 @@ def _counts_allow(heavy: int, light: int, moved: int, max_sequences: float, equa
 def _nearest(
     give: Bundles, take: Bundles, half_gap: float, best: float, room_heavy: float, room_light: float
 ) -> tuple[float, int, int]:
-    """The pair of bundles whose difference in weight is nearest to `half_gap`, nearer than `best`, under the caps.
+    """Find the bundles whose weights differ by nearest to `half_gap`, nearer than `best`, under the caps.
 
     room_heavy, room_light: tokens that each group may add. Returns the distance and both positions, -1 for none.
     """
@@ -338,7 +334,7 @@ def _nearest(
 
 @compiled
 def _bundles(groups: LinkedGroups, group: int, largest: int) -> tuple[Bundles, Bundles, Bundles]:
-    """Bundles of no, one and two members; those of two only if `largest` is 2."""
+    """Return bundles of no, one and two members; those of two only if `largest` is 2."""
     members = members_of(groups, group)
     nothing = (np.zeros(1), np.zeros(1), np.full(1, -1), np.full(1, -1))
     singles = (groups.weights[members], groups.sizes[members], members, np.full(len(members), -1))
@@ -347,7 +343,6 @@ def _bundles(groups: LinkedGroups, group: int, largest: int) -> tuple[Bundles, B
 
 @compiled
 def _pairs(groups: LinkedGroups, members: Integers) -> Bundles:
-    """A bundle for every pair of at most PAIRED members."""
     chosen = members[:: max(1, -(-len(members) // PAIRED))].copy()
     count = len(chosen) * (len(chosen) - 1) // 2
     one, other = np.empty(count, np.int64), np.empty(count, np.int64)

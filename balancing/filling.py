@@ -1,4 +1,4 @@
-"""Compiled loops that place sequences into bins (micro-batches) under caps, one after another.
+"""Place sequences one by one into bins (micro-batches) under caps, in compiled loops.
 
     fill_lightest    the lightest bin with room; stops at the first sequence that fits nowhere
     best_fit         the fullest bin with room; opens as many bins as it needs
@@ -22,7 +22,7 @@ def fill_lightest(
 ) -> Integers:
     """Place each in the lightest bin with room (Graham 1969, under caps); stop at the first that fits nowhere.
 
-    Ties go to the bin with fewest sequences, so that no bin stays empty if some sequences weigh nothing.
+    Ties go to the bin with fewest sequences, so that weightless sequences leave no bin empty.
     """
     assignment = np.full(len(sizes), -1, np.int64)
     smallest = max_tokens
@@ -78,7 +78,7 @@ def fill_to_level(
 ) -> Integers:
     """Place each in the lightest bin with room whose load stays within `level`; leave out those that fit nowhere.
 
-    placed: int64 [n], the bin of sequences that are placed already, -1 for the others.
+    placed: int64 [n], the bin of already placed sequences, -1 for the others.
     """
     assignment, loads = placed.copy(), np.zeros(bins)
     room, places = np.full(bins, max_tokens, np.int64), np.full(bins, max_sequences, np.int64)

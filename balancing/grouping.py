@@ -1,4 +1,4 @@
-"""Groups of sequences as one flat array, the form in which packing and scheduling compute."""
+"""Store groups of sequences as one flat array, the form in which packing and scheduling compute."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,32 +19,31 @@ class Grouping:
 
     @classmethod
     def of(cls, groups: Sequence[Sequence[int] | Integers], sequences: int) -> "Grouping":
-        """From index lists that together contain each of 0..sequences once."""
+        """Build from index lists that together contain each of 0..sequences once."""
         group_of = np.empty(sequences, np.int64)
         for number, group in enumerate(groups):
             group_of[group] = number
         return cls(group_of, len(groups))
 
     def sums(self, values: Floats | Integers) -> Floats:
-        """float64 [count]: `values` [n] summed over each group, 0 for an empty group."""
+        """Sum `values` [n] over each group: float64 [count], 0 for an empty group."""
         return np.bincount(self.group_of, values, self.count).astype(np.float64, copy=False)
 
     def heaviest(self, weights: Floats) -> Floats:
-        """float64 [n]: for each sequence the largest of `weights` [n] (>= 0) in its group."""
+        """Return for each sequence the largest of `weights` [n] (>= 0) in its group."""
         largest = np.zeros(self.count)
         np.maximum.at(largest, self.group_of, weights)
         return largest[self.group_of]
 
     def sizes(self) -> Integers:
-        """int64 [count]: number of sequences in each group."""
         return np.bincount(self.group_of, minlength=self.count)
 
     def members(self) -> list[Integers]:
-        """`count` int64 arrays with ascending indices."""
+        """Return `count` int64 arrays with ascending indices."""
         narrow = self.group_of.astype(np.int16) if self.count < 2**15 else self.group_of
         order = np.argsort(narrow, kind="stable")  # NumPy sorts 16 bits in linear time
         return np.split(order, np.cumsum(self.sizes())[:-1])
 
     def renumbered(self, numbers: Integers, count: int) -> "Grouping":
-        """The same groups with other numbers: group g becomes `numbers[g]`, in 0..count."""
+        """Rename group g to `numbers[g]`, in 0..count."""
         return Grouping(numbers[self.group_of], count)

@@ -1,10 +1,12 @@
-"""Lower bounds that plans are measured against.
+"""Compute lower bounds that plans are measured against.
 
 fewest_bins        number of micro-batches       the caps; Martello and Toth (1990)
 mean_bound         heaviest of k sets            the mean, or the heaviest weight
 pigeonhole_bound   heaviest of k sets            as above, or sets that heavy weights have to share
 step_time_bound    time of a mini-batch          workload / ranks, or steps that long sequences prolong
 prefix_...         the same for groups           as above, with every prefix in each part that the caps force
+
+No plan within the caps is better, whatever algorithm made it.
 """
 
 from dataclasses import dataclass
@@ -17,14 +19,14 @@ from balancing.prefixes import Groups
 MOST_TOGETHER = 4
 """`step_time_bound` considers up to this many long sequences in one micro-batch."""
 THRESHOLDS = 48
-"""`pigeonhole_bound` tries this many values of t, evenly spaced, and those at the largest drops of weight."""
+"""`pigeonhole_bound` tries this many evenly spaced values of t, and those at the largest drops of weight."""
 DROPS = 16
 MOST_SHARED = 16
 """`pigeonhole_bound` tries this many values of j."""
 
 
 def fewest_bins(sizes: Integers, capacity: int, max_items: int) -> int:
-    """A lower bound on the number of bins of `capacity` tokens and `max_items` items: max(ceil(n / max_items), L2).
+    """Bound the number of bins of `capacity` tokens and `max_items` items: max(ceil(n / max_items), L2).
 
     sizes: int64 [n], each in 1..capacity.
     """
@@ -32,7 +34,7 @@ def fewest_bins(sizes: Integers, capacity: int, max_items: int) -> int:
 
 
 def _martello_toth(sizes: Integers, capacity: int) -> int:
-    """The bound L2 of Martello and Toth (1990).
+    """Compute the bound L2 of Martello and Toth (1990).
 
     For every threshold a <= capacity / 2: items above capacity - a are alone, items above half the capacity are in
     different bins, and items of at least a share the room that these leave. Threshold 0 gives L1 = ceil(sum/capacity).
@@ -51,16 +53,16 @@ def _martello_toth(sizes: Integers, capacity: int) -> int:
 
 
 def mean_bound(weights: Floats, k: int) -> float:
-    """The heaviest weight or the mean, rounded up for whole numbers. weights: float64 [n], descending."""
+    """Return the heaviest weight or the mean, rounded up for whole numbers. weights: float64 [n], descending."""
     return max(_rounded(float(weights.sum()) / k, weights), float(weights[0]))
 
 
 def pigeonhole_bound(weights: Floats, k: int, equal_size: bool) -> float:
-    """A lower bound on the heaviest of k <= n sets, at least `mean_bound`; takes a few milliseconds.
+    """Bound the heaviest of k <= n sets, at least `mean_bound`; takes a few milliseconds.
 
-    Consider the t heaviest weights. If g sets hold more than j of them, the other k - g sets hold at most j each, so
-    the g sets hold at least max(t - j * (k - g), g * (j + 1)) of them. Their mean, taken over the lightest of the t,
-    bounds the heaviest set; with `equal_size` each of the g sets is filled up with the lightest of all weights. The
+    Consider the t heaviest weights. If g sets hold more than j of them, the other k - g sets hold at most j each.
+    So the g sets hold at least max(t - j * (k - g), g * (j + 1)) of them. Their mean, over the lightest of the t,
+    bounds the heaviest set. With `equal_size` each of the g sets is filled up with the lightest of all weights. The
     minimum over g holds for every t and j. t = j * k + 1 gives the classical bound for identical machines.
     weights: float64 [n], descending.
     """
@@ -72,7 +74,7 @@ def pigeonhole_bound(weights: Floats, k: int, equal_size: bool) -> float:
 
 
 def _least_mean(before: Floats, k: int, shared: int, heaviest: Integers, equal_size: bool) -> float:
-    """The bound for j = `shared`, the most over t in `heaviest`. before: float64 [n + 1], sums of the heaviest."""
+    """Return the bound for j = `shared`, the most over t in `heaviest`. before: float64 [n + 1], prefix sums."""
     count, sets, top = len(before) - 1, np.arange(1, k + 1), heaviest[:, None]
     crowd = np.maximum(top - shared * (k - sets), (shared + 1) * sets)
     possible = crowd <= top
@@ -85,7 +87,6 @@ def _least_mean(before: Floats, k: int, shared: int, heaviest: Integers, equal_s
 
 
 def _thresholds(weights: Floats, crowded: int, k: int) -> Integers:
-    """Values of t above j * k = `crowded` to try."""
     count = len(weights)
     spaced = np.linspace(crowded + 1, min(count, crowded + k), THRESHOLDS).astype(np.int64)
     drops = np.argsort(np.diff(weights), kind="stable")[:DROPS] + 1
@@ -93,14 +94,12 @@ def _thresholds(weights: Floats, crowded: int, k: int) -> Integers:
 
 
 def _rounded(bound: float, weights: Floats) -> float:
-    """Rounded up if all weights are whole numbers, as their sums are whole too."""
     return float(np.ceil(bound)) if (weights == np.floor(weights)).all() else bound
 
 
 @dataclass(frozen=True)
 class StepTimeBound:
-    """time: no plan takes less, in the unit of the weights. long_steps: number of micro-steps that it counts as
-    prolonged by long sequences."""
+    """time: no plan takes less. long_steps: micro-steps that the bound counts as prolonged by long sequences."""
 
     time: float
     long_steps: int
@@ -115,16 +114,15 @@ def step_time_bound(
     max_tokens: int,
     max_sequences: int,
 ) -> StepTimeBound:
-    """A lower bound on a mini-batch's time: the sum over its synchronous micro-steps of the heaviest micro-batch.
+    """Bound a mini-batch's time: the sum over its synchronous micro-steps of the heaviest micro-batch.
 
     sizes: int64 [n], tokens, each in 1..max_tokens. weights: float64 [n], workload. steps: micro-steps of the plan.
     The bound is the maximum over j = 0..steps of
 
         v_1 + ... + v_j + (W - K_j) / ranks
 
-    W: the total workload, so j = 0 gives workload / ranks. v_i: the least time of the i-th longest micro-step
-    (`minimum_step_times`). K_j: the most workload that j * ranks micro-batches can hold (`most_workload`); the other
-    micro-steps compute the rest, at best evenly.
+    W: the total workload. v_i: the least time of the i-th longest micro-step (`minimum_step_times`). K_j: the most
+    workload that j * ranks micro-batches can hold (`most_workload`); the rest is computed at best evenly.
     Assumes the packed layout, which is never slower than the padded one.
     """
     forced = minimum_step_times(sizes, weights, ranks, steps, max_tokens, max_sequences)
@@ -133,7 +131,7 @@ def step_time_bound(
 
 
 def prolonged(forced: Floats, total: float, held: Floats, ranks: int) -> StepTimeBound:
-    """The maximum over j of forced[0] + ... + forced[j - 1] + (total - held[j]) / ranks; held: float64 [forced + 1]."""
+    """Maximise forced[0] + ... + forced[j - 1] + (total - held[j]) / ranks over j; held: float64 [forced + 1]."""
     times = np.concatenate([[0.0], np.cumsum(forced)]) + np.maximum(total - held, 0.0) / ranks
     long_steps = int(np.argmax(times))
     return StepTimeBound(float(times[long_steps]), long_steps)
@@ -148,12 +146,12 @@ def minimum_step_times(
     max_sequences: int,
     most_together: int = MOST_TOGETHER,
 ) -> Floats:
-    """v_1 >= v_2 >= ... > 0, at most `steps` values: lower bounds on the times of the longest micro-steps.
+    """Bound the times of the longest micro-steps: v_1 >= v_2 >= ... > 0, at most `steps` values.
 
     At most m of the h heaviest sequences fit in a micro-batch, m = max_tokens // the shortest of them. If x of the
-    B = ranks * steps micro-batches hold more than k of them, then h <= k * (B - x) + m * x, so x is at least
+    B = ranks * steps micro-batches hold more than k of them, then h <= k * (B - x) + m * x. So x is at least
     (h - k * B) / (m - k). These x micro-batches occupy at least x / ranks micro-steps, and each weighs at least as much
-    as the k + 1 lightest of the h heaviest sequences. With k = 0 it is a single long sequence that prolongs a step.
+    as the k + 1 lightest of the h heaviest sequences. With k = 0 a single long sequence prolongs a step.
     most_together: k is less.
     """
     order = np.argsort(-weights, kind="stable")
@@ -171,10 +169,10 @@ def minimum_step_times(
 
 
 def most_workload(sizes: Integers, weights: Floats, micro_batches: Integers, max_tokens: int) -> Floats:
-    """The most workload that fits in each number of micro-batches: the fractional knapsack (Dantzig 1957).
+    """Return the most workload that fits in each number of micro-batches: fractional knapsack (Dantzig 1957).
 
-    A micro-batch holds at most one sequence above half the cap. If workload per token grows with length, it is best
-    to take the longest of these, one per micro-batch, and to fill up with the others.
+    A micro-batch holds at most one sequence above half the cap. If workload per token grows with length, the best
+    choice is the longest of these, one per micro-batch, filled up with others.
     """
     order = np.lexsort((-sizes, -weights / sizes))
     tokens, workload = sizes[order], weights[order]
@@ -190,14 +188,14 @@ def most_workload(sizes: Integers, weights: Floats, micro_batches: Integers, max
 
 
 def _cut_off(tokens: Integers, workload: Floats, capacity: Floats) -> Floats:
-    """The workload that fits in each `capacity`, in this order; the last sequence is cut."""
+    """Return the workload that fits in each `capacity`, in this order; the last sequence is cut."""
     used, done = np.concatenate([[0], np.cumsum(tokens)]), np.concatenate([[0.0], np.cumsum(workload)])
     filled: Floats = np.interp(capacity, used, done)
     return filled
 
 
 def fewest_parts(groups: Groups, max_tokens: int, max_sequences: int) -> Integers:
-    """int64 [G]: no plan has a group in fewer micro-batches, k_g >= 1.
+    """Return the fewest micro-batches k_g >= 1 that any plan needs for each group; int64 [G].
 
     A micro-batch has room for `max_tokens` less the prefix. So k_g is at least own tokens / room and
     members / max_sequences, rounded up, and the number of members above half the room, no two of which fit together.
@@ -213,10 +211,10 @@ def fewest_parts(groups: Groups, max_tokens: int, max_sequences: int) -> Integer
 def prefix_step_time_bound(
     groups: Groups, ranks: int, steps: int, max_tokens: int, max_sequences: int
 ) -> StepTimeBound:
-    """`step_time_bound` for sequences that share prefixes, with the same formula.
+    """Bound the time of sequences that share prefixes, by the formula of `step_time_bound`.
 
-    Every plan computes the own part of each sequence and at least k_g prefixes of each group, so these are the items
-    that micro-batches can hold. What a plan computes beyond them is outside W.
+    Every plan computes the own part of each sequence and at least k_g prefixes of each group, so micro-batches hold
+    these items. W does not include what a plan computes beyond them.
     """
     parts = fewest_parts(groups, max_tokens, max_sequences)
     forced = prefix_step_times(groups, ranks, steps, max_tokens, max_sequences)
@@ -227,7 +225,7 @@ def prefix_step_time_bound(
 
 
 def prefix_step_times(groups: Groups, ranks: int, steps: int, max_tokens: int, max_sequences: int) -> Floats:
-    """`minimum_step_times` with prefixes: a sequence alone adds its prefix, several add at least their own parts."""
+    """Apply `minimum_step_times` with prefixes: one sequence adds its prefix, several add at least their own parts."""
     alone = groups.own + groups.shared[groups.group]
     times = np.zeros(steps)
     for weights, together in ((alone, 1), (groups.own, MOST_TOGETHER)):

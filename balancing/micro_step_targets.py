@@ -1,25 +1,24 @@
-"""Target times of a pipeline's micro-steps: the best split of the work (a shape), and a bound on all splits.
+"""Find target times of a pipeline's micro-steps: the best split of the work (a shape), and a bound on all splits.
 
     t, the shares of the micro-steps <------ less where the longest path has weight -----+
       --> longest path of passes --> its weight on each micro-step --> mean of all paths -+--> lower bound
 
-Micro-steps of equal time are not the fastest: a pipeline fills and drains faster with light ones at the ends, and light
-ones in front give heavier ones time to arrive. With the order of passes fixed, the makespan of times t is the longest
-path through the passes, max over paths of `a . t + d` (a: share of each micro-step's time on the path; d: transfers and
-overheads). The least over all t >= 0 that add up to the work is a game of two players: one splits the work, the other
-picks a path. Multiplicative weights solve it (Freund and Schapire 1999): t moves away from the paths picked so far, and
-the mean t and the mean path both approach the optimum.
-Proof of the bound: for every t the longest path is at least as long as the mean of any paths, so that
+Equal micro-steps are not the fastest: a pipeline fills and drains faster with light ones at the ends. With the order
+of passes fixed, the makespan of times t is the longest path through the passes, max over paths of `a . t + d` (a: share
+of each micro-step's time on the path; d: transfers and overheads). Minimising over all t >= 0 that add up to the work
+is a game: one splits the work, the other picks a path. Multiplicative weights solve it (Freund and Schapire 1999):
+t moves away from the paths picked so far, and the mean t and the mean path both approach the optimum.
+Proof of the bound: for every t the longest path is at least as long as the mean of any paths, so
 `makespan(t) >= mean(a) . t + mean(d) >= min over t of mean(a) . t + mean(d)`, whichever paths were picked.
 
-Levels are what long sequences, which cannot be cut, ask of these times:
+Long sequences, which cannot be cut, put levels on these times:
 
     sequences, heaviest first --> every `ranks`-th --> its weight v_j: more than j * ranks sequences are as heavy
     best shape of times t --> sum over steps of min(q_j, floor(t / v_j)) above j, for every j?
                               no: raise the step that is nearest to the next multiple of v_j, best shape again --> times
 
-A micro-batch of time t holds floor(t / v_j) such sequences at most, and no more than q_j under the caps, so that the
-micro-steps of every plan pass this test. A shape that fails it cannot be dealt: its steps would come out longer.
+A micro-batch of time t holds at most floor(t / v_j) such sequences, and at most q_j under the caps, so every plan
+passes this test. A shape that fails cannot be dealt: its steps would come out longer.
 """
 
 from dataclasses import dataclass, replace
@@ -36,13 +35,13 @@ from balancing.pipeline_time import ends_of, passes_of
 ROUNDS = 3_000
 """Rounds of the game, about 5 ms of compiled code for 4 stages and 32 micro-steps."""
 RATE = 0.5
-"""How fast t moves; the step falls with the square root of the round. A slow t comes nearer to the best shape."""
+"""Speed of t, divided by the square root of the round. A slow t comes nearer to the best shape."""
 RATE_OF_BOUND = 2.0
-"""The same where only the bound of a micro-step that is forced to be long counts, to which a fast t leads sooner."""
+"""Speed of t if only the bound for a forced long micro-step counts, which a fast t reaches sooner."""
 STEP = 16
-"""Ratios to the mean micro-step are rounded to 1 / STEP, so that shapes are found once and kept."""
+"""Ratios to the mean micro-step are rounded to 1 / STEP, so that shapes can be cached."""
 NO_LIMIT = 2.0
-"""A most of a micro-step above so many times the mean counts as none."""
+"""A limit above so many times the mean micro-step counts as none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,10 +62,10 @@ def best_shape(
     least: float = 0.0,
     rate: float = RATE,
 ) -> Shape:
-    """The best split of `micro_steps` units of work over as many micro-steps.
+    """Find the best split of `micro_steps` units of work over as many micro-steps.
 
     pipeline: with transfer and overhead in these units. most: of any micro-step, at least 1. place, least: micro-step
-    number `place` has at least `least` (which may be above `most`); -1 is none. rate: how fast t moves.
+    `place` (-1: none) has at least `least`, which may be above `most`. rate: speed of t.
     Raises CountError as `actions`.
     """
     floor = np.zeros(micro_steps)
@@ -76,7 +75,7 @@ def best_shape(
 
 
 def split(pipeline: Pipeline, floor: Floats, most: float, rounds: int, rate: float = RATE) -> Shape:
-    """As `best_shape`, each micro-step with a floor of its own, which may be above `most`; their mean is at most 1."""
+    """Split as `best_shape`; each micro-step has its own floor, which may be above `most`; their mean is at most 1."""
     passes = passes_of(pipeline, len(floor))
     graph = (passes.before, passes.needed, passes.sent, passes.micro_batch, passes.cost)
     limits = np.maximum(floor, max(1.0, most))
@@ -97,12 +96,12 @@ def _play(
     rounds: int,
     rate: float,
 ) -> tuple[Floats, float, float]:
-    """The best times found, their makespan, and the bound."""
+    """Return the best times found, their makespan, and the bound."""
     steps = len(floor)
     disliked, mean, path, fixed, total = np.zeros(steps), np.zeros(steps), np.zeros(steps), 0.0, 0.0
     best, lowest, bound = np.ones(steps), np.inf, 0.0
     for played in range(1, rounds + 1):
-        # The last of them is the mean, which is often better than all others.
+        # The last try is the mean, which is often better than all others.
         times = mean / total if played == rounds else _within(np.exp(disliked.min() - disliked), floor, limits)
         length, weight = _longest(before, needed, sent, micro_batch, cost, times + overhead, steps)
         if length < lowest:
@@ -118,7 +117,7 @@ def _play(
 def _longest(
     before: Integers, needed: Integers, sent: Floats, micro_batch: Integers, cost: Floats, times: Floats, steps: int
 ) -> tuple[float, Floats]:
-    """The length of the longest path, and its share of each micro-step's time: float64 [steps]."""
+    """Return the length of the longest path, and its share of each micro-step's time: float64 [steps]."""
     ends = ends_of(before, needed, sent, micro_batch, cost, times)
     weight, at = np.zeros(steps), int(np.argmax(ends))
     length = ends[at]
@@ -133,7 +132,7 @@ def _longest(
 
 @compiled
 def _within(weights: Floats, floor: Floats, limits: Floats) -> Floats:
-    """Times in proportion to `weights`, within floor and limits, whose mean is 1."""
+    """Scale times in proportion to `weights` to a mean of 1, within floor and limits."""
     free, left = np.ones(len(weights)), float(len(weights))
     times: Floats = weights / weights.sum() * left
     for _ in range(len(weights)):
@@ -152,7 +151,7 @@ def _within(weights: Floats, floor: Floats, limits: Floats) -> Floats:
 
 @compiled
 def _least(path: Floats, floor: Floats, limits: Floats) -> float:
-    """The least of `path . t` over all t within floor and limits whose mean is 1."""
+    """Minimise `path . t` over all t within floor and limits whose mean is 1."""
     value, left = float((path * floor).sum()), len(path) - floor.sum()
     for step in np.argsort(path):
         taken = min(left, limits[step] - floor[step])
@@ -164,13 +163,13 @@ def _least(path: Floats, floor: Floats, limits: Floats) -> float:
 def least_makespan(
     pipeline: Pipeline, micro_steps: int, work: float, time: float, most: float = np.inf, longest: float = 0.0
 ) -> float:
-    """A lower bound on the makespan of all plans with so many micro-steps, in the unit of `work`, `time`, `longest`.
+    """Bound the makespan of all plans with so many micro-steps, in the unit of `work`, `time`, `longest`.
 
-    work: workload / ranks, which `micro_steps` micro-steps of at most `most` each share. time: no plan has micro-steps
-    whose times add up to less. longest: nor one whose longest micro-step takes less.
-    The greater of two bounds. The mean over the ranks of each micro-step adds up to `work`, is at most `most`, and is
-    no longer than the time of the micro-step. And the times add up to `time` at least, of which one, whichever, is at
-    least `longest`: the least of the bounds over its place.
+    work: workload / ranks, which `micro_steps` micro-steps of at most `most` each share. time: least sum of a plan's
+    micro-step times. longest: least time of its longest micro-step.
+    Returns the greater of two bounds. First, the means over ranks add up to `work`, are at most `most`, and do not
+    exceed the micro-step's time. Second, the times add up to at least `time`, and one of them is at least `longest`,
+    wherever it lies.
     """
     evenly = work / micro_steps
     relaxed = best_shape(in_units(pipeline, evenly), micro_steps, rounded_limit(most / evenly))
@@ -185,26 +184,25 @@ def least_makespan(
 
 
 def in_units(pipeline: Pipeline, mean: float) -> Pipeline:
-    """The pipeline with transfer and overhead in units of the mean micro-step, rounded down."""
+    """Convert transfer and overhead to units of the mean micro-step, rounded down."""
     transfer, overhead = (np.floor(value / mean * 1000) / 1000 for value in (pipeline.transfer, pipeline.overhead))
     return replace(pipeline, transfer=float(transfer), overhead=float(overhead))
 
 
 def rounded_limit(most: float) -> float:
-    """A limit of micro-steps over their mean, rounded up; infinite where it hardly limits a shape."""
+    """Round up a limit over the mean micro-step; infinite if it hardly limits a shape."""
     return float(np.ceil(most * STEP) / STEP) if most < NO_LIMIT else float("inf")
 
 
 REPAIRS = 4
-"""A shape is repaired up to this many times."""
 STRIDES = 6
-"""The steps that are raised are first shifted by this share of all, then by less and less, as long as that helps."""
+"""Raised steps are first shifted by this share of all, then by less, as long as that helps."""
 LEAST_GAIN = 1e-3
-"""A shift helps if the makespan falls by more than this share."""
+"""A shift must reduce the makespan by more than this share."""
 REPAIR_ROUNDS = 200
 """Rounds of the game for a repaired shape, about 1 ms of compiled code for 4 stages and 32 micro-steps."""
 CLOSE = 1e-9
-"""A time holds a sequence that is longer by this share: rounding errors."""
+"""Tolerance for rounding errors: a time holds a sequence that is longer by this share."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,19 +214,18 @@ class Levels:
 
     @property
     def arrays(self) -> tuple[Floats, Floats]:
-        """Both as float64."""
         return self.weights, self.together.astype(np.float64)
 
 
 def levels_of(sizes: Integers, weights: Floats, ranks: int, caps: Caps, most: int) -> Levels:
-    """The first `most` levels of a mini-batch. sizes: int64 [n]. weights: float64 [n]; both in descending weight."""
+    """Return the first `most` levels. sizes: int64 [n]. weights: float64 [n]; both in descending weight."""
     at = np.arange(0, len(weights), ranks)[:most]
     smallest = np.minimum.accumulate(sizes)[at]
     return Levels(weights[at], np.minimum(caps.max_tokens // smallest, caps.max_sequences))
 
 
 def covered_shape(pipeline: Pipeline, steps: int, most: float, levels: Levels) -> Shape:
-    """The best shape found that grants all levels; the mean of its times is 1, or above where the levels ask for more.
+    """Find the best shape that grants all levels; the mean of its times is 1, or above if the levels ask for more.
 
     pipeline, levels: in units of the mean micro-step. most: of a micro-step that no level raises. bound: 0, none.
     """
@@ -250,7 +247,7 @@ def covered_shape(pipeline: Pipeline, steps: int, most: float, levels: Levels) -
 
 
 def _granted(pipeline: Pipeline, most: float, levels: Levels, floor: Floats) -> tuple[Shape, Floats]:
-    """The best shape found above `floor`, which is raised until all levels are granted, and the floor then."""
+    """Raise `floor` until the best shape above it grants all levels; return both."""
     for _ in range(REPAIRS):
         total = max(1.0, float(floor.mean()))
         shape = split(pipeline, floor / total, most, REPAIR_ROUNDS)
@@ -264,7 +261,7 @@ def _granted(pipeline: Pipeline, most: float, levels: Levels, floor: Floats) -> 
 
 @compiled
 def _raised(times: Floats, floor: Floats, weights: Floats, together: Floats) -> Floats:
-    """`floor`, raised until times above it grant all levels, or no step can hold more."""
+    """Raise `floor` until times above it grant all levels, or no step can hold more."""
     times, floor = np.maximum(times, floor), floor.copy()
     for level in range(len(weights)):
         weight, most = weights[level], together[level]

@@ -1,9 +1,9 @@
-"""Packing: sequences into micro-batches under a cap on tokens.
+"""Pack sequences into micro-batches under a cap on tokens.
 
     lengths -> aligned sizes -> number of micro-batches -> filling by workload, under the caps -> exchanges -> indices
 
-Invariants: every index is in exactly one micro-batch; none is empty; none exceeds `max_tokens` or `max_sequences`;
-their number is at least `min_count` and a multiple of `multiple_of`.
+Every index is in exactly one micro-batch, none is empty, and none exceeds `max_tokens` or `max_sequences`. Their number
+is at least `min_count` and a multiple of `multiple_of`.
 A packed micro-batch takes the sum of its aligned lengths, a padded one its rows times the longest aligned length.
 """
 
@@ -44,9 +44,9 @@ def pack(
 ) -> list[NDArray[np.int64]]:
     """Group sequences into the fewest micro-batches that the caps allow, with workloads as equal as possible.
 
-    lengths: n whole numbers >= 1, tokens. max_tokens: cap of a micro-batch (of a context-parallel group: cap of a rank
-    times cp). workloads: n numbers >= 0 to balance; None balances tokens. length_multiple: lengths are rounded up to a
-    multiple of it before they count. algorithm: `load_balance`, or `none`, which cuts the given order.
+    lengths: n whole numbers >= 1. max_tokens: cap of a micro-batch (of a context-parallel group: cap of a rank times
+    cp). workloads: n numbers >= 0 to balance; None balances tokens. length_multiple: lengths are rounded up to a
+    multiple before they count. algorithm: `load_balance`, or `none`, which cuts the given order.
     Returns int64 arrays. `load_balance`: heaviest micro-batch first, ties by the sum of squared lengths, then by first
     index; indices ascending. `none`: in given order.
     Raises LengthError, WeightError, OptionError for bad values; OverCapError for a sequence above the cap; CountError
@@ -74,7 +74,7 @@ def pack(
 
 @dataclass(frozen=True)
 class Caps:
-    """Caps of a micro-batch. padded: tokens are counted as in the padded layout."""
+    """Caps of a micro-batch. padded: count tokens as in the padded layout."""
 
     max_tokens: int
     max_sequences: int
@@ -89,7 +89,7 @@ class CountRule:
     multiple_of: int = 1
 
     def at_least(self, needed: int, sequences: int) -> int:
-        """The smallest allowed count that is not below `needed`; CountError if it is above `sequences`."""
+        """Return the smallest allowed count >= `needed`. Raises CountError if above `sequences`."""
         count = -(-max(needed, self.minimum) // self.multiple_of) * self.multiple_of
         if count > sequences:
             raise CountError(
@@ -104,7 +104,7 @@ def pack_in_order(sizes: Integers, caps: Caps, count: CountRule) -> Runs:
     """Cut the given order into as few runs as the caps allow.
 
     Runs have equal counts of sequences if that keeps the caps. Otherwise each run ends where the next sequence would
-    exceed a cap, and those with most tokens are halved until there are enough.
+    exceed a cap, and the runs with most tokens are halved until there are enough.
     """
     filled = take_in_order(sizes, caps.max_tokens, caps.max_sequences, padded=caps.padded)
     bins = count.at_least(len(filled), len(sizes))
@@ -115,13 +115,13 @@ def pack_in_order(sizes: Integers, caps: Caps, count: CountRule) -> Runs:
 
 
 def keeps_caps(sizes: Integers, caps: Caps) -> bool:
-    """Whether sequences of these sizes (int64 [n], n >= 1) may share a micro-batch."""
+    """Return whether sequences of these sizes, at least one, may share a micro-batch."""
     tokens = len(sizes) * sizes.max() if caps.padded else sizes.sum()
     return bool(tokens <= caps.max_tokens and len(sizes) <= caps.max_sequences)
 
 
 def pack_evenly(sizes: Integers, weights: Floats | None, caps: Caps, count: CountRule) -> Grouping:
-    """The fewest micro-batches, balanced by weight (by tokens if None), in no particular order."""
+    """Form the fewest micro-batches, balanced by weight (by tokens if None), in no particular order."""
     if caps.padded:
         return pack_padded(sizes, weights, caps.max_tokens, caps.max_sequences, count.at_least)
     loads = sizes.astype(np.float64) if weights is None else weights
@@ -131,7 +131,7 @@ def pack_evenly(sizes: Integers, weights: Floats | None, caps: Caps, count: Coun
 
 
 def _fewest_by_bisection(sizes: Integers, loads: Floats, caps: Caps, count: CountRule, too_few: int) -> Grouping:
-    """Bisection between `too_few`, with which packing failed, and the count of best-fit-decreasing, which suffices."""
+    """Bisect between `too_few`, which failed, and the count of best-fit-decreasing, which suffices."""
     enough = count.at_least(fewest_by_best_fit(sizes, caps), len(sizes))
     found = None
     while enough - too_few > count.multiple_of:
@@ -146,21 +146,21 @@ def _fewest_by_bisection(sizes: Integers, loads: Floats, caps: Caps, count: Coun
 
 
 def fewest_micro_batches(sizes: Integers, caps: Caps) -> int:
-    """A lower bound on the number of micro-batches for `sizes`; attained in the padded layout."""
+    """Bound the number of micro-batches for `sizes`; attained in the padded layout."""
     if caps.padded:
         return len(take_in_order(-np.sort(-sizes), caps.max_tokens, caps.max_sequences, padded=True))
     return fewest_bins(sizes, caps.max_tokens, caps.max_sequences)
 
 
 def fewest_by_best_fit(sizes: Integers, caps: Caps) -> int:
-    """The number of micro-batches of best-fit-decreasing, with which packing always succeeds."""
+    """Count the micro-batches of best-fit-decreasing, with which packing always succeeds."""
     return _best_fit_decreasing(sizes, caps).count
 
 
 def pack_into(sizes: Integers, loads: Floats, caps: Caps, count: int) -> Grouping | None:
-    """`count` non-empty micro-batches of the packed layout, balanced by load; None if every method of filling fails.
+    """Form `count` non-empty packed micro-batches, balanced by load; None if every method of filling fails.
 
-    The methods, from the most even loads to the tightest: heaviest first, exchanges without a cap, best-fit-decreasing.
+    From the most even loads to the tightest: heaviest first, exchanges without a cap, best-fit-decreasing.
     """
     for fill in (_by_load, _by_exchanges, _by_best_fit):
         grouping = fill(sizes, loads, caps, count)
@@ -170,7 +170,6 @@ def pack_into(sizes: Integers, loads: Floats, caps: Caps, count: int) -> Groupin
 
 
 def _pack_for_sure(sizes: Integers, loads: Floats, caps: Caps, count: int) -> Grouping:
-    """`pack_into` for a count that best-fit-decreasing reaches."""
     grouping = pack_into(sizes, loads, caps, count)
     if grouping is None:
         raise RuntimeError(f"best-fit-decreasing found no place in {count} micro-batches; this is a defect of packing")
@@ -180,7 +179,6 @@ def _pack_for_sure(sizes: Integers, loads: Floats, caps: Caps, count: int) -> Gr
 def even_out(
     grouping: Grouping, loads: Floats, sizes: Integers, caps: Caps, *, only_heaviest: bool = False
 ) -> Grouping:
-    """`exchange.even_out_arrays` under the caps of the packed layout."""
     limits = Limits(caps.max_tokens, caps.max_sequences)
     group_of = even_out_arrays(
         grouping.group_of, grouping.count, loads, sizes, limits, only_heaviest=only_heaviest, effort=EFFORT

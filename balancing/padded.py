@@ -1,4 +1,4 @@
-"""Contiguous runs of sequences: the padded layout, and any layout in the given order.
+"""Form contiguous runs of sequences: the padded layout, and any layout in the given order.
 
     lengths sorted -> dealt to ranks with stride -> the same cuts on every rank -> rows * padded length <= cap
 
@@ -25,12 +25,11 @@ Runs = list[tuple[int, int]]
 
 @dataclass(frozen=True, eq=False)
 class PaddedDeal:
-    """The sequences of every rank, and the cuts, which all ranks share.
+    """Sequences of every rank, and the cuts, which all ranks share.
 
-    ranks[r]: int64 indices of rank r, shortest first; their numbers differ by at most one.
+    ranks[r]: int64, shortest first; counts differ by at most one.
     slices: (start, stop) of each micro-batch in `ranks[r]`; on some ranks the last may have one row less.
-    padded_lengths: int64, width of each micro-batch, the same on all ranks.
-    tokens: computed cells over all ranks.
+    padded_lengths: int64, width of each micro-batch. tokens: computed cells over all ranks.
     """
 
     ranks: tuple[Integers, ...]
@@ -39,7 +38,7 @@ class PaddedDeal:
     tokens: int
 
     def padding_removed_of(self, width: int) -> float:
-        """Share of the cells of a batch padded to `width`, such as the longest length allowed, that is not computed."""
+        """Return the share of cells that is not computed, of a batch padded to `width`."""
         return 1.0 - self.tokens / (sum(map(len, self.ranks)) * width)
 
 
@@ -56,7 +55,7 @@ def deal_padded(
 
     All ranks share cuts and widths. multiple_of: the micro-batches with most tokens are split until their number is a
     multiple of it (for pipelines); halves keep the width, so that no new shape appears.
-    Raises as `pack` does; CountError if there are fewer sequences than ranks, or too few rows on a rank for the count.
+    Raises as `pack`; CountError for fewer sequences than ranks, or too few rows on a rank for the count.
     """
     tokens = sequence_lengths(lengths)
     if positive_integer(ranks, "ranks") > len(tokens):
@@ -99,7 +98,7 @@ def take_in_order(
     """Cut positions 0..n from the front into the longest runs that keep the caps, the fewest for this order.
 
     sizes: int64 [n], n >= 1, each at most `max_tokens`. A run takes their sum, or if `padded` rows times the largest.
-    weights: float64 [n] or None; the weights of a run of several sequences sum to at most `max_weight`.
+    weights: float64 [n] or None; several sequences in a run sum to at most `max_weight`.
     """
     loads = np.zeros(len(sizes)) if weights is None else weights
     starts = run_starts(sizes, loads, max_tokens, max_sequences, padded, max_weight).tolist()
@@ -110,7 +109,7 @@ def take_in_order(
 def run_starts(
     sizes: Integers, loads: Floats, max_tokens: int, max_sequences: int, padded: bool, max_load: float
 ) -> Integers:
-    """int64, the first positions of the runs of `take_in_order`."""
+    """Return the first positions of the runs of `take_in_order`."""
     starts = np.zeros(len(sizes), np.int64)
     count, total, widest, load = 1, 0, 0, 0.0
     for position in range(len(sizes)):
@@ -124,7 +123,7 @@ def run_starts(
 
 
 def equal_counts(positions: int, count: int) -> Runs:
-    """`count` runs whose lengths differ by at most one, longer runs first."""
+    """Return `count` runs whose lengths differ by at most one, longer runs first."""
     least, longer = divmod(positions, count)
     bounds = [run * least + min(run, longer) for run in range(count + 1)]
     return list(pairwise(bounds))
@@ -155,9 +154,9 @@ def pack_padded(
     max_sequences: int,
     allowed_count: Callable[[int, int], int],
 ) -> Grouping:
-    """The fewest micro-batches of `rows * longest <= max_tokens`, with the heaviest as light as this count allows.
+    """Form the fewest micro-batches of `rows * longest <= max_tokens`, with the heaviest as light as this count allows.
 
-    To take as many of the longest sequences left as fit minimises the count: any sequence that shares a micro-batch
+    Taking as many of the longest remaining sequences as fit minimises the count: any sequence that shares a micro-batch
     with the longest can be exchanged for the next longest, and no micro-batch grows.
     sizes: int64 [n], aligned. weights: float64 [n]; None is padded tokens. allowed_count: (needed, sequences) -> count.
     """
@@ -174,7 +173,6 @@ def pack_padded(
 
 
 def _lowest_token_limit(descending: Integers, max_tokens: int, max_sequences: int, count: int) -> Runs:
-    """Bisection for the lowest cap with at most `count` runs."""
     low, high = int(descending[0]), max_tokens
     while low < high:
         middle = (low + high) // 2
@@ -188,7 +186,7 @@ def _lowest_token_limit(descending: Integers, max_tokens: int, max_sequences: in
 def _lowest_weight_limit(
     descending: Integers, weights: Floats, max_tokens: int, max_sequences: int, count: int
 ) -> Runs:
-    """Bisection for the lowest limit on a run's weight with at most `count` runs, to about 1e-6 of the total."""
+    """Find by bisection the lowest run weight with at most `count` runs, to about 1e-6 of the total."""
 
     def runs_within(limit: float) -> Runs:
         return take_in_order(descending, max_tokens, max_sequences, padded=True, weights=weights, max_weight=limit)

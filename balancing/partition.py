@@ -1,4 +1,4 @@
-"""k-way number partitioning: n weights into k sets whose sums are as equal as can be.
+"""Partition n weights into k sets whose sums are as equal as possible.
 
     karmarkar_karp    largest differencing                                         free or equal counts
     longest_first     heaviest first, to the lightest set                          free or equal counts
@@ -12,12 +12,12 @@ Largest differencing (Karmarkar and Karp 1982) for k sets takes O(n log n) for f
     partial solutions, by difference    A: a1 >= a2 >= .. >= ak    joined, heaviest with lightest:
     (heaviest - lightest set)           B: b1 >= b2 >= .. >= bk    a1+bk, a2+b(k-1), .., ak+b1, sorted again
 
-The two partial solutions with the largest differences are joined until one is left. Initially each weight is a
-solution with k-1 empty sets. For equal counts each run of k weights in sorted order is a solution (Michiels, Korst,
-Aarts and van Leeuwen 2003); weights of 0 complete the last run and are dropped at the end.
+Initially each weight is a solution with k-1 empty sets. The two solutions with the largest differences are joined
+until one is left. For equal counts each run of k sorted weights is a solution (Michiels, Korst, Aarts and van Leeuwen
+2003), and weights of 0 complete the last run.
 
-Empty sets are not stored, and solutions of one weight are an index into the sorted weights. At any time one solution
-has empty sets and at most n / k have none, and joining a single weight is a binary insertion.
+Empty sets are not stored, and a solution of one weight is an index. At any time one solution has empty sets and at
+most n / k have none; joining a single weight is a binary insertion.
 """
 
 import heapq
@@ -35,9 +35,9 @@ from balancing.lower_bounds import mean_bound, pigeonhole_bound
 from balancing.validation import one_of, positive_integer, weight_array
 
 EFFORT_EACH = 5_000
-"""Effort of `refined` for each weight; see `even_out_arrays`."""
+"""Effort of `refined` per weight; see `even_out_arrays`."""
 MOST_EFFORT = 50_000_000
-"""Limit of its total effort, about 0.2 s of compiled code."""
+"""Limit of the total effort, about 0.2 s of compiled code."""
 
 Algorithm = Literal["refined", "karmarkar_karp", "longest_first", "sort_and_deal"]
 
@@ -52,10 +52,9 @@ def partition(
 ) -> list[Integers]:
     """Split the indices of `weights` into k sets with sums as equal as possible.
 
-    weights: n finite numbers >= 0, tokens or workload. equal_size: counts differ by at most one.
+    weights: n finite numbers >= 0. equal_size: counts differ by at most one.
     Returns k int64 arrays with ascending indices; every index is in exactly one.
-    Raises WeightError for bad weights, OptionError for a bad k or algorithm, and, without `allow_empty`, CountError if
-    k > n.
+    Raises WeightError; OptionError for a bad k or algorithm; CountError if k > n without `allow_empty`.
     """
     checked = weight_array(weights, "weights")
     one_of(algorithm, "algorithm", tuple(_ALGORITHMS))
@@ -71,14 +70,13 @@ def partition(
 
 
 def _heaviest_first(weights: Floats) -> Integers:
-    """Indices in descending order of weight, ties in given order."""
     if weights.max() < 2**16 and (weights == np.floor(weights)).all():
         return np.argsort((2**16 - 1 - weights).astype(np.uint16), kind="stable")  # NumPy sorts 16 bits in linear time
     return np.argsort(-weights, kind="stable")
 
 
 def karmarkar_karp(weights: Floats, k: int, equal_size: bool = False) -> Integers:
-    """The largest differencing method (Karmarkar and Karp 1982; Michiels et al. 2003 for equal counts).
+    """Partition by largest differencing (Karmarkar and Karp 1982; Michiels et al. 2003 for equal counts).
 
     weights: float64 [n], descending. Returns int64 [n], the set of each weight, in 0..k.
     """
@@ -91,7 +89,7 @@ def karmarkar_karp(weights: Floats, k: int, equal_size: bool = False) -> Integer
 
 @compiled
 def longest_first(weights: Floats, k: int, equal_size: bool = False) -> Integers:
-    """Heaviest first, each to the lightest set that may grow (Graham 1969). Arguments and result: `karmarkar_karp`."""
+    """Place the heaviest first, each in the lightest set that may grow (Graham 1969); see `karmarkar_karp`."""
     set_of = np.empty(len(weights), np.int64)
     smallest, larger_sets = len(weights) // k, len(weights) % k
     heap = [(0.0, 0, position) for position in range(k)]
@@ -108,9 +106,9 @@ def longest_first(weights: Floats, k: int, equal_size: bool = False) -> Integers
 
 
 def refined(weights: Floats, k: int, equal_size: bool = False) -> Integers:
-    """Exchanges until the heaviest set is within 1e-5 of the lower bound. Arguments and result: `karmarkar_karp`.
+    """Exchange until the heaviest set is within 1e-5 of the lower bound; see `karmarkar_karp`.
 
-    Starts from Karmarkar-Karp and, if that does not reach the bound, also from longest-first; keeps the better.
+    Starts from Karmarkar-Karp and, if the bound is not reached, also from longest-first; keeps the better.
     """
     start = karmarkar_karp(weights, k, equal_size)
     if k >= len(weights) or _heaviest(weights, start) <= mean_bound(weights, k) * (1 + TOLERANCE):
@@ -144,7 +142,7 @@ def _heaviest(weights: Floats, set_of: Integers) -> float:
 
 
 def sort_and_deal(weights: Floats, k: int, equal_size: bool = True) -> Integers:
-    """Sort in ascending order, ties in given order, and deal with stride k. Arguments and result: `karmarkar_karp`."""
+    """Sort in ascending order, ties in given order, and deal with stride k; see `karmarkar_karp`."""
     set_of = np.empty(len(weights), np.int64)
     set_of[np.argsort(weights, kind="stable")] = np.arange(len(weights)) % k
     return set_of
@@ -160,13 +158,13 @@ _ALGORITHMS: dict[str, Callable[[Floats, int, bool], Integers]] = {
 
 @compiled
 def largest_differencing(weights: Floats, k: int, in_runs: bool) -> Integers:
-    """The set, 0..k, of each of n weights in descending order; int64 [n].
+    """Return the set, 0..k, of each of n weights in descending order; int64 [n].
 
     weights: float64 [n]; with `in_runs`, n is a multiple of k. k: at least 2. Ties: the youngest solution first, which
     bounds the number of solutions.
 
-    A set is a linked list, identified by its first member `head`: it has `sums[head]` and `last[head]`, and each member
-    has the one `following` it. A solution is a row of heads, heaviest set first; `filled[row]` sets are not empty.
+    A set is a linked list with first member `head`: `sums[head]`, `last[head]`, and the member `following` each member.
+    A solution is a row of heads, heaviest set first; `filled[row]` sets are not empty.
     """
     count = len(weights)
     sums, last, following = weights.copy(), np.arange(count), np.full(count, -1)
@@ -193,7 +191,7 @@ def largest_differencing(weights: Floats, k: int, in_runs: bool) -> Integers:
             row, joined = (one, other) if filled[one] == k else (other, one)
             _join(row, joined, rows, filled, sums, last, following)
             free.append(joined)
-        # While it has empty sets its difference does not change, and it would be taken again at once.
+        # With empty sets its difference does not change, so it would be taken again at once.
         while filled[row] < k and single < count and (len(heap) == 0 or -heap[0][0] < weights[single]):
             _insert_weight(single, row, rows, filled, sums, last, following)
             single += 1
@@ -206,7 +204,7 @@ def largest_differencing(weights: Floats, k: int, in_runs: bool) -> Integers:
 
 @compiled
 def _take(heap: list[tuple[float, int, int]], weights: Floats, single: int) -> tuple[int, int]:
-    """Pop the solution with the largest difference: its row, or -1 for a single weight; and the next single weight."""
+    """Pop the solution with the largest difference: its row (-1 for a single weight), and the next single weight."""
     if len(heap) and (single == len(weights) or -heap[0][0] >= weights[single]):
         return heapq.heappop(heap)[2], single
     return -1, single + 1
@@ -216,7 +214,7 @@ def _take(heap: list[tuple[float, int, int]], weights: Floats, single: int) -> t
 def _insert_weight(
     weight: int, row: int, rows: Integers, filled: Integers, sums: Floats, last: Integers, following: Integers
 ) -> None:
-    """Join a single weight with solution `row`: it goes to the lightest set, or to an empty one."""
+    """Join a single weight with solution `row`, in its lightest or an empty set."""
     end, head = filled[row], weight
     if end == rows.shape[1]:
         end -= 1
@@ -255,7 +253,6 @@ def _join(
 
 @compiled
 def _set_of_each(heads: Integers, following: Integers) -> Integers:
-    """int64 [n], the number of the set of each weight."""
     set_of = np.zeros(len(following), np.int64)
     for number in range(len(heads)):
         member = heads[number]

@@ -1,13 +1,13 @@
-"""Pipelines: in which order each stage computes the micro-batches of a mini-batch.
+"""Define in which order each pipeline stage computes the micro-batches of a mini-batch.
 
     model, in stages x virtual_stages chunks of layers; chunk c of stage s is part c * stages + s of the model
     Pipeline --> actions(pipeline, stage, m) --> forward and backward passes of one stage, one after another
                  needs(pipeline, stage, a)   --> what another stage must have finished before
 
 One forward, one backward (1F1B; Narayanan et al. 2021, arXiv:2104.04473, section 2.2): a stage begins with as many
-forward passes as there are stages after it, then alternates, then ends with the backward passes that are left. With
-virtual stages (interleaved 1F1B) it takes the micro-batches in rounds of `stages`, and each round chunk by chunk.
-A pass without gradients (`backward=0`) has the forward passes alone, in the same order.
+forward passes as there are stages after it, then alternates, then ends with the remaining backward passes. Interleaved
+1F1B (virtual stages) takes micro-batches in rounds of `stages`, each round chunk by chunk.
+A pass without gradients (`backward=0`) has only the forward passes, in the same order.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ Kind = Literal["forward", "backward"]
 
 @dataclass(frozen=True, order=True)
 class Action:
-    """A pass of one micro-batch through one chunk of a stage. chunk: 0..virtual_stages - 1, 0 nearest to the input."""
+    """A pass of one micro-batch through one chunk of a stage. chunk 0 is nearest to the input."""
 
     kind: Kind
     micro_batch: int
@@ -35,12 +35,12 @@ class Action:
 class Pipeline:
     """A model's division over stages, and the cost of its parts.
 
-    stages: ranks in a row, at least 1. virtual_stages: chunks of layers on each (above 1: interleaved 1F1B, which needs
-    at least 2 stages). backward: cost of a backward pass / its forward pass; 0 plans passes without gradients.
-    stage_shares: the share of each part of the model in its cost, in the order of the layers, stages * virtual_stages
-    positive numbers (scaled to a sum of 1); None is equal parts.
-    transfer: time of one transfer between stages. overhead: fixed cost of a micro-batch, over all parts, forward and
-    backward together (`CostFit.overhead_seconds`). Both in the unit of the cost model.
+    stages: ranks in a row. virtual_stages: chunks of layers on each (interleaved 1F1B above 1, for at least 2 stages).
+    backward: backward cost / forward cost; 0 plans passes without gradients.
+    stage_shares: cost share of each of the stages * virtual_stages parts, in order of the layers, positive numbers,
+    scaled to a sum of 1. None is equal parts.
+    transfer: time of one transfer between stages. overhead: fixed cost of a micro-batch over all parts, forward and
+    backward (`CostFit.overhead_seconds`). Both in the unit of the cost model.
     Raises OptionError for values out of range.
     """
 
@@ -65,17 +65,16 @@ class Pipeline:
 
     @property
     def parts(self) -> int:
-        """Number of parts that the model is cut into: stages * virtual_stages."""
         return self.stages * self.virtual_stages
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """The share of each part in the cost of the model; they add up to 1."""
+        """Return the share of each part in the cost of the model; they add up to 1."""
         return self.stage_shares or (1.0 / self.parts,) * self.parts
 
     @property
     def count_multiple(self) -> int:
-        """The number of micro-batches must be a multiple of it: interleaving takes whole rounds of `stages`."""
+        """The number of micro-batches must be a multiple: interleaving takes whole rounds of `stages`."""
         return self.stages if self.virtual_stages > 1 else 1
 
 
@@ -90,12 +89,11 @@ def _scaled(shares: Sequence[float], parts: int) -> tuple[float, ...]:
 
 
 def actions(pipeline: Pipeline, stage: int, micro_batches: int) -> tuple[Action, ...]:
-    """The passes of one stage (0 reads the input), in order: every micro-batch once forward through each chunk, and
-    once backward unless `backward` is 0.
+    """List the passes of one stage (0 reads the input): each micro-batch forward, then unless `backward` is 0 backward.
 
-    Carried out in this order, each as soon as what it `needs` has arrived, all stages come to an end: no order of
-    waiting is circular. Transfers must be asynchronous, or paired by the executor: two stages may send to each other.
-    Raises OptionError if there is no such stage; CountError unless micro_batches is a multiple of `count_multiple`.
+    In this order, each as soon as its `needs` have arrived, all stages finish: no order of waiting is circular.
+    Transfers must be asynchronous, or paired by the executor, because two stages may send to each other.
+    Raises OptionError for an unknown stage; CountError unless micro_batches is a multiple of `count_multiple`.
     """
     if not 0 <= stage < pipeline.stages:
         raise OptionError(f"stage={stage} is outside a pipeline of stages={pipeline.stages}")
@@ -110,19 +108,19 @@ def actions(pipeline: Pipeline, stage: int, micro_batches: int) -> tuple[Action,
 
 
 def check_count(pipeline: Pipeline, micro_batches: int) -> None:
-    """Raises CountError unless the schedule takes so many micro-batches."""
+    """Raise CountError unless `micro_batches` is a multiple of `count_multiple`."""
     if micro_batches < 1 or micro_batches % pipeline.count_multiple:
         raise CountError(
-            f"{micro_batches} micro-batches are no multiple of {pipeline.count_multiple}, which a pipeline of "
-            f"stages={pipeline.stages} with virtual_stages={pipeline.virtual_stages} needs; "
+            f"a pipeline with stages={pipeline.stages} and virtual_stages={pipeline.virtual_stages} needs a positive "
+            f"multiple of {pipeline.count_multiple} micro-batches, got {micro_batches}; "
             "set multiple_of, or virtual_stages=1, which takes any number from 1"
         )
 
 
 def needs(pipeline: Pipeline, stage: int, action: Action) -> tuple[int, Action] | None:
-    """The stage and the action whose result this action takes; None for the first part of the model.
+    """Return the stage and the action whose result this action takes; None for the first part of the model.
 
-    The backward pass of the last part takes the forward pass of the same part, which its stage computes before.
+    The backward pass of the last part takes the forward pass of the same part, on its own stage.
     """
     part = action.chunk * pipeline.stages + stage
     if action.kind == "forward":
@@ -137,7 +135,7 @@ def _at(pipeline: Pipeline, kind: Kind, part: int, action: Action) -> tuple[int,
 
 
 def _rounds(pipeline: Pipeline, micro_batches: int, *, ascending: bool) -> list[tuple[int, int]]:
-    """(micro_batch, chunk) in order: rounds of `stages` micro-batches, each through all chunks one after another."""
+    """Order (micro_batch, chunk) in rounds of `stages` micro-batches, each through all chunks one after another."""
     size = pipeline.stages if pipeline.virtual_stages > 1 else micro_batches
     chunks = range(pipeline.virtual_stages) if ascending else range(pipeline.virtual_stages)[::-1]
     return [
@@ -149,6 +147,5 @@ def _rounds(pipeline: Pipeline, micro_batches: int, *, ascending: bool) -> list[
 
 
 def _ahead(pipeline: Pipeline, stage: int) -> int:
-    """The number of forward passes of a stage before its first alternation."""
     after = pipeline.stages - 1 - stage
     return after if pipeline.virtual_stages == 1 else 2 * after + (pipeline.virtual_stages - 1) * pipeline.stages

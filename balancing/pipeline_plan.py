@@ -1,21 +1,21 @@
-"""The schedule of a mini-batch on a pipeline: how many micro-steps, how heavy each, and in which order.
+"""Schedule a mini-batch on a pipeline: how many micro-steps, how heavy each, and in which order.
 
     each number of micro-steps, from the fewest --+--> as without a pipeline (schedule.py)             --+
                                                   +--> best shape (micro_step_targets.py), dealt to it --+
       --> fastest order of each (pipeline_time.py) --> the least makespan, with as few micro-steps as come near it
 
-A pipeline of p stages waits about (p - 1) / m of its time for the first and the last of m micro-steps: more of them
+A pipeline of p stages waits about (p - 1) / m of its time for the first and the last of m micro-steps. More micro-steps
 help until long sequences, or `Pipeline.overhead`, prolong each.
 
-Sequences are dealt to the times that a pipeline wants:
+Sequences are dealt to the target times:
 
     sequences, heaviest first --+--> layers of `ranks` neighbours, one for each rank
                                 |      --> each to the micro-step with most room left below its time, under the caps
                                 +--> each to the micro-batch with most room left below the time of its step, likewise
       --> exchanges within each step (exchange.py)
 
-In layers, neighbours differ least, so that the ranks of a step stay even, also under tight caps; light layers come
-last, to fill what is left. One by one, short sequences fill what is left of a micro-step beside few long ones.
+Layers of neighbours keep the ranks of a step even, also under tight caps. One by one, short sequences fill the room
+that few long ones leave in a micro-step.
 """
 
 import heapq
@@ -38,19 +38,19 @@ from balancing.pipeline_time import fastest_order, makespan
 from balancing.schedule import to_ranks, with_steps
 
 MOST_FOR_EACH_STAGE = 12
-"""Up to this many micro-steps for each stage are tried, unless caps or settings ask for more."""
+"""Most micro-steps tried per stage, unless caps or settings ask for more."""
 COUNT_GROWTH = 1.5
-"""Each number of micro-steps tried is about this many times the one before."""
+"""Ratio of successive numbers of micro-steps tried."""
 NEAR = 0.01
-"""The fewest micro-steps within this share of the least makespan are taken: short kernels cost more than is counted."""
+"""The fewest micro-steps within this share of the least makespan win: short kernels cost more than is counted."""
 
 
 @dataclass(frozen=True, eq=False)
 class Work:
     """A mini-batch. sizes: int64 [n]. weights: float64 [n]. Both in descending order of weight, then of size.
 
-    plan: the schedule without a pipeline. computed: the weights as computed by a schedule. divisible: whether sequences
-    may be dealt anew, each with its own weight.
+    plan: the schedule without a pipeline. computed: the weights that a schedule computes. divisible: whether sequences
+    may be dealt again, each with its own weight.
     """
 
     sizes: Integers
@@ -61,7 +61,7 @@ class Work:
 
 
 def schedule_on_pipeline(work: Work, request: Request, pipeline: Pipeline) -> Schedule:
-    """The schedule with the least makespan that is found; its number of micro-steps may be above the fewest."""
+    """Return the schedule with the least makespan found; it may have more than the fewest micro-steps."""
     first = work.plan(request)
     counts = [first.steps, *_more_steps(first.steps, len(work.sizes), request, pipeline)]
     if work.divisible and pipeline.stages > 1:
@@ -74,20 +74,18 @@ def schedule_on_pipeline(work: Work, request: Request, pipeline: Pipeline) -> Sc
 
 
 def _fewest_steps(found: Sequence[tuple[Schedule, float]]) -> Schedule:
-    """The first, with fewest micro-steps, whose makespan is near the least. found: schedules and their makespans."""
     enough = min(time for _, time in found) * (1 + NEAR)
     return next(schedule for schedule, time in found if time <= enough)
 
 
 def _in_fastest_order(schedule: Schedule, work: Work, pipeline: Pipeline) -> tuple[Schedule, float]:
-    """The schedule with its steps in the fastest order, and its makespan."""
     times = schedule.loads(work.computed(schedule)).max(axis=1)
     order = fastest_order(pipeline, times)
     return with_steps(schedule, order), makespan(pipeline, times[order])
 
 
 def _more_steps(fewest: int, sequences: int, request: Request, pipeline: Pipeline) -> Iterator[int]:
-    """Numbers of micro-steps above the fewest, with a sequence for every rank in each."""
+    """Yield numbers of micro-steps above the fewest, with a sequence for every rank in each."""
     multiple = request.count.multiple_of
     most = min(MOST_FOR_EACH_STAGE * pipeline.stages, sequences // request.ranks) // multiple * multiple
     steps = fewest
@@ -97,16 +95,16 @@ def _more_steps(fewest: int, sequences: int, request: Request, pipeline: Pipelin
 
 
 def _planned(work: Work, request: Request, counts: Sequence[int]) -> Iterator[Schedule]:
-    """Schedules as without a pipeline, for each number of micro-steps that the sequences fill."""
+    """Yield schedules as without a pipeline, for each number of micro-steps that the sequences fill."""
     for steps in counts:
         with suppress(CountError):
             yield work.plan(replace(request, count=CountRule(steps, request.count.multiple_of)))
 
 
 def _in_best_shape(work: Work, request: Request, pipeline: Pipeline, counts: Sequence[int]) -> Iterator[Schedule]:
-    """The schedule dealt to the best shape of all numbers of micro-steps, as far as caps allow.
+    """Yield schedules dealt to the best shape of each number of micro-steps, as far as caps allow.
 
-    A number whose shape is not shorter by `NEAR` than what is found is passed over.
+    Skips a number whose shape does not beat the best so far by `NEAR`.
     """
     found, least = list[tuple[Schedule, float]](), float("inf")
     for steps in counts:
@@ -126,7 +124,7 @@ def _in_best_shape(work: Work, request: Request, pipeline: Pipeline, counts: Seq
 
 
 def shape_for(sizes: Integers, weights: Floats, request: Request, pipeline: Pipeline, steps: int, mean: float) -> Shape:
-    """The best shape in which long sequences fit."""
+    """Return the best shape in which long sequences fit."""
     scaled, caps = in_units(pipeline, mean), request.caps
     most = rounded_limit(most_in_a_step(sizes, weights, request.ranks, caps) / mean)
     levels = levels_of(sizes, weights / mean, request.ranks, caps, steps)
@@ -134,27 +132,27 @@ def shape_for(sizes: Integers, weights: Floats, request: Request, pipeline: Pipe
 
 
 def most_in_a_step(sizes: Integers, weights: Floats, ranks: int, caps: Caps) -> float:
-    """The most work of a micro-step under the cap on tokens, mean of its ranks."""
+    """Return the most work of a micro-step under the cap on tokens, mean of its ranks."""
     return float(most_workload(sizes, weights, np.array([ranks]), caps.max_tokens)[0]) / ranks
 
 
 def computed_alone(weights: Floats, request: Request) -> Callable[[Schedule], Floats]:
-    """`Work.computed` where nothing is shared."""
+    """Return `Work.computed` for sequences that share nothing."""
     return lambda schedule: computed_weights(schedule.grouping, weights, request)
 
 
 NOWHERE = -1
 EVEN = 2e-4
-"""The ranks of a step are even if the heaviest is within this share of their mean."""
+"""Ranks of a step are even if the heaviest is within this share of their mean."""
 EFFORT = 300_000
-"""Limit of the exchanges within a step, about 2 ms of compiled code; see `exchange.even_out_arrays`."""
+"""Limit of exchanges within a step, about 2 ms of compiled code; see `exchange.even_out_arrays`."""
 
 TRIES = 50_000
-"""Limit of micro-batches that are found full when sequences are dealt one by one, about 10 ms of compiled code."""
+"""Limit of full micro-batches found when sequences are dealt one by one, about 10 ms of compiled code."""
 
 
 def deal_to_times(sizes: Integers, weights: Floats, request: Request, times: Floats) -> Iterator[Schedule]:
-    """Schedules whose steps take about `times`, ranks not yet even; none if caps or too few sequences forbid it.
+    """Yield schedules whose steps take about `times`, ranks not yet even; none if caps or too few sequences forbid it.
 
     sizes: int64 [n], tokens. weights: float64 [n]. Both in descending order of weight. times: float64 [steps].
     """
@@ -168,7 +166,7 @@ def deal_to_times(sizes: Integers, weights: Floats, request: Request, times: Flo
 
 
 def likely_times(dealt: Schedule, weights: Floats) -> Floats:
-    """float64 [steps]: the time of each step once its ranks are even: their mean, or a sequence heavier than that."""
+    """Return each step's time once its ranks are even: their mean, or a heavier sequence."""
     heaviest = np.zeros(dealt.steps)
     ranks = dealt.grouping.count // dealt.steps
     np.maximum.at(heaviest, dealt.grouping.group_of // ranks, weights)
@@ -177,7 +175,7 @@ def likely_times(dealt: Schedule, weights: Floats) -> Floats:
 
 
 def even_out_steps(dealt: Schedule, sizes: Integers, weights: Floats, request: Request) -> Schedule:
-    """Exchanges between the ranks of each step."""
+    """Exchange between the ranks of each step."""
     group_of, limits = dealt.grouping.group_of.copy(), Limits(request.caps.max_tokens, request.caps.max_sequences)
     for step, mean in enumerate(dealt.loads(weights).mean(axis=1).tolist()):
         rows = np.flatnonzero(group_of // request.ranks == step)
@@ -194,7 +192,7 @@ def even_out_steps(dealt: Schedule, sizes: Integers, weights: Floats, request: R
 def _deal_layers(
     sizes: Integers, weights: Floats, ranks: int, times: Floats, max_tokens: int, max_sequences: int
 ) -> Integers:
-    """int64 [n]: the micro-batch of each sequence, NOWHERE from the first layer that does not fit."""
+    """Return the micro-batch of each sequence, NOWHERE from the first layer that does not fit."""
     steps, full = len(times), len(sizes) // ranks
     tokens, loads = np.zeros((steps, ranks), np.int64), np.zeros((steps, ranks))
     layers, room, empty = np.zeros(steps, np.int64), times.copy(), steps
@@ -229,7 +227,7 @@ def _deal_layers(
 def _deal_singly(
     sizes: Integers, weights: Floats, ranks: int, times: Floats, max_tokens: int, max_sequences: int
 ) -> Integers:
-    """int64 [n]: the micro-batch of each sequence, NOWHERE from the first that does not fit, or at the limit."""
+    """Return the micro-batch of each sequence, NOWHERE from the first that does not fit, or at the limit."""
     count, smallest, tries = len(times) * ranks, sizes.min(), TRIES
     tokens, members, empty = np.zeros(count, np.int64), np.zeros(count, np.int64), count
     group_of = np.full(len(sizes), NOWHERE, np.int64)

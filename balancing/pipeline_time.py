@@ -1,4 +1,4 @@
-"""The time of a mini-batch on a pipeline: its passes, carried out in the order of the schedule as early as possible.
+"""Simulate a mini-batch on a pipeline, and search for the order of micro-steps with the least makespan.
 
     Pipeline, m --> passes: what each waits for, whose micro-batch, which share      (built once for each m)
     times of m micro-steps --> every pass ends at its cost + the later of
@@ -6,17 +6,14 @@
                                  the arrival of what it needs from another stage  --> makespan, bubble, timeline
 
 A micro-step of time t takes `share * t / (1 + backward)` forward in a part of the model, and `backward` times that
-back. Data-parallel ranks of a stage gather its parameters together for every pass, so that a pass lasts as long as that
-of the heaviest rank: the time of a micro-step is the most over its ranks, as in plans without pipelines (schedule.py).
-The cost of attention is taken to spread over the parts like everything else.
-
-`fastest_order` searches for the order of micro-steps with the least makespan:
+back. The time of a micro-step is the most over its ranks, because data-parallel ranks of a stage gather its parameters
+together. Attention is assumed to spread over the parts like everything else.
 
     micro-steps in the order given, descending, light at both ends --> the fastest of these
       --> move one, or exchange two, as long as the simulated makespan falls --> order
 
-The published heuristic is light ones at both ends (`small_ends`), where a pipeline fills and drains. The search starts
-from it among others, so it is never slower.
+The published heuristic, `small_ends`, puts light ones at both ends, where a pipeline fills and drains. The search is
+never slower, because `small_ends` is one of its starts.
 """
 
 from dataclasses import dataclass
@@ -31,16 +28,14 @@ from balancing.grouping import Floats, Integers
 from balancing.pipeline import Action, Pipeline, actions, needs
 
 NOTHING = -1
-"""The place of a pass that does not exist."""
 
 
 @dataclass(frozen=True, eq=False)
 class Passes:
-    """All passes of a mini-batch, each behind those that it waits for; int64 and float64 [passes].
+    """All passes of a mini-batch, each behind the passes that it waits for; int64 and float64 [passes].
 
-    before: place of the pass before it on its stage. needed: place of the pass whose result it takes, NOTHING for none.
-    sent: time from the end of that one until its result is there. micro_batch, stage, part: of the pass.
-    cost: share of the micro-batch's time. forward: whether it is a forward pass.
+    before: place of the pass before it on its stage. needed: place of the pass whose result it takes, or NOTHING.
+    sent: time from the end of the needed pass until its result arrives. cost: share of the micro-batch's time.
     """
 
     before: Integers
@@ -64,7 +59,7 @@ class Timeline:
 
 @lru_cache(maxsize=64)
 def passes_of(pipeline: Pipeline, micro_batches: int) -> Passes:
-    """The passes of `micro_batches` micro-batches; raises CountError as `actions`."""
+    """Build the passes of `micro_batches` micro-batches; raises CountError as `actions`."""
     done = _in_order(pipeline, micro_batches)
     place = {key: number for number, key in enumerate(done)}
     last = dict.fromkeys(range(pipeline.stages), NOTHING)
@@ -91,7 +86,6 @@ def passes_of(pipeline: Pipeline, micro_batches: int) -> Passes:
 
 
 def _in_order(pipeline: Pipeline, micro_batches: int) -> list[tuple[int, Action]]:
-    """Every (stage, action), behind those that it waits for."""
     orders = [actions(pipeline, stage, micro_batches) for stage in range(pipeline.stages)]
     at, done = [0] * pipeline.stages, dict[tuple[int, Action], None]()
     while len(done) < sum(map(len, orders)):
@@ -106,9 +100,9 @@ def _in_order(pipeline: Pipeline, micro_batches: int) -> list[tuple[int, Action]
 
 
 def timeline(pipeline: Pipeline, times: ArrayLike) -> Timeline:
-    """Start and end of every pass.
+    """Return start and end of every pass.
 
-    times: m numbers >= 0, of each micro-step on the whole model; or [m, ranks], of which the most counts.
+    times: m numbers >= 0, each micro-step on the whole model; or [m, ranks], of which the most counts.
     Raises WeightError for other times; CountError unless the schedule takes m micro-batches.
     """
     total = micro_step_times(pipeline, times)
@@ -118,18 +112,18 @@ def timeline(pipeline: Pipeline, times: ArrayLike) -> Timeline:
 
 
 def makespan(pipeline: Pipeline, times: ArrayLike) -> float:
-    """The time from the first pass to the end of the last. times, raises: as `timeline`."""
+    """Return the time from the first pass to the end of the last. times, raises: as `timeline`."""
     return float(timeline(pipeline, times).ends.max())
 
 
 def bubble(pipeline: Pipeline, times: ArrayLike) -> float:
-    """The share of the stages' time in which they wait, overhead counted as work. times, raises: as `timeline`."""
+    """Return the share of time in which stages wait, overhead counted as work. times, raises: as `timeline`."""
     work = float(micro_step_times(pipeline, times).sum())
     return max(0.0, 1.0 - work / (pipeline.stages * makespan(pipeline, times)))
 
 
 def micro_step_times(pipeline: Pipeline, times: ArrayLike) -> Floats:
-    """float64 [m]: the most over ranks, and the overhead of each. times, raises WeightError: as `timeline`."""
+    """Return the most over ranks plus the overhead, float64 [m]. times, raises WeightError: as `timeline`."""
     array = np.asarray(times, np.float64)
     if array.ndim == 2 and array.size:
         array = array.max(axis=1)
@@ -146,7 +140,7 @@ def micro_step_times(pipeline: Pipeline, times: ArrayLike) -> Floats:
 def ends_of(
     before: Integers, needed: Integers, sent: Floats, micro_batch: Integers, cost: Floats, times: Floats
 ) -> Floats:
-    """float64 [passes]: when each pass ends. times: float64 [m], overhead included."""
+    """Return when each pass ends: float64 [passes]. times: float64 [m], overhead included."""
     ends = np.empty(len(before))
     for number in range(len(before)):
         start = 0.0
@@ -159,21 +153,21 @@ def ends_of(
 
 
 EFFORT = 10_000_000
-"""Limit of one search: number of passes simulated, about 30 ms of compiled code."""
+"""Limit of one search: passes simulated, about 30 ms of compiled code."""
 LEAST_GAIN = 1e-9
-"""A change is kept if the makespan falls by more than this share."""
+"""A change must reduce the makespan by more than this share."""
 
 
 def small_ends(times: Floats) -> Integers:
-    """int64 [m]: the published order, heaviest in the middle, light ones at both ends. times: float64 [m]."""
+    """Return the published order, heaviest in the middle, light ones at both ends: int64 [m]."""
     descending = np.argsort(-times, kind="stable")
     return np.concatenate([descending[1::2][::-1], descending[0::2]])
 
 
 def fastest_order(pipeline: Pipeline, times: ArrayLike, effort: int = EFFORT) -> Integers:
-    """int64 [m]: the micro-steps in the order of execution, never slower than as given, descending or `small_ends`.
+    """Return the order of execution, never slower than as given, descending or `small_ends`: int64 [m].
 
-    times: as of `pipeline_time.timeline`, which it also raises as.
+    times, raises: as `timeline`.
     """
     total = micro_step_times(pipeline, times)
     passes = passes_of(pipeline, len(total))
@@ -198,7 +192,7 @@ def improved(
     order: Integers,
     simulations: int,
 ) -> Integers:
-    """`order` after moves and exchanges that each shorten the makespan, until none does or the limit is reached."""
+    """Move and exchange steps of `order` while the makespan falls, up to `simulations`."""
     best = ends_of(before, needed, sent, micro_batch, cost, times[order]).max()
     steps, moved = len(order), True
     while moved and simulations > 0:

@@ -1,4 +1,4 @@
-"""The plan of a global batch: which rank computes which sequence in which micro-step.
+"""Plan a global batch: which rank computes which sequence in which micro-step.
 
     lengths, mini-batches of the caller
       -> each mini-batch: micro-batches under the caps -> micro-steps -> ranks     (schedule.py)
@@ -6,11 +6,10 @@
       -> Plan.for_rank(r)                                                          for a worker
 
 Invariants:
-  every index is computed exactly once;
-  every micro-batch keeps the cap on tokens and the cap on sequences;
-  within a mini-batch every rank has the same number of micro-batches: at least `min_count`, a multiple of
-  `multiple_of`, and no micro-step is empty on all ranks;
-  the caller decides which mini-batch a sequence belongs to, and the plan never changes it;
+  every index is computed exactly once, in the mini-batch that the caller chose;
+  every micro-batch keeps the caps on tokens and sequences;
+  all ranks have the same number of micro-batches: at least `min_count`, a multiple of `multiple_of`;
+  no micro-step is empty on all ranks;
   the normalisers of a mini-batch are global numbers that do not depend on how it is split.
 """
 
@@ -48,12 +47,12 @@ from balancing.validation import (
 )
 
 PlanAlgorithm = Literal["karmarkar_karp", "load_balance", "none", "verl", "roll", "mindspeed_rl"]
-"""`load_balance` is another name of `karmarkar_karp`."""
+"""`load_balance` is an alias of `karmarkar_karp`."""
 
 
 @dataclass(frozen=True, eq=False)
 class MicroStep:
-    """Micro-batches that run at the same time. ranks[r]: int64, ascending, the sequences of rank r; may be empty."""
+    """Micro-batches that run at the same time. ranks[r]: int64, ascending, may be empty."""
 
     ranks: tuple[Integers, ...]
 
@@ -62,12 +61,11 @@ class MicroStep:
 class MiniBatch:
     """One optimiser step.
 
-    rows: int64 [sequences], in order of micro-step, then rank, ascending in each micro-batch.
+    rows: int64 [sequences], by micro-step, then rank, ascending in each micro-batch.
     bounds: int64 [steps * ranks + 1]; micro-batch `i = step * ranks + rank` is `rows[bounds[i] : bounds[i + 1]]`.
-    start: the initial assignment that it was refined from, or the algorithm if it was not refined.
-    tokens, loss_tokens, sequences, groups: totals over all ranks, by which losses divide. Sequences and groups count
-    only with a loss token: a mean of sequence means (GRPO, 1/|o_i| of each) has no term for the others.
-    groups is None unless the caller named groups.
+    start: the initial assignment before refinement, or the algorithm.
+    tokens, loss_tokens, sequences, groups: totals over all ranks, by which losses divide. Sequences and groups without
+    a loss token do not count, because a mean of sequence means has no term for them.
     """
 
     rows: Integers = field(repr=False)
@@ -81,23 +79,23 @@ class MiniBatch:
 
     @property
     def micro_steps(self) -> tuple[MicroStep, ...]:
-        """In order of execution; views of `rows`. Built at every access, so that a pickled plan has two arrays only."""
+        """Return views of `rows`. They are built at every access, so that a pickled plan has only two arrays."""
         parts = [self.rows[start:stop] for start, stop in pairwise(self.bounds.tolist())]
         ranks = len(parts) // self.steps
         return tuple(MicroStep(tuple(parts[first : first + ranks])) for first in range(0, len(parts), ranks))
 
     def sums(self, values: Integers | Floats) -> Floats:
-        """float64 [steps, ranks]: `values` (one for each sequence of the global batch), summed over micro-batches."""
+        """Sum `values`, one per sequence of the global batch, over micro-batches: float64 [steps, ranks]."""
         return self._micro_batches().sums(values[self.rows]).reshape(self.steps, -1)
 
     def predicted_times(self, workloads: Floats, layout: Layout) -> Floats:
-        """float64 [steps, ranks], the time of each micro-batch; a padded row costs as much as its longest neighbour."""
+        """Return micro-batch times, float64 [steps, ranks]. A padded row costs as much as its longest neighbour."""
         micro_batches, times = self._micro_batches(), workloads[self.rows]
         times = micro_batches.heaviest(times) if layout == "padded" else times
         return micro_batches.sums(times).reshape(self.steps, -1)
 
     def micro_batch_of_rows(self) -> Integers:
-        """int64 [sequences]: the micro-batch of each entry of `rows`."""
+        """Return the micro-batch of each entry of `rows`."""
         return np.repeat(np.arange(len(self.bounds) - 1), np.diff(self.bounds))
 
     def _micro_batches(self) -> Grouping:
@@ -108,9 +106,8 @@ class MiniBatch:
 class RankMiniBatch:
     """One rank's part of a mini-batch.
 
-    micro_batches: (start, stop) of each micro-batch in `RankPlan.rows`. start == stop for an empty one, in whose
-    collectives the rank still takes part.
-    tokens, loss_tokens, sequences, groups: of the whole mini-batch over all ranks, as in `MiniBatch`.
+    micro_batches: (start, stop) in `RankPlan.rows`. A rank takes part in the collectives of an empty micro-batch.
+    tokens, loss_tokens, sequences, groups: totals over all ranks, as in `MiniBatch`.
     """
 
     micro_batches: tuple[tuple[int, int], ...]
@@ -122,7 +119,7 @@ class RankMiniBatch:
 
 @dataclass(frozen=True, eq=False)
 class RankPlan:
-    """One rank's part of a plan. rows: int64, its sequences in order of execution, mini-batch after mini-batch."""
+    """One rank's part of a plan. rows: int64, its sequences in order of execution."""
 
     rank: int
     rows: Integers
@@ -131,7 +128,7 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of `plan_batch` that do not describe the batch; `analysis.explain` plans again with them."""
+    """Arguments of `plan_batch` that do not describe the batch; `analysis.explain` plans again with them."""
 
     ranks: int
     max_tokens: int
@@ -147,7 +144,6 @@ class Settings:
     pipeline: Pipeline | None = None
 
     def __post_init__(self) -> None:
-        """Convert counts to plain ints; OptionError for the first argument with an invalid value."""
         for name in ("ranks", "max_tokens", "max_sequences", "min_count", "multiple_of", "length_multiple"):
             value = getattr(self, name)
             if value is not None or name != "max_sequences":
@@ -161,7 +157,6 @@ class Settings:
             raise OptionError("order='makespan' plans for a pipeline; pass pipeline and algorithm='karmarkar_karp'")
 
     def request(self, sequences: int) -> Request:
-        """The constraints of a schedule, for a global batch of `sequences` sequences."""
         multiple_of = lcm(self.multiple_of, self.pipeline.count_multiple if self.pipeline else 1)
         return Request(
             ranks=self.ranks,
@@ -174,10 +169,10 @@ class Settings:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The result of `plan_batch`. lengths: int64 [n]. workloads: float64 [n], in the cost model's unit, of each alone.
+    """Result of `plan_batch`. lengths: int64 [n]. workloads: float64 [n], of each sequence alone.
 
-    shared_prefixes: what sequences share at their start. shared: int64 [n], tokens of each sequence that another one of
-    its micro-batch computes. Both are None for a batch without prefixes.
+    shared: int64 [n], tokens of each sequence that another sequence of its micro-batch computes.
+    shared_prefixes, shared: None without prefixes.
     """
 
     mini_batches: tuple[MiniBatch, ...]
@@ -189,37 +184,33 @@ class Plan:
 
     @property
     def ranks(self) -> int:
-        """Number of data-parallel ranks."""
         return self.settings.ranks
 
     @property
     def max_tokens(self) -> int:
-        """Cap on the tokens of a micro-batch."""
         return self.settings.max_tokens
 
     @property
     def layout(self) -> Layout:
-        """`packed` or `padded`, which decides how tokens count towards the cap."""
         return self.settings.layout
 
     @property
     def length_multiple(self) -> int:
-        """Lengths are rounded up to a multiple of it before they count towards the cap."""
         return self.settings.length_multiple
 
     @property
     def sizes(self) -> Integers:
-        """int64 [n]: the tokens of each sequence that count towards the cap, aligned and without those shared."""
+        """Return the tokens that count towards the cap, int64 [n]: aligned, without shared ones."""
         return round_up(self.computed_lengths, self.length_multiple)
 
     @property
     def computed_lengths(self) -> Integers:
-        """int64 [n]: `lengths` without tokens that another sequence of the micro-batch computes."""
+        """Return `lengths` without tokens that another sequence of the micro-batch computes."""
         return self.lengths if self.shared is None else self.lengths - self.shared
 
     @property
     def computed_workloads(self) -> Floats:
-        """float64 [n]: `workloads` without the work that another sequence of the micro-batch does."""
+        """Return `workloads` without the work that another sequence of the micro-batch does."""
         return self.workloads if self.shared is None else self.workloads - self._workload(self.shared)
 
     def _workload(self, lengths: Integers) -> Floats:
@@ -227,7 +218,7 @@ class Plan:
 
     @property
     def prefixes(self) -> dict[str, Integers]:
-        """The arguments of `plan_batch` about what sequences begin with alike; empty for a batch without prefixes."""
+        """Return the prefix arguments of `plan_batch`; empty without prefixes."""
         if self.shared_prefixes is None:
             return {}
         found = {"prefix_groups": self.shared_prefixes.group, "prefix_lengths": self.shared_prefixes.tokens}
@@ -235,7 +226,7 @@ class Plan:
         return found if depths is None else found | {"tree_order": depths.order, "tree_depths": depths.tokens}
 
     def for_rank(self, rank: int) -> RankPlan:
-        """The part of one rank; OptionError if there is no such rank."""
+        """Return one rank's part. Raises OptionError for an unknown rank."""
         if not 0 <= rank < self.ranks:
             raise OptionError(f"rank={rank} is outside this plan, which has ranks={self.ranks}")
         rows, parts, position = [], [], 0
@@ -251,17 +242,14 @@ class Plan:
         return RankPlan(rank, np.concatenate(rows), tuple(parts))
 
     def predicted_times(self) -> list[Floats]:
-        """float64 [steps] for each mini-batch: the time of each micro-step, that of its slowest rank.
+        """Return the time of each micro-step, float64 [steps] per mini-batch: the time of its slowest rank.
 
-        In the unit of `settings.cost_model`: seconds if it was fitted to measurements, else FLOPs or tokens.
+        The unit is the cost model's: seconds if fitted to measurements, else FLOPs or tokens.
         """
         return [part.predicted_times(self.computed_workloads, self.layout).max(axis=1) for part in self.mini_batches]
 
     def predicted_makespans(self) -> Floats:
-        """float64 [mini_batches]: the time of each on the pipeline, or without one the sum over its micro-steps.
-
-        In the unit of `predicted_times`, which are those of the whole model.
-        """
+        """Return each mini-batch's time on the pipeline, or else its summed micro-step times: float64 [parts]."""
         pipeline = self.settings.pipeline
         times = self.predicted_times()
         return np.array([each.sum() if pipeline is None else makespan(pipeline, each) for each in times])
@@ -294,29 +282,26 @@ def plan_batch(
 
     lengths: n whole numbers >= 1, the real tokens of each sequence.
     ranks: number of data-parallel ranks; it need not divide n.
-    mini_batches: index arrays that together contain every index once; None is one mini-batch of all sequences.
+    mini_batches: index arrays that together contain every index once; None is one mini-batch.
     max_tokens: cap on tokens of a micro-batch (of a context-parallel group: `alignment.group_cap`); twice the longest
-    sequence is a good choice. loss_tokens: n whole numbers, 0 <= loss_tokens <= lengths, the tokens in the loss; None
-    takes lengths. max_sequences: cap on sequences of a micro-batch. min_count: least number of micro-batches of a rank
-    in each mini-batch. multiple_of: a divisor of that number. cost_model: the workload to balance; None is tokens.
-    algorithm: `karmarkar_karp` (or `load_balance`) is largest differencing over ranks and micro-batches, refined under
-    the caps (schedule.py). `none` keeps the given order, with equal counts of sequences for all ranks, cut at the caps.
-    `verl`, `roll` and `mindspeed_rl` plan rank by rank as these systems do, but keep the caps (baselines.py).
-    order: micro-steps of `karmarkar_karp` by `descending` workload, or with small ones at both ends (`small_ends`), or,
-    with a pipeline, so that its `makespan` is short: then their number and weights are chosen for it too
-    (pipeline_plan.py). None is `makespan` with a pipeline, else `descending`.
-    allow_empty: a rank may have an empty micro-batch if there are fewer sequences than micro-batches over all ranks.
+    sequence is a good choice.
+    loss_tokens: n whole numbers, 0 <= loss_tokens <= lengths; None takes lengths.
+    min_count, multiple_of: each rank's micro-batches in a mini-batch are at least the first, a multiple of the second.
+    cost_model: the workload to balance; None is tokens.
+    algorithm: `karmarkar_karp` is largest differencing, refined under the caps (schedule.py). `none` keeps the given
+    order with equal counts per rank, cut at the caps. `verl`, `roll` and `mindspeed_rl` plan rank by rank as these
+    systems do, but keep the caps (baselines.py).
+    order: micro-steps of `karmarkar_karp` by `descending` workload, with light ones at both ends (`small_ends`), or for
+    the least pipeline `makespan` (pipeline_plan.py). None is `makespan` with a pipeline, else `descending`.
+    allow_empty: allow empty micro-batches if there are fewer sequences than micro-batches over all ranks.
     layout, length_multiple: as in `pack`.
-    pipeline: `ranks` are data-parallel ranks, each a pipeline of stages; the number of micro-batches is then also a
-    multiple of its `count_multiple`. None is no pipeline.
-    groups: n whole numbers >= 0, the group of each sequence; the plan counts them for losses that divide by groups.
-    prefix_groups, prefix_lengths: n whole numbers >= 0 each. The sequences of a group begin with the same tokens, so
-    many (fewer than a sequence has; 0 is none), which a micro-batch computes once (prefix_packing.py). Packed layout
-    only; of each beginning whole multiples of `length_multiple` count. Algorithms other than `karmarkar_karp` plan as
-    if nothing were shared.
-    tree_order, tree_depths: n whole numbers >= 0 each, for sequences that share more than their group's prefix. In the
-    order of `tree_order` those of a group that begin alike are neighbours; each begins like the one before it with
-    `tree_depths` tokens (fewer than either has). None is that they share the prefix alone.
+    pipeline: each rank is a pipeline of stages; counts are also multiples of its `count_multiple`.
+    groups: n whole numbers >= 0, the group of each sequence, counted for losses that divide by groups.
+    prefix_groups, prefix_lengths: n whole numbers >= 0 each. Sequences of a group share their first tokens, fewer than
+    any has (0: none), which a micro-batch computes once (prefix_packing.py). Packed layout only; only whole multiples
+    of `length_multiple` count. Algorithms other than `karmarkar_karp` ignore prefixes when they plan.
+    tree_order, tree_depths: n whole numbers >= 0 each, for longer shared prefixes. In `tree_order` each sequence shares
+    `tree_depths` tokens with the one before it in its group, fewer than either has.
     Raises LengthError, OptionError, MiniBatchError for bad values; OverCapError for a sequence above the cap;
     CountError if the counts cannot be kept.
     """
@@ -348,8 +333,6 @@ def _default_order(pipeline: Pipeline | None, algorithm: PlanAlgorithm) -> Order
 
 @dataclass(frozen=True, eq=False)
 class _Batch:
-    """The sequences of a global batch, one row each."""
-
     tokens: Integers
     sizes: Integers
     workloads: Floats
@@ -384,7 +367,7 @@ def _checked_prefixes(
             f"prefix_lengths[{index}] is {shared[index]}, but another of prefix_groups={names[index]} has "
             f"{largest[names[index]]}; a group has one"
         )
-    # Whole multiples: then the cap holds for a row that is padded once, and for one of sequences that are padded each.
+    # Only whole multiples: then padding a shared row once and padding each sequence keep the same cap.
     shared = shared - shared % settings.length_multiple
     found = _tree(*tree, tokens, shared, settings)
     return SharedPrefixes.of(names, shared, settings.cost_model.workload(shared), found)
@@ -404,7 +387,6 @@ def _tree(
 
 
 def _shorter(values: ArrayLike, name: str, tokens: Integers) -> Integers:
-    """int64 [n], tokens at the beginning of each sequence; LengthError for one that is all of it."""
     shared = group_names(values, name, len(tokens))
     if (shared >= tokens).any():
         index = int(np.argmax(shared >= tokens))
@@ -424,7 +406,6 @@ def _mini_batch(rows: Integers, batch: _Batch, settings: Settings) -> MiniBatch:
 
 
 def _schedule(rows: Integers, batch: _Batch, settings: Settings) -> tuple[Schedule, Integers]:
-    """The schedule of one mini-batch, and the row of each of its sequences."""
     tokens, sizes, workloads = batch.tokens, batch.sizes, batch.workloads
     request = settings.request(len(sizes))
     if settings.algorithm == "none":
@@ -439,7 +420,6 @@ def _schedule(rows: Integers, batch: _Batch, settings: Settings) -> tuple[Schedu
 
 
 def _work(ordered: Integers, batch: _Batch, settings: Settings) -> Work:
-    """The sequences of one mini-batch, in descending order of workload, and how they are planned."""
     sizes, workloads = batch.sizes[ordered], batch.workloads[ordered]
     if batch.shared_prefixes is None:
         computed = computed_alone(workloads, settings.request(len(batch.sizes)))

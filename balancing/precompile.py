@@ -1,7 +1,6 @@
-"""Compiles the loops of every kind of plan, so that no run waits for Numba: `python -m balancing.precompile`.
+"""Compile the loops of every kind of plan, for new installations and images: `python -m balancing.precompile`.
 
-The machine code is kept beside the sources (`compiled.py`). For new installations and images: without it, the first
-plan of a kind takes 10 to 25 seconds longer.
+The machine code is cached next to the sources. Without it, the first plan of a kind takes 10 to 25 seconds longer.
 """
 
 from typing import Any
@@ -17,7 +16,6 @@ SEQUENCES, RANKS, GROUP, LONGEST = 128, 4, 8, 200
 
 
 def main() -> None:
-    """Make a small plan of every kind."""
     generator = np.random.default_rng(0)
     lengths = generator.integers(20, LONGEST, SEQUENCES)
     shared: dict[str, Any] = {"prefix_groups": np.arange(SEQUENCES) // GROUP, "prefix_lengths": np.full(SEQUENCES, 16)}

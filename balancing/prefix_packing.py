@@ -1,16 +1,16 @@
-"""Schedules of sequences that share prefixes: each micro-batch computes a prefix once.
+"""Schedule sequences that share prefixes: each micro-batch computes a prefix once.
 
     whole groups --> Karmarkar-Karp (assignment.py) --> near the lower bound? done
     groups, largest remainders first --> the lowest level up to which they fill all micro-batches   (fill_groups)
       --> exchanges between micro-batches --> sorted, dealt into micro-steps                         (exchange_prefixes)
 
-A whole group computes its prefix once. Every part of a divided group computes it again, but parts fit under the cap and
+A whole group computes its prefix once. Each part of a divided group computes it again, but parts fit under the cap and
 even out the micro-batches. Sequences that share more than their prefix are also planned as subtrees (prefixes.py).
 
     work of a group of lengths L_i with a prefix of P:    W(P) + sum_i (W(L_i) - W(P)),  W(L) = a L + b L^2
 
 Filling is McNaughton's wrap-around rule (1959) with a price on every cut: a group is cut only where a micro-batch is
-full. n sequences in order of group, each group from its heaviest on. G groups, M micro-batches.
+full. n sequences by group, each group from its heaviest on. G groups, M micro-batches.
 """
 
 from collections.abc import Iterator
@@ -36,21 +36,21 @@ NEAR = 3e-3
 FAR = 1e-2
 """More micro-steps than the fewest are tried if no schedule is within this share of the lower bound."""
 MORE_STEPS = 2
-"""This many numbers of micro-steps above the fewest are tried."""
+"""So many numbers of micro-steps above the fewest are tried."""
 AIM = 1.5e-3
 """Exchanges aim at this share above the lower bound."""
 FINE, RELATIVE = 3e-3, 0.125
-"""Levels are told apart by this share, and by this share of what they are above the lower bound."""
+"""Levels differ by this share, and by this share of their excess over the lower bound."""
 EFFORT, EFFORT_EACH = 500_000, 2_000
-"""Exchanges compare this many pairs of bundles, about 2 ms of compiled code, and this many more for each sequence."""
+"""Exchanges compare so many pairs of bundles, about 2 ms of compiled code, and so many more per sequence."""
 STARTS = 8
-"""A cut fills room from the heaviest sequence on, from the second on, and so on, this many times."""
+"""A cut fills room from the heaviest, the second heaviest, ... sequence on: so many tries."""
 PARTNERS = 6
-"""A heavy micro-batch tries this many of the lightest ones, and those that hold sequences of the same groups."""
+"""A heavy micro-batch tries so many of the lightest ones, and those that hold sequences of the same groups."""
 LEAST_GAIN = 3e-4
-"""An exchange is made if it makes the heavier micro-batch lighter by this share."""
+"""An exchange must make the heavier micro-batch lighter by this share."""
 FAILURES = 64
-"""Exchanges end after this many micro-batches that none makes lighter."""
+"""Exchanges end after so many micro-batches that no exchange makes lighter."""
 
 
 def schedule_with_prefixes(sizes: Integers, weights: Floats, prefixes: SharedPrefixes, request: Request) -> Schedule:
@@ -82,12 +82,12 @@ def schedule_with_prefixes(sizes: Integers, weights: Floats, prefixes: SharedPre
 
 
 def _least(weights: Floats, prefixes: SharedPrefixes, request: Request) -> float:
-    """The work of a rank if every token were computed once, spread evenly over the ranks."""
+    """Return a rank's work if every token were computed once, spread evenly over the ranks."""
     return float(prefixes.computed(weights, np.zeros_like(prefixes.group)).sum()) / request.ranks
 
 
 def _in_groups(sizes: Integers, weights: Floats, prefixes: SharedPrefixes, request: Request) -> Schedule:
-    """The faster of filling with groups, and of planning as if nothing were shared."""
+    """Return the faster of filling with groups, and of planning as if nothing were shared."""
     groups, rows = prefixes.in_groups(sizes, weights)
     found = _Filling(groups, request).fastest()
     if found is not None:
@@ -105,7 +105,7 @@ def _in_groups(sizes: Integers, weights: Floats, prefixes: SharedPrefixes, reque
 
 
 class _Filling:
-    """Fills micro-batches with groups, in about as few micro-steps as the caps allow."""
+    """Fill micro-batches with groups, in about as few micro-steps as the caps allow."""
 
     def __init__(self, groups: Groups, request: Request) -> None:
         self._groups, self._request = groups, request
@@ -113,7 +113,7 @@ class _Filling:
         self._lowest_time = np.inf
 
     def fastest(self) -> Schedule | None:
-        """The fastest schedule found, of the sequences in the order of `groups`; None if nothing fits."""
+        """Return the fastest schedule found, in the order of `groups`; None if nothing fits."""
         caps, ranks, near = self._request.caps, self._request.ranks, NEAR
         best = self._whole_groups()
         time = np.inf if best is None else best.time(self._computed(best.grouping.group_of))
@@ -139,7 +139,7 @@ class _Filling:
         return best
 
     def _whole_groups(self) -> Schedule | None:
-        """Karmarkar-Karp over whole groups; None if the caps or the counts forbid it."""
+        """Run Karmarkar-Karp over whole groups; None if the caps or the counts forbid it."""
         groups, caps = self._groups, self._request.caps
         work = np.add.reduceat(groups.own, groups.start[:-1]) + groups.shared
         tokens = np.add.reduceat(groups.own_tokens, groups.start[:-1]) + groups.shared_tokens
@@ -155,7 +155,6 @@ class _Filling:
         return replace(found, grouping=Grouping(group_of[groups.group], found.grouping.count))
 
     def _steps(self) -> Iterator[int]:
-        """Numbers of micro-steps, upwards from a lower bound; none that the counts do not allow."""
         groups, request, sequences = self._groups, self._request, len(self._groups.own)
         parts = fewest_parts(groups, request.caps.max_tokens, request.caps.max_sequences)
         tokens = int(groups.own_tokens.sum() + parts @ groups.shared_tokens)
@@ -168,13 +167,13 @@ class _Filling:
                 return
 
     def _order(self, level: float) -> Integers:
-        """int64 [G]: first the groups with most left when they have filled as many micro-batches as they can."""
+        """Put groups first that leave most after filling as many micro-batches as they can: int64 [G]."""
         own = np.add.reduceat(self._groups.own, self._groups.start[:-1])
         room = np.maximum(level - self._groups.shared, 1e-9 * level)
         return np.argsort(-np.fmod(own, room) - self._groups.shared, kind="stable")
 
     def _computed(self, micro_batch_of: Integers) -> Floats:
-        """float64 [n]: the work of each sequence; the first of a group in a micro-batch computes the prefix."""
+        """Return each sequence's work; the first of a group in a micro-batch computes the prefix."""
         work = self._groups.own.copy()
         keys = micro_batch_of * len(self._groups.shared) + self._groups.group
         first = np.unique(keys, return_index=True)[1]
@@ -182,7 +181,7 @@ class _Filling:
         return work
 
     def _lowest(self, order: Integers, forced: Floats, bound: float) -> Integers | None:
-        """int64 [n], the micro-batches of the shortest time above `bound` that fits; None if none is below the best."""
+        """Return the micro-batches of the shortest time above `bound` that fits; None if no time is below the best."""
         work = float(self._computed(np.arange(len(self._groups.own))).sum())  # enough for any micro-batch
         longest = self._lowest_time if np.isfinite(self._lowest_time) else bound + len(forced) * work
         best = self._fill(order, self._levels(forced, longest))
@@ -200,7 +199,7 @@ class _Filling:
         return best
 
     def _levels(self, forced: Floats, time: float) -> Floats:
-        """float64 [M]: times of steps that add up to `time`, all equal but for those that must be longer."""
+        """Split `time` into equal step times, except for steps that must be longer: float64 [M]."""
         steps, longer = len(forced), np.concatenate([[0.0], np.cumsum(forced)[:-1]])
         levels = (time - longer) / (steps - np.arange(steps))
         level = levels[np.argmax(forced <= levels)] if (forced <= levels).any() else levels[-1]
@@ -212,14 +211,14 @@ class _Filling:
         return None if (filled < 0).any() else filled
 
     def _dealt(self, micro_batch_of: Integers, steps: int) -> Schedule:
-        """Micro-batches sorted by weight and dealt into steps; empty ones come last."""
+        """Sort micro-batches by weight and deal them into steps; empty ones come last."""
         used, numbers = np.unique(micro_batch_of, return_inverse=True)
         work, packed = self._computed(micro_batch_of), Grouping(numbers, len(used))
         return deal_into_steps(packed, self._groups.own_tokens, work, self._request, steps, "shared_prefixes")
 
 
 def _spread(micro_batch_of: Integers, needed: int, count: int) -> Integers:
-    """At least `needed` of `count` micro-batches with a sequence; empty ones take one from those with most of them."""
+    """Fill at least `needed` of `count` micro-batches; empty ones take a sequence from the fullest."""
     micro_batch_of, sizes = micro_batch_of.copy(), np.bincount(micro_batch_of, minlength=count)
     for empty in np.flatnonzero(sizes == 0)[: max(0, needed - np.count_nonzero(sizes))]:
         fullest = np.argmax(sizes)
@@ -241,8 +240,8 @@ class _Room(NamedTuple):
 def fill_groups(groups: Groups, order: Integers, levels: Floats, max_tokens: int, max_sequences: int) -> Integers:
     """Place whole groups in the fullest micro-batch with room; divide a group over the emptiest if none has room.
 
-    order: int64 [G], of the groups. levels: float64 [M], descending, the most work of each micro-batch.
-    Returns int64 [n], the micro-batch of each sequence; it stops at the first part that fits nowhere and leaves -1.
+    order: int64 [G]. levels: float64 [M], descending, the most work of each micro-batch.
+    Returns int64 [n], the micro-batch of each sequence. It stops at the first part that fits nowhere and leaves -1.
     """
     count = len(levels)
     room = _Room(levels.copy(), np.full(count, max_tokens), np.full(count, max_sequences))
@@ -276,10 +275,10 @@ def fill_groups(groups: Groups, order: Integers, levels: Floats, max_tokens: int
 def _place(
     groups: Groups, group: int, left: Integers, room: _Room, is_open: Integers, tried: NDArray[np.bool_], untouched: int
 ) -> tuple[bool, int]:
-    """The fullest micro-batch with room for all of `left`, and True; else the one with most room, and False; or -1.
+    """Find the fullest micro-batch with room for all of `left`, True; else the one with most room, False; or -1.
 
     is_open: int64, micro-batches with room. tried: bool [M], those that take no more of this group; [0] without cuts.
-    untouched: room for sequences in a micro-batch that is empty.
+    untouched: room for sequences in an empty micro-batch.
     """
     own, tokens = 0.0, 0
     for row in left:
@@ -299,13 +298,13 @@ def _place(
         elif fullest < 0 and divisible and min(free, free_tokens * per_token) > most:
             widest, most = place, min(free, free_tokens * per_token)
         if untouched == room.sequences[place]:
-            break  # those after it have no more room, and are empty, too
+            break  # later ones are empty and have no more room
     return fullest >= 0, fullest if fullest >= 0 else widest
 
 
 @compiled
 def _cut(groups: Groups, left: Integers, load: float, tokens: int, sequences: int) -> Integers:
-    """The sequences of `left`, from the heaviest on, that fill this room best in `STARTS` tries; none if none fits."""
+    """Return the sequences of `left`, from the heaviest on, that fill this room best in `STARTS` tries; or none."""
     best, heaviest, taken = left[:0], 0.0, np.empty_like(left)
     for start in range(min(len(left), STARTS)):
         weight, size, count = 0.0, 0, 0
@@ -322,10 +321,10 @@ def _cut(groups: Groups, left: Integers, load: float, tokens: int, sequences: in
 
 
 class Bundles(NamedTuple):
-    """What a micro-batch may give: nothing, its sequences, then the groups of which it has several.
+    """Bundles that a micro-batch may give: nothing, all its sequences, or one of its several groups.
 
     rows: int64, its sequences by group. A bundle is `rows[first : first + members]`. group: -1 for none.
-    own, own_tokens: of the sequences. leaving: by how much less it computes. entering: by how much more its partner.
+    own, own_tokens: sums over sequences. leaving, entering: work that the giver saves and its partner adds.
     """
 
     rows: Integers
@@ -346,8 +345,8 @@ def exchange_prefixes(
 ) -> tuple[Integers, int]:
     """Exchange until no micro-batch is above its level, nothing helps, or `effort` pairs of bundles are compared.
 
-    Each exchange makes the heavier of two micro-batches lighter, and none heavier than that one was.
-    micro_batch_of: int64 [n], none empty, within the caps, which hold afterwards, too. levels: float64 [M].
+    Each exchange makes the heavier of two micro-batches lighter, and none heavier than the heavier one was.
+    micro_batch_of: int64 [n], none empty, within the caps before and after. levels: float64 [M].
     Returns a new int64 [n], and the effort that is left.
     """
     filled = link(groups.own, groups.own_tokens.astype(np.float64), micro_batch_of, np.zeros(len(levels)))
@@ -374,7 +373,6 @@ def exchange_prefixes(
 
 @compiled
 def _count_prefixes(groups: Groups, filled: LinkedGroups, place: int) -> None:
-    """Add each prefix once to the sums of a micro-batch, whose sequences are listed by group."""
     before, row = -1, filled.first[place]
     while row >= 0:
         group = groups.group[row]
@@ -388,10 +386,9 @@ def _count_prefixes(groups: Groups, filled: LinkedGroups, place: int) -> None:
 def _best_exchange(
     groups: Groups, filled: LinkedGroups, heavy: int, levels: Floats, max_tokens: int, max_sequences: int
 ) -> tuple[int, Integers, Integers, int]:
-    """The partner (-1 for none) of the best exchange of `heavy`, the rows that go there, those that come back; effort.
+    """Return the best exchange of `heavy`: partner (-1 for none), rows that leave, rows that return, effort.
 
-    The best has the least sum of the higher of both excesses over the level, and of the work that it adds, which is
-    that of prefixes computed again.
+    The best exchange minimises the higher excess over the level plus the added work, from prefixes computed again.
     """
     nothing = filled.group_of[:0]
     spent, partner, given, returned = len(levels) * PARTNERS, -1, nothing, nothing
@@ -409,7 +406,7 @@ def _best_exchange(
 
 @compiled
 def _partners(groups: Groups, filled: LinkedGroups, heavy: int, levels: Floats) -> Integers:
-    """The lightest micro-batches, and those that hold sequences of the groups of `heavy`."""
+    """Return the lightest micro-batches, and those that hold sequences of the groups of `heavy`."""
     chosen = np.zeros(len(levels), np.bool_)
     row = filled.first[heavy]
     while row >= 0:
@@ -426,7 +423,6 @@ def _partners(groups: Groups, filled: LinkedGroups, heavy: int, levels: Floats) 
 
 @compiled
 def _bundles(groups: Groups, filled: LinkedGroups, place: int, partner: int) -> Bundles:
-    """The bundles of a micro-batch, for an exchange with `partner`."""
     rows, others = members_of(filled, place), groups.group[members_of(filled, partner)]
     of = groups.group[rows]
     first, count = np.zeros(1 + 2 * len(rows), np.int64), np.ones(1 + 2 * len(rows), np.int64)
@@ -466,7 +462,7 @@ def _least_sum(
     max_tokens: int,
     max_sequences: int,
 ) -> tuple[float, int, int]:
-    """The best exchange with both excesses under `below` and a sum, see `_best_exchange`, under `least`.
+    """Return the best exchange with both excesses under `below` and a sum (`_best_exchange`) under `least`.
 
     Returns the sum and both bundles, -1 for none.
     """

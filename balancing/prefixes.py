@@ -1,12 +1,12 @@
-"""What sequences share at their start: the prefix of their group, and what neighbours in a group share beyond it.
+"""Describe the tokens that sequences share at their start: a group's prefix, and longer ones between neighbours.
 
     p p p a b c | p p p a b d | p p p a x | p p p y z      a group with a prefix of 3 tokens, in the order of its tree
     0             5             4           3              depths: tokens shared with the neighbour before
 
-Sequences in the order of a tree's leaves and the depths between neighbours are the tree: two of them share the least
-depth between them (Kasai et al. 2001, "Linear-Time Longest-Common-Prefix Computation in Suffix Arrays").
+The order of a tree's leaves and the depths between neighbours define the tree: two sequences share the least depth
+between them (Kasai et al. 2001, "Linear-Time Longest-Common-Prefix Computation in Suffix Arrays").
 
-`subtrees` keeps neighbours together: a subtree is planned as one sequence, and is cut where its sequences share least:
+`subtrees` keeps neighbours together. A subtree is planned as one sequence, cut where its sequences share least:
 
     depths 3 9 8 9 | 3 9 | 3     prefix 3, a subtree holds 4 sequences' work     [a b c d] [e f] [g]
 """
@@ -21,22 +21,23 @@ import numpy as np
 from balancing.grouping import Floats, Integers
 
 MOST_OWN = 16
-"""Sharing pays for a sequence with up to this many times as many tokens of its own: merging attention costs about as
-much as 1 / MOST_OWN of them."""
+"""Sharing pays for a sequence with up to this many times as many own tokens: merging attention costs about 1 / MOST_OWN
+of them.
+"""
 LARGEST = (1.0, 0.5)
-"""Most work and tokens of a subtree, shares of a rank's and of the cap: larger ones share more, smaller ones fit."""
+"""Most work and tokens of a subtree, shares of a rank's work and the cap. Larger ones share more, smaller ones fit."""
 
 
 def fewest_worth_sharing(own: Any) -> Any:
-    """Return the fewest shared tokens that pay for a sequence, or an array of them, with `own` tokens after them."""
+    """Return the fewest shared tokens that pay for a sequence with `own` further tokens; also for arrays."""
     return -(-own // MOST_OWN)
 
 
 class Groups(NamedTuple):
-    """The n sequences of a mini-batch in order of their G groups, each group from its heaviest on.
+    """The n sequences of a mini-batch by group, each of the G groups from its heaviest on.
 
-    own, own_tokens: float64 and int64 [n], the work and tokens of each sequence after the prefix.
-    group: int64 [n], ascending. start: int64 [G + 1]; the sequences of group g are `start[g]..start[g + 1]`.
+    own, own_tokens: float64 and int64 [n], each sequence's work and tokens after the prefix.
+    group: int64 [n], ascending. start: int64 [G + 1]; group g is `start[g]..start[g + 1]`.
     shared, shared_tokens: float64 and int64 [G], work and tokens of the prefixes.
     """
 
@@ -50,7 +51,7 @@ class Groups(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PrefixTree:
-    """What each sequence shares with the one before it in its group: int64 [n] tokens, and float64 [n] work.
+    """Tokens, int64 [n], and work, float64 [n], that each sequence shares with the one before it in its group.
 
     order: int64 [n], ascending in the order of a group's tree.
     """
@@ -62,9 +63,9 @@ class PrefixTree:
 
 @dataclass(frozen=True, eq=False)
 class SharedPrefixes:
-    """group: int64 [n]; sequences of one group share a prefix. tokens: int64 [n], its length, equal within a group.
+    """Prefixes by group. group: int64 [n]. tokens: int64 [n], the prefix length, equal within a group.
 
-    workloads: float64 [n], the work of the prefix alone. tree: None if nothing is known beyond the prefixes.
+    workloads: float64 [n], work of the prefix alone. tree: None if nothing is known beyond the prefixes.
     """
 
     group: Integers
@@ -83,7 +84,7 @@ class SharedPrefixes:
         return cls(np.unique(numbers, return_inverse=True)[1], tokens, workloads, tree)
 
     def select(self, rows: Integers) -> "SharedPrefixes":
-        """Return those of the sequences `rows`, with groups renumbered."""
+        """Return the sequences `rows`, with groups renumbered."""
         numbers = np.unique(self.group[rows], return_inverse=True)[1]
         found = SharedPrefixes(numbers, self.tokens[rows], self.workloads[rows])
         if self.tree is None:
@@ -91,20 +92,20 @@ class SharedPrefixes:
         chosen = np.zeros(len(self.group), np.int64)
         chosen[rows] = 1
         tokens, workloads = self._shared(chosen)
-        # The first of a group has no neighbour before it; the prefix stands for it.
+        # The first of a group has no neighbour before it, so the prefix replaces the depth.
         deep = np.maximum(found.tokens, tokens[rows]), np.maximum(found.workloads, workloads[rows])
         return replace(found, tree=PrefixTree(self.tree.order[rows], *deep))
 
     def shared_tokens(self, micro_batch: Integers) -> Integers:
-        """int64 [n]: tokens that another sequence of the micro-batch computes; micro_batch: int64 [n]."""
+        """Return the tokens that another sequence of the micro-batch computes; micro_batch: int64 [n]."""
         return self._shared(micro_batch)[0]
 
     def computed(self, weights: Floats, micro_batch: Integers) -> Floats:
-        """float64 [n]: `weights` of sequences alone, less what another sequence of the micro-batch computes."""
+        """Subtract from `weights` of sequences alone the share that another sequence of the micro-batch computes."""
         return weights - self._shared(micro_batch)[1]
 
     def in_order(self, micro_batch: Integers | None = None) -> Integers:
-        """int64 [n]: the sequences by group, then by micro-batch, then in the order of the group's tree."""
+        """Return the sequences by group, then micro-batch, then tree order; int64 [n]."""
         order = np.arange(len(self.group)) if self.tree is None else self.tree.order
         keys = (order, self.group) if micro_batch is None else (order, micro_batch, self.group)
         rows: Integers = np.lexsort(keys)
@@ -113,8 +114,8 @@ class SharedPrefixes:
     def in_groups(self, sizes: Integers, weights: Floats) -> tuple[Groups, Integers]:
         """Return the sequences by group, and their order, int64 [n].
 
-        sizes: int64 [n], tokens. weights: float64 [n], each of a sequence alone. With a tree, a sequence counts what it
-        does not share with its neighbour, which is the least that any plan computes of it.
+        sizes: int64 [n], tokens. weights: float64 [n], each of a sequence alone. With a tree, a sequence counts only
+        what it does not share with its neighbour, the least that any plan computes.
         """
         shared = self if self.tree is None else self.tree
         own = weights - shared.workloads
@@ -126,7 +127,7 @@ class SharedPrefixes:
         return Groups(own[rows], own_tokens, group, ends, self.workloads[first], self.tokens[first]), rows
 
     def _shared(self, micro_batch: Integers) -> tuple[Integers, Floats]:
-        """Tokens that another sequence of the micro-batch computes, int64 [n], and their work, float64 [n]."""
+        """Return tokens, int64 [n], and work, float64 [n], that another sequence of the micro-batch computes."""
         rows = self.in_order(micro_batch)
         again = np.zeros(len(rows), np.bool_)  # not the first of its group in its micro-batch
         again[rows[1:]] = (np.diff(self.group[rows]) == 0) & (np.diff(micro_batch[rows]) == 0)
@@ -134,7 +135,7 @@ class SharedPrefixes:
         return np.where(again, tokens, 0), np.where(again, workloads, 0.0)
 
     def _least_depths(self, rows: Integers, tree: PrefixTree) -> tuple[Integers, Floats]:
-        """What each sequence shares with the one before it in `rows`; meaningless across groups and micro-batches."""
+        """Return what each sequence shares with the one before in `rows`; meaningless across groups."""
         neighbours = self.in_order()
         place = np.empty(len(rows), np.int64)
         place[neighbours] = np.arange(len(rows))
@@ -149,7 +150,7 @@ class SharedPrefixes:
 
 @dataclass(frozen=True, eq=False)
 class Subtrees:
-    """of: int64 [n], the subtree of each sequence; sizes, weights, prefixes: of the subtrees, heaviest first."""
+    """of: int64 [n], the subtree of each sequence. sizes, weights, prefixes: of the subtrees, heaviest first."""
 
     of: Integers
     sizes: Integers
@@ -168,7 +169,7 @@ def subtrees(
     if tree is None or not (tree.tokens > prefixes.tokens).any():
         return
     depths, depth_weights = tree.tokens[rows], tree.workloads[rows]
-    # Sums up to each sequence of what it adds to the one before it.
+    # Sums over the tokens that each sequence adds to the one before it.
     size = np.append(0, np.cumsum(sizes[rows] - depths)).tolist()
     work = np.append(0.0, np.cumsum(weights[rows] - depth_weights)).tolist()
     runs = [*np.flatnonzero(depths <= prefixes.tokens[rows]).tolist(), len(rows)]
@@ -195,7 +196,6 @@ def subtrees(
 def _joined(
     starts: Integers, rows: Integers, sizes: Integers, weights: Floats, prefixes: SharedPrefixes, tree: PrefixTree
 ) -> Subtrees:
-    """The subtrees that begin at `starts`, ascending places in `rows`."""
     first = np.zeros(len(rows), np.bool_)
     first[starts] = True
     tokens = np.add.reduceat(sizes[rows] - np.where(first, 0, tree.tokens[rows]), starts)

@@ -1,27 +1,25 @@
-"""The schedule of a mini-batch: which micro-batches run at the same time, and on which rank.
+"""Schedule a mini-batch: which micro-batches run at the same time, and on which rank.
 
     sequences --> Karmarkar-Karp, refined (assignment.py) --> at workload / ranks? --> order of steps --> ranks
                                                            no: try more, keep the fastest
     more: fill long steps first, exchange between steps
 
-All ranks wait for the heaviest micro-batch of a micro-step, because they reduce gradients or gather parameters there.
-So the time of a mini-batch is the sum over its steps of the heaviest micro-batch. No schedule takes less than
-workload / ranks, nor less than long sequences force (`lower_bounds.step_time_bound`).
+All ranks wait for the heaviest micro-batch of a micro-step, where they reduce gradients or gather parameters. So the
+time of a mini-batch is the sum over steps of the heaviest micro-batch: at least workload / ranks, and at least what
+long sequences force (`lower_bounds.step_time_bound`).
 
-Filling long steps first: one after another, each up to its own time limit, before the rest is dealt.
+Filling long steps first:
 
     longest sequence left --> time limit of the next step --> sequences, longest first, to the lightest rank within it
                               ^------------------------------ next step; at last the rest is dealt (assignment.py)
 
-A sequence above the fair share of a rank prolongs its step in any plan. With micro-batches of equal weight the other
-ranks of that step would wait; filled up to the same time, they do not.
+A sequence above the fair share of a rank prolongs its step in any plan. The other ranks of the step are filled up to
+the same time, so that they do not wait.
 
 Exchanges between micro-steps: ranks that would wait take over work from other steps, which become shorter.
 
     time of each step (its heaviest rank) --> shorter target times, at least their lower bounds (lower_bounds.py)
     weight of a micro-batch - target time of its step = excess --> exchanges that even out the excess
-
-Exchanges within a step cannot help ranks that wait for a long sequence; those between steps can.
 """
 
 from collections.abc import Callable, Sequence
@@ -54,11 +52,11 @@ AT_THE_BOUND = 5e-5
 FAR_FROM_THE_BOUND = 5e-3
 """Above this share over the lower bound, other starts are tried, which take longer than everything before."""
 FEW_STEPS = 3
-"""Up to this many micro-steps, none prolonged by long sequences, a round of exchanges between them comes first."""
+"""Up to so many micro-steps, none prolonged by long sequences, exchanges between them come first."""
 
 
 def schedule_evenly(sizes: Integers, weights: Floats, request: Request) -> Schedule:
-    """The fastest schedule found over all ranks and micro-steps together.
+    """Return the fastest schedule found over all ranks and micro-steps together.
 
     sizes: int64 [n], tokens. weights: float64 [n]. Both in descending order of weight, then of size.
     Raises CountError if the counts of `request` cannot be kept.
@@ -71,7 +69,7 @@ def schedule_evenly(sizes: Integers, weights: Floats, request: Request) -> Sched
 
 
 def arranged(schedule: Schedule, weights: Floats, order: Order) -> Schedule:
-    """The schedule with its steps in `order`, and the micro-batches of each step on the ranks that have least so far.
+    """Put steps in `order`, and each step's heaviest micro-batches on the ranks with least work so far.
 
     weights: float64 [n], as computed.
     """
@@ -79,7 +77,6 @@ def arranged(schedule: Schedule, weights: Floats, order: Order) -> Schedule:
 
 
 def _or_faster(first: Schedule, sizes: Integers, weights: Floats, request: Request) -> Schedule:
-    """The first schedule if its time is near workload / ranks, else the fastest of several."""
     if first.time(weights) <= float(weights.sum()) / request.ranks * (1 + AT_THE_BOUND):
         return first
     least = time_bound(sizes, weights, request, first.steps)
@@ -102,7 +99,7 @@ def _faster(one: Schedule, other: Schedule, weights: Floats) -> Schedule:
 
 
 def schedule_in_order(sizes: Integers, request: Request) -> Schedule:
-    """The given order in runs of equal count, one for each rank, cut under the caps."""
+    """Cut the given order into runs of equal count, one for each rank, and these at the caps."""
     chunks = np.array_split(np.arange(len(sizes)), request.ranks)
     needed = max(len(pack_in_order(sizes[chunk], request.caps, CountRule())) for chunk in chunks if len(chunk))
     steps = checked_steps(needed, min(len(chunk) for chunk in chunks), len(sizes), request)
@@ -115,7 +112,7 @@ def schedule_in_order(sizes: Integers, request: Request) -> Schedule:
 
 
 def side_by_side(columns: Sequence[Sequence[Integers]], steps: int, sequences: int, start: Start) -> Schedule:
-    """Each rank's micro-batches, at most `steps`, in the order given; no step is empty on all ranks."""
+    """Schedule each rank's micro-batches, at most `steps`, in the order given; no step is empty on all ranks."""
     group_of = np.empty(sequences, np.int64)
     first = 0  # a rank with fewer micro-batches than steps starts where the one before it ended
     for rank, column in enumerate(columns):
@@ -126,13 +123,13 @@ def side_by_side(columns: Sequence[Sequence[Integers]], steps: int, sequences: i
 
 
 def _in_order(schedule: Schedule, weights: Floats, order: Order) -> Schedule:
-    """Heaviest step first; `small_ends` puts light ones at both ends, which shortens the bubbles of a pipeline."""
+    """Put the heaviest step first; `small_ends` puts light ones at both ends, which shortens pipeline bubbles."""
     times = schedule.loads(weights).max(axis=1)
     return with_steps(schedule, small_ends(times) if order == "small_ends" else np.argsort(-times, kind="stable"))
 
 
 def with_steps(schedule: Schedule, steps: Integers) -> Schedule:
-    """The schedule whose i-th micro-step is number `steps[i]` of the given one; steps: int64 [steps]."""
+    """Reorder: the i-th micro-step is number `steps[i]` of the given schedule."""
     ranks = schedule.grouping.count // schedule.steps
     numbers = np.argsort(steps)[:, None] * ranks + np.arange(ranks)
     return replace(schedule, grouping=schedule.grouping.renumbered(numbers.ravel(), schedule.grouping.count))
@@ -156,15 +153,15 @@ GOOD_ENOUGH = 1e-3
 LEAST_GAIN = 1e-4
 """Another schedule is computed only if its lower bound is better by this share."""
 MOST_LONG_TOGETHER = 4
-"""At most this many long sequences share a micro-batch by intent."""
+"""At most so many long sequences share a micro-batch by intent."""
 
 
 def fill_long_steps_first(
     sizes: Integers, weights: Floats, request: Request, dealt: Schedule, bound: float
 ) -> Schedule:
-    """The best of `dealt` and of schedules whose first steps are filled before the rest is dealt.
+    """Return the best of `dealt` and of schedules whose first steps are filled before the rest is dealt.
 
-    `_VARIANTS` are tried in turn until the time is near `bound`.
+    Tries `_VARIANTS` until the time is near `bound`.
     """
     best, lowest = dealt, dealt.time(weights)
     enough = bound * (1 + GOOD_ENOUGH)
@@ -180,7 +177,6 @@ def fill_long_steps_first(
 
 
 def time_bound(sizes: Integers, weights: Floats, request: Request, steps: int) -> StepTimeBound:
-    """`lower_bounds.step_time_bound` for these sequences in `steps` micro-steps."""
     return step_time_bound(
         sizes,
         weights,
@@ -192,7 +188,7 @@ def time_bound(sizes: Integers, weights: Floats, request: Request, steps: int) -
 
 
 class _Filling:
-    """Fills step after step, longest sequences first. left: int64, ascending, the sequences that have no place yet."""
+    """Fill step after step, longest sequences first. left: int64, ascending, the sequences without a place."""
 
     def __init__(self, sizes: Integers, weights: Floats, request: Request, steps: int) -> None:
         self.left, self.steps_left = np.arange(len(sizes)), steps
@@ -200,24 +196,21 @@ class _Filling:
         self._group_of, self._time = np.full(len(sizes), -1, np.int64), 0.0
 
     def long_steps(self) -> bool:
-        """Fill the steps that long sequences prolong according to the lower bound; whether any step is filled."""
+        """Fill the steps that long sequences prolong according to the lower bound; return whether any was filled."""
         return self._longest_with_others(self.bound_of_rest().long_steps)
 
     def above_fair_share(self) -> bool:
-        """Fill steps while the longest sequence left is above the fair share; whether any step is filled."""
+        """Fill steps while the longest sequence left is above the fair share; return whether any was filled."""
         while self.steps_left > 1 and len(self.left) and self._weights[self.left[0]] > self._fair_share():
             self._longest_with_others(1)
         return self.steps_left < self._steps
 
     def all_steps(self) -> bool:
-        """Fill every step but the last; whether any step is filled."""
+        """Fill every step but the last; return whether any was filled."""
         return self._longest_with_others(self.steps_left - 1)
 
     def several_long_together(self) -> bool:
-        """Fill steps to the weight of several of the longest sequences together, while almost no rank waits.
-
-        Returns whether it filled a step.
-        """
+        """Fill steps to the weight of several of the longest sequences together, while almost no rank waits."""
         before = self.steps_left
         while self.steps_left > 1 and len(self.left):
             row = next((row for row in map(self._row, self._levels_of_several()) if self._waits_little(row)), None)
@@ -227,17 +220,17 @@ class _Filling:
         return self.steps_left < before
 
     def bound_of_rest(self) -> StepTimeBound:
-        """A lower bound on the time of the sequences that are left in the steps that are left."""
+        """Bound the time of the remaining sequences in the remaining steps."""
         if len(self.left) == 0:
             return StepTimeBound(0.0, 0)
         return time_bound(self._sizes[self.left], self._weights[self.left], self._request, self.steps_left)
 
     def least_time(self) -> float:
-        """A lower bound on the time of the mini-batch, given the steps that are filled."""
+        """Bound the time of the mini-batch, given the filled steps."""
         return self._time + self.bound_of_rest().time
 
     def rest_dealt(self) -> Schedule | None:
-        """The schedule with the rest dealt into the steps that are left; None if it does not fit."""
+        """Deal the rest into the remaining steps; None if it does not fit."""
         rest = self._rest()
         if rest is None:
             return None
@@ -256,7 +249,7 @@ class _Filling:
         return self.steps_left < self._steps
 
     def _rest(self) -> Integers | None:
-        """int64, the micro-batch of each sequence that is left, one for each if there are enough micro-batches."""
+        """Return the micro-batch of each remaining sequence, its own one if there are enough micro-batches."""
         if len(self.left) <= self.steps_left * self._request.ranks:
             return np.arange(len(self.left))
         dealt = from_longest_first(self._sizes[self.left], self._weights[self.left], self._request, self.steps_left)
@@ -266,7 +259,7 @@ class _Filling:
         return float(self._weights[self.left].sum()) / (self._request.ranks * self.steps_left)
 
     def _levels_of_several(self) -> list[float]:
-        """Weights of as many of the longest as fit together, of one less, down to two, if above the fair share."""
+        """Return weights of as many of the longest as fit together, down to two, if above the fair share."""
         longest = self.left[0]
         together = min(self._request.caps.max_tokens // int(self._sizes[longest]), MOST_LONG_TOGETHER)
         levels = [float(self._weights[longest]) * count for count in range(together, 1, -1)]
@@ -307,17 +300,16 @@ _VARIANTS: tuple[tuple[Callable[[_Filling], bool], ...], ...] = (
 
 
 ROUNDS = 4
-"""Shorter target times are tried this many times."""
+"""Number of times that shorter target times are tried."""
 EFFORT = 4_000_000
-"""Limit of the exchanges of a round, about 20 ms of compiled code; see `exchange.even_out_arrays`."""
+"""Limit of a round's exchanges, about 20 ms of compiled code; see `exchange.even_out_arrays`."""
 BISECTIONS = 20
-"""Iterations of the bisection that finds target times."""
 
 
 def exchange_between_steps(
     schedule: Schedule, sizes: Integers, weights: Floats, request: Request, enough: float, rounds: int = ROUNDS
 ) -> Schedule:
-    """The schedule, or a faster one; the search ends at a time of `enough`."""
+    """Return the schedule or a faster one; stop at a time of `enough`."""
     best, lowest, share = schedule, schedule.time(weights), 1.0
     minimum = _minimum_times(sizes, weights, request, schedule.steps)
     for _ in range(rounds):
@@ -334,14 +326,13 @@ def exchange_between_steps(
 
 
 def _minimum_times(sizes: Integers, weights: Floats, request: Request, steps: int) -> Floats:
-    """float64 [steps], descending: lower bounds on the times of the longest step, the second longest, and so on."""
     caps = request.caps
     times = minimum_step_times(sizes, weights, request.ranks, steps, caps.max_tokens, caps.max_sequences)
     return np.pad(times, (0, steps - len(times)))
 
 
 def _target_times(schedule: Schedule, weights: Floats, minimum: Floats, share: float) -> Floats:
-    """float64 [steps]: times whose sum is lower by `share` of the waiting, none below its lower bound."""
+    """Reduce the sum of times by `share` of the waiting, none below its lower bound: float64 [steps]."""
     loads = schedule.loads(weights)
     times = loads.max(axis=1)
     waiting = float((times - loads.mean(axis=1)).sum())

@@ -1,4 +1,4 @@
-"""Checks of arguments. Each returns the value in the form that the package computes with."""
+"""Check arguments. Each function returns the value in the form that the package computes with."""
 
 from collections.abc import Sequence
 from numbers import Integral
@@ -12,20 +12,20 @@ from balancing.grouping import Floats, Integers
 
 
 def positive_integer(value: Any, name: str) -> int:
-    """Raises OptionError unless `value` is a whole number of at least 1."""
+    """Raise OptionError unless `value` is a whole number of at least 1."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, Integral) or int(value) < 1:
         raise OptionError(f"{name}={value!r} must be a whole number of at least 1")
     return int(value)
 
 
 def one_of(value: Any, name: str, choices: Sequence[str]) -> None:
-    """Raises OptionError unless `value` is among `choices`."""
+    """Raise OptionError unless `value` is among `choices`."""
     if value not in choices:
         raise OptionError(f"{name}={value!r} is unknown; set {name} to one of {', '.join(map(repr, choices))}")
 
 
 def whole_numbers(values: ArrayLike, name: str, *, minimum: int, error: type[BalancingError] = LengthError) -> Integers:
-    """int64 [n]; raises `error` naming the first entry that is not a whole number of at least `minimum`."""
+    """Return int64 [n]; raise `error` for the first entry that is not a whole number of at least `minimum`."""
     array = _one_dimensional(values, name, error)
     if array.dtype.kind not in "iuf":
         raise error(f"{name} holds {array.dtype} values; pass whole numbers")
@@ -37,7 +37,7 @@ def whole_numbers(values: ArrayLike, name: str, *, minimum: int, error: type[Bal
 
 
 def sequence_lengths(lengths: ArrayLike) -> Integers:
-    """int64 [n], n >= 1, every length >= 1; raises LengthError naming the first that is not."""
+    """Return int64 [n]; raise LengthError unless n >= 1 and every length >= 1."""
     checked = whole_numbers(lengths, "lengths", minimum=1)
     if checked.size == 0:
         raise LengthError("lengths is empty; pass the length of at least one sequence")
@@ -45,7 +45,7 @@ def sequence_lengths(lengths: ArrayLike) -> Integers:
 
 
 def weight_array(weights: ArrayLike, name: str, size: int | None = None) -> Floats:
-    """float64 [n]; raises WeightError unless all are finite and >= 0 and, with `size`, their number is `size`."""
+    """Return float64 [n]; raise WeightError unless all are finite, >= 0, and `size` in number."""
     array = _one_dimensional(weights, name, WeightError)
     if array.dtype.kind not in "iufb":
         raise WeightError(f"{name} holds {array.dtype} values; pass numbers")
@@ -59,7 +59,7 @@ def weight_array(weights: ArrayLike, name: str, size: int | None = None) -> Floa
 
 
 def check_fits(lengths: Integers, aligned: Integers, max_tokens: int) -> None:
-    """Raises OverCapError for the first sequence that alone exceeds the cap.
+    """Raise OverCapError for the first sequence that alone exceeds the cap.
 
     lengths, aligned: int64 [n], real and aligned lengths.
     """
@@ -75,7 +75,7 @@ def check_fits(lengths: Integers, aligned: Integers, max_tokens: int) -> None:
 
 
 def loss_token_counts(loss_tokens: ArrayLike | None, lengths: Integers) -> Integers:
-    """int64 [n], `lengths` for None; LengthError unless there is one for each length and none is above it."""
+    """Return int64 [n], `lengths` for None; raise LengthError unless each length has one, at most as large."""
     if loss_tokens is None:
         return lengths
     checked = whole_numbers(loss_tokens, "loss_tokens", minimum=0)
@@ -92,7 +92,7 @@ def loss_token_counts(loss_tokens: ArrayLike | None, lengths: Integers) -> Integ
 
 
 def group_names(groups: ArrayLike, name: str, count: int) -> Integers:
-    """int64 [n]; raises LengthError unless there is one whole number for each of `count` lengths."""
+    """Return int64 [n]; raise LengthError unless each of `count` lengths has a whole number."""
     names = whole_numbers(groups, name, minimum=0)
     if len(names) != count:
         raise LengthError(f"{name} holds {len(names)} values for {count} lengths; pass one for each")
@@ -100,7 +100,7 @@ def group_names(groups: ArrayLike, name: str, count: int) -> Integers:
 
 
 def membership(mini_batches: Sequence[ArrayLike] | None, count: int) -> list[Integers]:
-    """The caller's mini-batches as int64 arrays; MiniBatchError unless each index 0..count is in exactly one."""
+    """Return the caller's mini-batches; raise MiniBatchError unless each index 0..count is in exactly one."""
     if mini_batches is None:
         return [np.arange(count)]
     members = [

@@ -1,9 +1,9 @@
-"""Compares strategies: each plans the same batch, and all are measured alike.
+"""Compare strategies that plan the same batch.
 
     batch --> each strategy: a plan --> times of micro-batches, or makespans on a pipeline --> Outcome
 
-A packed micro-batch takes the time of its sequences; a padded one takes the time of as many rows of its longest length.
-The ideal time is the same for all strategies: workload of the real tokens / ranks (/ stages).
+A padded micro-batch takes the time of as many rows of its longest length. The ideal time is the same for all
+strategies: workload of the real tokens / ranks (/ stages).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,17 +32,16 @@ ON_PIPELINES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         OURS: {"algorithm": "karmarkar_karp", "order": "makespan"},
     }
 )
-"""Arguments of `plan_batch` by strategy. `small ends` is the published order of micro-steps of equal weight."""
+"""Arguments of `plan_batch` by strategy. `small ends` is the published order of equal micro-steps."""
 REPETITIONS = 3
-"""Number of timed runs of each strategy."""
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
     """The batch to plan. lengths: int64 [n].
 
-    arguments: of `plan_batch`, at least ranks, mini_batches, max_tokens and cost_model; the published systems use only
-    these four. prefixes: the arguments about shared prefixes; may be empty.
+    arguments: of `plan_batch`, at least ranks, mini_batches, max_tokens and cost_model (the published systems use only
+    these). prefixes: the arguments about shared prefixes; may be empty.
     """
 
     lengths: Integers
@@ -55,12 +54,11 @@ class Batch:
 
     @property
     def ideal(self) -> float:
-        """The step time without waiting or padding, in the cost model's unit."""
+        """Return the step time without waiting or padding, in the cost model's unit."""
         stages = self.pipeline.stages if self.pipeline else 1
         return float(self.workload(self.lengths).sum()) / int(self.arguments["ranks"]) / stages
 
     def workload(self, lengths: Integers) -> Floats:
-        """float64 [n], in the cost model's unit."""
         return np.asarray(self.arguments["cost_model"].workload(lengths))
 
     def plan(self, **changes: Any) -> Plan:
@@ -73,7 +71,7 @@ class Outcome:
     """One row of the comparison. figures: by column; shares are floats, numbers of micro-batches are integers.
 
     over ideal: step time / `Batch.ideal` - 1. over cap: number of micro-batches. padding: share of computed tokens.
-    micro-steps: over all mini-batches. idle: share of the step time that a rank waits. bubble: the same of stages.
+    micro-steps: over all mini-batches. idle, bubble: share of the step time that a rank, or a stage, waits.
     over bound: predicted time / a lower bound for as many micro-steps - 1. seconds: median planning time.
     """
 
@@ -128,7 +126,7 @@ def _published(name: Published, batch: Batch) -> Plan:
 
 
 def plan_of(mini_batches: Sequence[Steps], batch: Batch, name: Published) -> Plan:
-    """Return micro-batches that a published algorithm made as a plan, which may break the batch's caps."""
+    """Convert a published algorithm's micro-batches to a plan, which may break the batch's caps."""
     parts = []
     for steps in mini_batches:
         groups = [rows for step in steps for rows in step]

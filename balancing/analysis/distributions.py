@@ -1,4 +1,4 @@
-"""Named, seeded distributions of sequence lengths: name, count, seed -> int64 [count] lengths.
+"""Draw lengths from named, seeded distributions: name, count, seed -> int64 [count] lengths.
 
 Realistic, as post-training produces them: `lognormal`, `reasoning`, `agentic`, `uniform`, `grouped`, `equal`.
 Adversarial, hard to pack under a given cap: `geometric`, `thirds`, `above_half`, `one_huge`.
@@ -25,9 +25,9 @@ Distribution = Callable[[np.random.Generator, int, int], NDArray[np.int64]]
 
 
 def draw(name: str, count: int, seed: int, *, cap: int = DEFAULT_CAP) -> NDArray[np.int64]:
-    """int64 [count], lengths in tokens, each at least 1; deterministic.
+    """Draw int64 [count] lengths in tokens, each at least 1; deterministic.
 
-    name: one of `DISTRIBUTIONS`. cap: tokens of a micro-batch; the adversarial distributions depend on it and keep it.
+    name: one of `DISTRIBUTIONS`. cap: tokens of a micro-batch, which only the adversarial distributions use.
     Raises OptionError for an unknown name, or a count or cap below 1.
     """
     one_of(name, "name", tuple(DISTRIBUTIONS))
@@ -96,4 +96,4 @@ DISTRIBUTIONS: Mapping[str, Distribution] = MappingProxyType(
 """By name, the realistic ones first. `thirds`: within 1 % of a third of the cap, so that only some triples fit."""
 
 ADVERSARIAL = frozenset({"geometric", "thirds", "above_half", "one_huge"})
-"""Those that depend on the cap."""
+"""Distributions that depend on the cap."""

@@ -1,10 +1,10 @@
-"""Explains a plan in words: where ranks wait and why, and which settings would shorten the step.
+"""Explain in words where the ranks of a plan wait and why, and which settings would shorten the step.
 
     plan --findings--> waiting by cause, number of micro-steps, padding --+--> text
          --advice----> changed arguments of plan_batch, planned again   --+
 
 The waiting of all findings adds up to the `idle_share` of the plan's statistics. Advice names only settings that were
-planned with, and what they save.
+planned again, with the time that they save.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,12 +29,12 @@ from balancing.plan import MicroStep, Plan, plan_batch
 EVEN = 1e-6
 """No rank waits in a micro-step whose heaviest rank is within this share of the mean."""
 NEGLIGIBLE = 1e-3
-"""Waiting below this share of the ranks' time is not reported, and advice that gains less is not given."""
+"""Smaller shares of the ranks' time are not reported or advised on."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """waiting: share of the ranks' time that the cause costs; 0 for what is not about waiting. text: the evidence."""
+    """waiting: share of the ranks' time that the cause costs, or 0. text: the evidence."""
 
     cause: str
     waiting: float
@@ -58,7 +58,7 @@ class Advice:
 
     @property
     def gain(self) -> float:
-        """Saved share of the step time."""
+        """Return the saved share of the step time."""
         return 1.0 - self.after / self.before
 
     def __str__(self) -> str:
@@ -112,7 +112,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def findings(plan: Plan) -> list[Finding]:
-    """Return the causes of waiting, costliest first; then the number of micro-steps; then padding, if there is any."""
+    """List the causes of waiting, costliest first, then the number of micro-steps, then any padding."""
     grids = predicted_grids(plan)
     by_cause: dict[str, list[tuple[float, str]]] = {}
     for number, (mini_batch, grid) in enumerate(zip(plan.mini_batches, grids, strict=True)):
@@ -166,7 +166,7 @@ def _why(step: MicroStep, loads: Floats, place: str, plan: Plan) -> tuple[str, s
 
 
 def _about_count(plan: Plan) -> str:
-    """Compare the micro-steps of the mini-batch with most of them to those that caps and arguments require."""
+    """Compare the most micro-steps of a mini-batch to the number that caps and arguments require."""
     most = int(np.argmax([part.steps for part in plan.mini_batches]))
     part, how, sizes = plan.mini_batches[most], plan.settings, plan.sizes
     caps = Caps(plan.max_tokens, how.max_sequences or len(plan.lengths), plan.layout == "padded")
@@ -188,16 +188,16 @@ def _about_count(plan: Plan) -> str:
 
 
 def advice(plan: Plan) -> list[Advice]:
-    """Return the changes that help, most helpful first. If ranks or stages wait, this plans up to nine more times."""
+    """List the changes that help, most helpful first. If ranks or stages wait, this plans up to nine more times."""
     before, found = float(plan.predicted_makespans().sum()), []
-    # Stages of a pipeline, and padded rows, cost time also where no rank waits.
+    # Pipeline stages and padded rows also cost time if no rank waits.
     slow = plan.settings.pipeline is not None or plan.layout == "padded"
     slow = slow or plan_statistics(plan)["idle_share"] >= NEGLIGIBLE
     for candidate in _candidates(plan) if slow else ():
         try:
             other = replan(plan, candidate.changes)
         except BalancingError:
-            continue  # the batch cannot be planned so, for example because of a count
+            continue  # the batch cannot be planned with these changes, for example because of a count
         after = float(other.predicted_makespans().sum()) / candidate.context_parallel
         steps = sum(part.steps for part in other.mini_batches)
         found.append(replace(candidate, before=before, after=after, micro_steps=steps))
@@ -212,7 +212,6 @@ def replan(plan: Plan, changes: Mapping[str, Any]) -> Plan:
 
 
 def _candidates(plan: Plan) -> Iterator[Advice]:
-    """Yield changes that may shorten the step."""
     how, best = plan.settings, None if plan.settings.pipeline is None else "makespan"
     if how.algorithm != "karmarkar_karp":
         yield Advice('algorithm="karmarkar_karp"', {"algorithm": "karmarkar_karp", "order": best})

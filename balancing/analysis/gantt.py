@@ -1,4 +1,4 @@
-"""Draws Gantt charts: when each rank, or each stage of a pipeline, computes and waits.
+"""Draw Gantt charts: when each rank, or each stage of a pipeline, computes and waits.
 
 time ->     0         1.0 = the time if no rank ever waited
 rank 0      [ step 0   ][ step 1  ]....         stage 0   [F0][F1][F2]      [B0 ][F3][B1 ]
@@ -28,16 +28,16 @@ from balancing.pipeline_time import timeline
 from balancing.plan import Plan
 
 MINI_BATCH_COLOURS = ("#2f6690", "#3a9679", "#e3a857", "#b4656f", "#6d5a8d", "#7d8491")
-"""Colours of mini-batches in turn; the micro-steps of a mini-batch alternate between two shades."""
+"""Mini-batches take colours in turn; their micro-steps alternate between two shades."""
 MICRO_BATCH_COLOURS = colormaps["viridis"]
 """Colours of a pipeline's micro-batches, in the order of execution."""
 WAITING = "#f3d9d6"
 INK = "#22313f"
 THEME = {INK: "var(--ink)", WAITING: "var(--waiting)", "#ffffff": "var(--paper)"}
-"""Colours that a page's style sheet sets, so that charts follow its light or dark."""
+"""Colours that a page's style sheet sets, so that charts follow its light or dark theme."""
 DASHES = (0, (4, 3))
 MOST_RANKS_APART = 24
-"""White lines separate the ranks if there are at most this many."""
+"""White lines separate at most so many ranks."""
 SHADE, FORWARD = 0.62, 0.45
 """Opacity of the lighter shade, and of forward passes."""
 BAR = 0.86
@@ -46,7 +46,7 @@ BAR = 0.86
 
 @dataclass(frozen=True)
 class Chart:
-    """One panel of `rows` ranks or stages that lasts until `end` on the time axis. draw: adds the bars of computing."""
+    """One panel of `rows` ranks or stages until time `end`. draw: adds the bars of computing."""
 
     title: str
     facts: str
@@ -58,7 +58,7 @@ class Chart:
 
 
 def chart_of_ranks(title: str, grids: Sequence[Floats], ideal: float) -> Chart:
-    """grids: float64 [steps, ranks] for each mini-batch, the time of every micro-batch. ideal: time 1 on the axis."""
+    """Chart float64 [steps, ranks] per mini-batch, the time of every micro-batch. ideal: time 1 on the axis."""
     ranks, end = grids[0].shape[1], step_time(grids) / ideal
     edges = np.arange(ranks + 1) - 0.5
 
@@ -87,7 +87,7 @@ def chart_of_ranks(title: str, grids: Sequence[Floats], ideal: float) -> Chart:
 
 
 def chart_of_stages(title: str, plan: Plan, pipeline: Pipeline, ideal: float) -> Chart:
-    """All passes of a plan on its pipeline, mini-batch after mini-batch. ideal: time 1 on the axis."""
+    """Chart all passes of a plan on its pipeline, mini-batch after mini-batch. ideal: time 1 on the axis."""
     drawn = [timeline(pipeline, times) for times in plan.predicted_times()]
     ends = np.cumsum([each.ends.max() for each in drawn]) / ideal
     work = sum(float((times + pipeline.overhead).sum()) for times in plan.predicted_times())
@@ -132,7 +132,7 @@ def figure_of(charts: Sequence[Chart]) -> Figure:
 
 
 def svg_of(figure: Figure) -> str:
-    """Return the figure as an `<svg>` element for a page that sets the colours of `THEME`."""
+    """Return an `<svg>` element for a page that sets the colours of `THEME`."""
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "balancing"}):
         figure.savefig(buffer, format="svg", metadata={"Date": None})
@@ -144,6 +144,5 @@ def svg_of(figure: Figure) -> str:
 
 
 def _lighter(colour: str) -> str:
-    """Mix the colour with white."""
     red, green, blue = (1.0 - SHADE * (1.0 - channel) for channel in to_rgb(colour))
     return to_hex((red, green, blue))

@@ -1,4 +1,4 @@
-"""Reads sequence lengths from files, and the plans that a run records beside them.
+"""Read sequence lengths from files, and the plans that a run records next to its lengths.
 
     .json    [512, 90, ...]   [{"length": 512}, ...]   {"lengths": [512, ...]}
     .jsonl   one number or one object per line
@@ -31,14 +31,14 @@ log = logging.getLogger(__name__)
 
 COLUMNS = ("length", "lengths", "tokens", "num_tokens", "total_tokens")
 PREFIXES = ("prefix_groups", "prefix_lengths", "tree_order", "tree_depths")
-"""Arguments of `plan_batch` about shared prefixes, and their names in lengths.jsonl."""
+"""Prefix arguments of `plan_batch`, and their names in lengths.jsonl."""
 LATEST_STEP = 2**53  # larger numbers are not exact in a chart
 
 
 def read_lengths(
     path: Path, *, column: str | None = None, step: int | None = None, minimum: int = 1
 ) -> NDArray[np.int64]:
-    """int64 [n], n >= 1: the lengths in a file, or those of one step of a run (None is its last).
+    """Read the lengths of a file, or of one step of a run (None is its last): int64 [n], n >= 1.
 
     Raises LengthFileError, which names the file, if it is missing, of an unknown kind, or has no such column or no
     lengths; LengthError for lengths below `minimum`.
@@ -54,7 +54,7 @@ def read_lengths(
 
 
 def read_column(path: Path, column: str | None) -> list[Any]:
-    """Return the values of a column, of any type; raises as `read_lengths`."""
+    """Return a column's values, of any type; raises as `read_lengths`."""
     kind = path.suffix.lower()
     if kind == ".parquet":
         return _from_parquet(path, column)
@@ -74,12 +74,12 @@ def read_column(path: Path, column: str | None) -> list[Any]:
 
 
 def read_json(path: Path) -> Any:
-    """Return the content of a JSON file; LengthFileError if it is missing or not JSON."""
+    """Read a JSON file. Raises LengthFileError if it is missing or not JSON."""
     return _parsed(_text(path), str(path))
 
 
 def run_step(folder: Path, step: int | None = None) -> Mapping[str, Any]:
-    """Return what a run recorded of a step (None is its last), empty without records; raises as `read_lengths`."""
+    """Return a run's record of a step (None is its last), empty without records; raises as `read_lengths`."""
     path = folder / "lengths.jsonl"
     if not path.is_file():
         raise LengthFileError(f"{path} is not there; the run has recorded no lengths, so give a file of them instead")
@@ -90,7 +90,7 @@ def run_step(folder: Path, step: int | None = None) -> Mapping[str, Any]:
 
 
 def plan_record(plan: Plan) -> dict[str, Any]:
-    """Return what `recorded_arguments` needs of a plan, for JSON: each sequence's `mini_batch`, and `plan`."""
+    """Return the data for `recorded_arguments`, for JSON: each sequence's `mini_batch`, and `plan`."""
     numbers = np.zeros(len(plan.lengths), np.int64)
     for number, mini_batch in enumerate(plan.mini_batches):
         numbers[mini_batch.rows] = number
@@ -100,7 +100,7 @@ def plan_record(plan: Plan) -> dict[str, Any]:
 def recorded_arguments(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of `plan_batch` with which a run planned a step; only prefixes if it recorded no plan.
 
-    record: as `run_step` returns it. Raises LengthFileError if its plan is damaged.
+    record: from `run_step`. Raises LengthFileError if its plan is damaged.
     """
     found: dict[str, Any] = {name: np.array(record[name], np.int64) for name in PREFIXES if name in record}
     if "plan" not in record:
@@ -118,9 +118,9 @@ def recorded_arguments(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def json_records(path: Path, *checks: Callable[[dict[str, Any]], object]) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Yield every line with its object; skip, with a warning, a line on which json.loads or one of `checks` raises.
+    r"""Yield every line with its object; skip, with a warning, a line on which json.loads or one of `checks` raises.
 
-    Only \\n ends a line: `str.splitlines` also splits inside texts, at U+2028 and others.
+    Only \n ends a line: `str.splitlines` also splits inside texts, at U+2028 and others.
     """
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -135,7 +135,6 @@ def json_records(path: Path, *checks: Callable[[dict[str, Any]], object]) -> Ite
 
 
 def has_step(record: dict[str, Any]) -> None:
-    """Raise unless the record is an object with a step."""
     if type(record["step"]) is not int or not 0 <= record["step"] <= LATEST_STEP:
         raise ValueError("its step is not a whole number")
 

@@ -1,4 +1,4 @@
-"""Computes statistics of a plan, compared with the given order, with Karmarkar-Karp alone, and with lower bounds."""
+"""Compute statistics of a plan, compared with the given order, with Karmarkar-Karp alone, and with lower bounds."""
 
 from collections.abc import Sequence
 
@@ -28,22 +28,20 @@ def plan_statistics(plan: Plan, width: int | None = None) -> dict[str, float]:
     imbalance{,_before,_karmarkar_karp}/ranks: max / mean - 1 of the workload of ranks.
     imbalance{,_before,_karmarkar_karp}/micro_steps: time of synchronous micro-steps / (workload / ranks) - 1.
     over_bound: time of synchronous micro-steps / `lower_bound` - 1.
-    `_karmarkar_karp`: largest differencing over ranks and over each rank's micro-batches, without caps or refinement.
-    from_karmarkar_karp: share of mini-batches whose plan was refined from Karmarkar-Karp (the others are faster from
-    another start, see schedule.py).
+    `_karmarkar_karp`: largest differencing over ranks and their micro-batches, without caps or refinement.
+    from_karmarkar_karp: share of mini-batches refined from Karmarkar-Karp (others: see schedule.py).
     idle_share{,_before}: share of the ranks' time spent waiting in micro-steps.
-    predicted_time{,_before}/{total,longest_micro_step}: over micro-steps, the sum and the maximum of the heaviest
-    rank's workload, in the cost model's unit, without padding.
+    predicted_time{,_before}/{total,longest_micro_step}: sum and maximum over micro-steps of the heaviest rank's
+    workload, in the cost model's unit, without padding.
     cap_fill: mean share of max_tokens that a micro-batch takes, including empty ones.
     padding_share: share of computed tokens that are not real.
-    padding_removed/longest_row: share of the cells of a tensor as wide as the longest sequence that is not computed;
-    padding_removed/width: the same for rows of `width` tokens, omitted if that is None.
-    shared_tokens: share of all tokens that are computed with those of another sequence, which begins with them.
+    padding_removed/{longest_row,width}: share of cells not computed, of a tensor as wide as the longest sequence, or as
+    `width` (omitted for None).
+    shared_tokens: share of all tokens that another sequence with the same prefix computes.
     micro_batches: on each rank. empty_micro_batches: over all ranks.
-    pipeline/...: only with a pipeline. predicted_time: the makespans of all mini-batches, in the cost model's unit.
-    bubble: the share of it in which a stage waits, mean of the stages. over_bound: predicted time / a lower bound for
-    as many micro-steps - 1. small_ends: makespan in the published order, light micro-steps at both ends / predicted
-    time - 1.
+    pipeline/...: only with a pipeline. predicted_time: summed makespans of all mini-batches, in the cost model's unit.
+    bubble: share of predicted_time in which a stage waits, mean of the stages. over_bound: predicted time / a lower
+    bound for as many micro-steps - 1. small_ends: makespan in the published order / predicted time - 1.
     """
     planned = predicted_grids(plan)
     before = [_given_rows(indices_of(mini_batch), plan) for mini_batch in plan.mini_batches]
@@ -73,7 +71,6 @@ def _on_pipeline(plan: Plan, pipeline: Pipeline) -> dict[str, float]:
 
 
 def _makespan_bound(mini_batch: MiniBatch, plan: Plan, pipeline: Pipeline) -> float:
-    """Return a lower bound for all plans with the caps and as many micro-steps; see `pipeline_shape.least_makespan`."""
     time, rows = _lower_bound(mini_batch, plan), mini_batch.rows
     if plan.shared_prefixes is not None:
         return least_makespan(pipeline, mini_batch.steps, time, time)
@@ -91,35 +88,31 @@ def _makespan_bound(mini_batch: MiniBatch, plan: Plan, pipeline: Pipeline) -> fl
 
 
 def predicted_grids(plan: Plan) -> list[Floats]:
-    """float64 [steps, ranks] for each mini-batch: the workload of every micro-batch, without padding."""
+    """Return the workload of every micro-batch, without padding: float64 [steps, ranks] per mini-batch."""
     return [mini_batch.sums(plan.computed_workloads) for mini_batch in plan.mini_batches]
 
 
 def time_grids(plan: Plan) -> list[Floats]:
-    """float64 [steps, ranks] for each mini-batch: the time of every micro-batch, with padding."""
+    """Return the time of every micro-batch, with padding: float64 [steps, ranks] per mini-batch."""
     return [part.predicted_times(plan.computed_workloads, plan.layout) for part in plan.mini_batches]
 
 
 def _grids(mini_batches: Sequence[Rows], values: Integers | Floats) -> list[Floats]:
-    """float64 [steps, ranks] for each mini-batch: `values` (one for each sequence) summed over each micro-batch."""
     return [np.array([[values[group].sum() for group in step] for step in rows], np.float64) for rows in mini_batches]
 
 
 def step_time(mini_batches: Sequence[Floats]) -> float:
-    """The time of synchronous micro-steps: the sum over micro-steps of the heaviest rank."""
+    """Return the time of synchronous micro-steps: the sum over micro-steps of the heaviest rank."""
     return float(sum(grid.max(axis=1).sum() for grid in mini_batches))
 
 
 def ideal_time(mini_batches: Sequence[Floats]) -> float:
-    """The time if no rank ever waited: workload / ranks."""
+    """Return the time if no rank ever waited: workload / ranks."""
     return float(sum(grid.mean(axis=1).sum() for grid in mini_batches))
 
 
 def lower_bound(plan: Plan) -> float:
-    """A lower bound on the step time, in the cost model's unit.
-
-    For all plans with the same mini-batches, caps and number of micro-steps, what they share included.
-    """
+    """Bound the step time of all plans with the same mini-batches, caps, shared prefixes and micro-step counts."""
     return sum(_lower_bound(part, plan) for part in plan.mini_batches)
 
 
@@ -134,12 +127,12 @@ def _lower_bound(mini_batch: MiniBatch, plan: Plan) -> float:
 
 
 def indices_of(mini_batch: MiniBatch) -> Integers:
-    """int64, ascending: the sequences of a mini-batch."""
+    """Return the sequences of a mini-batch, ascending."""
     return np.sort(mini_batch.rows)
 
 
 def _given_rows(indices: Integers, plan: Plan) -> Rows:
-    """The given order in runs of equal count, each cut at the cap; ranks with fewer cuts wait at the end."""
+    """Cut the given order into runs of equal count, each at the cap; ranks with fewer cuts wait at the end."""
     sizes = round_up(plan.lengths, plan.length_multiple)
     padded = plan.layout == "padded"
     local: list[list[Integers]] = []
@@ -163,7 +156,6 @@ def _token_spread(name: str, mini_batches: list[Floats]) -> dict[str, float]:
 
 
 def _after_karmarkar_karp(mini_batch: MiniBatch, plan: Plan) -> Floats:
-    """float64 [steps, ranks]: the workload of every micro-batch after Karmarkar-Karp alone, without caps."""
     weights = -np.sort(-plan.workloads[mini_batch.rows])
     return karmarkar_karp_twice(weights, plan.ranks, mini_batch.steps).sums(weights).reshape(mini_batch.steps, -1)
 
@@ -196,7 +188,7 @@ def _filling(plan: Plan, width: int | None) -> dict[str, float]:
         "micro_batches": float(sum(part.steps for part in plan.mini_batches)),
         "empty_micro_batches": float((taken == 0).sum()),
     }
-    # Of each sequence by itself: that some tokens are shared is another matter.
+    # Padding counts each sequence by itself, regardless of shared tokens.
     computed = float(taken.sum() + (plan.lengths - plan.computed_lengths).sum())
     for name, cells in {"longest_row": int(plan.lengths.max()), "width": width}.items():
         if cells is not None:
@@ -205,18 +197,18 @@ def _filling(plan: Plan, width: int | None) -> dict[str, float]:
 
 
 def padding_share(plan: Plan) -> float:
-    """Share of the computed tokens that are not real ones."""
+    """Return the share of computed tokens that are not real."""
     return 1.0 - float(plan.computed_lengths.sum()) / float(micro_batch_tokens(plan).sum())
 
 
 def micro_batch_tokens(plan: Plan) -> Floats:
-    """float64: the tokens of each micro-batch that count towards its cap, over all mini-batches, steps and ranks."""
+    """Return the tokens of each micro-batch that count towards its cap, over all mini-batches, steps and ranks."""
     sizes = plan.sizes.astype(np.float64)
     return np.concatenate([part.predicted_times(sizes, plan.layout).ravel() for part in plan.mini_batches])
 
 
 def computed_tokens(sizes: Integers, layout: str) -> int:
-    """Computed tokens of a micro-batch with these aligned sizes: their sum, or for `padded` rows times the longest."""
+    """Count a micro-batch's computed tokens: the sum of aligned sizes, or for `padded` rows times the longest."""
     if len(sizes) == 0:
         return 0
     return int(len(sizes) * sizes.max() if layout == "padded" else sizes.sum())

@@ -86,9 +86,9 @@ def test_1f1b_keeps_no_more_activations_than_there_are_stages_left(case: tuple[P
 
 
 def test_counts_that_interleaving_cannot_take_are_refused():
-    with pytest.raises(CountError, match=r"^6 micro-batches are no multiple of 4, .*virtual_stages=2 needs; set mult"):
+    with pytest.raises(CountError, match=r"virtual_stages=2 .*multiple of 4 micro-batches, got 6"):
         actions(Pipeline(4, 2), 0, 6)
-    with pytest.raises(CountError, match="0 micro-batches"):
+    with pytest.raises(CountError, match="got 0"):
         actions(Pipeline(4), 0, 0)
     with pytest.raises(OptionError, match="stage=4 is outside a pipeline of stages=4"):
         actions(Pipeline(4), 4, 1)

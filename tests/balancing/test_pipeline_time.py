@@ -136,7 +136,7 @@ def test_a_forced_long_micro_step_raises_the_bound():
         ([[[1.0]]], WeightError, "times has shape"),
         ([1.0, -1.0], WeightError, r"times\[1\] is -1.0"),
         ([1.0, float("nan")], WeightError, r"times\[1\] is nan"),
-        ([1.0, 1.0, 1.0], CountError, "3 micro-batches are no multiple of 2"),
+        ([1.0, 1.0, 1.0], CountError, "multiple of 2 micro-batches, got 3"),
     ],
 )
 def test_times_that_cannot_be_are_refused(times: list, error: type[Exception], said: str):
