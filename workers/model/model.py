@@ -3,19 +3,17 @@
 config.json --check_layout--> safetensors --> HF model + ballast_packed --> PackedCausalLM     packed layout
                                           --> HF model + its own attention --> PackedCausalLM  padded layout
 
-Shapes: R rows of W cells (R = 1 when packed), N predicted tokens.
-
-torch.compile of each decoder layer, before FSDP wraps it: norms, rotary embedding and gated products become one
-kernel each.
+torch.compile of each decoder layer, before FSDP wraps it:
 
     layer.__call__ --gradient checkpointing--> FSDP gathers --> [compiled: norm, q k v, rotary] --> attention, as it is
                                                             --> [compiled: o, norm, MLP] --> FSDP frees
 
-`forward` is compiled and not the layer, so that FSDP's hooks and checkpointing run around it as without compiling (as
-in torchtitan). Attention is a graph break on purpose: traced, it would be compiled again for every layer index that
-`ballast_packed` reads, and for every list of segment lengths. Without it all layers of one kind share their graphs, and
-rows of any length do: dimensions are dynamic from the start. Compiled apart are only passes with and without gradient,
-inputs that require one or do not, and rows of one token; all of them come in the first step.
+Only `forward` is compiled, so that FSDP's hooks and checkpointing run around it unchanged (as in torchtitan). Attention
+is a graph break on purpose: traced, it would recompile for every layer index and every list of segment lengths. So all
+layers of one kind and rows of any length share graphs; dimensions are dynamic from the start. Separate graphs, all made
+in the first step, are for passes with and without gradient, for inputs with and without one, and for rows of one token.
+
+Shapes: R rows of W cells (R = 1 when packed), N predicted tokens.
 """
 
 import inspect
@@ -57,7 +55,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def compute_dtype(setting: str, device: torch.device) -> torch.dtype:
-    """Type of activations and gathered parameters for `model.dtype`."""
+    """Return the dtype of activations and gathered parameters for `model.dtype`."""
     if setting == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     if setting not in COMPUTE_DTYPES:
@@ -66,10 +64,9 @@ def compute_dtype(setting: str, device: torch.device) -> torch.dtype:
 
 
 class PackedModel(nn.Module):
-    """A Hugging Face decoder that reads rows of tokens; subclasses make outputs of its hidden states.
+    """Run a Hugging Face decoder on rows of tokens; subclasses turn its hidden states into outputs.
 
-    The output layer is applied in `forward` of the subclass, not outside, so that FSDP has its weight gathered; and
-    only to the hidden states that predict something.
+    `forward` of the subclass applies the output layer, where FSDP has its weight gathered, only to cells that predict.
     """
 
     def __init__(self, model: PreTrainedModel, activation_offload: bool = False) -> None:
@@ -85,7 +82,7 @@ class PackedModel(nn.Module):
 
     @property
     def name(self) -> str:
-        """The model's name in messages."""
+        """Return the model's name in messages."""
         return described(self.model)
 
     @property
@@ -94,13 +91,13 @@ class PackedModel(nn.Module):
         return [] if layers is None else list(layers.children())
 
     def layers_of(self, part: Part) -> list[nn.Module]:
-        """Those of a part that this process holds."""
+        """Return the layers of a part that this process holds."""
         layers = _layers(self.model)
         return [] if layers is None else [layers.get_submodule(str(index)) for index in part.layers]
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether a layer carries a state along the row, see `recurrent`."""
+        """Return whether a layer carries a state along the row, see `recurrent`."""
         return any(find_mixers(layer) for layer in self.layers)
 
     def hidden_states(
@@ -112,9 +109,9 @@ class PackedModel(nn.Module):
         attention_mask: Tensor | None,
         passing: Passing | None = None,
     ) -> Tensor:
-        """The last hidden states [N, H] of the cells `predicting`; see `PackedCausalLM.forward`.
+        """Return the last hidden states [N, H] of the cells `predicting`; see `PackedCausalLM.forward`.
 
-        passing: through a part of the layers alone; where others follow, those of all cells [R, W, H] are returned.
+        passing: through a part of the layers; on a non-final part, all cells [R, W, H] are returned.
         """
         # Packed rows get neither cache nor mask: with either, transformers would not tell their segments apart.
         arguments: dict[str, Any] = {"position_ids": position_ids} if self.takes_positions else {}
@@ -134,7 +131,7 @@ class PackedModel(nn.Module):
 
 
 class PackedCausalLM(PackedModel):
-    """A causal LM that turns rows of tokens into log-probs and entropies of its predicted tokens."""
+    """Turn rows of tokens into log-probs and entropies of the predicted tokens."""
 
     def __init__(self, model: PreTrainedModel, config: ModelConfig) -> None:
         super().__init__(model, config.activation_offload)
@@ -151,11 +148,13 @@ class PackedCausalLM(PackedModel):
         attention_mask: Tensor | None = None,
         passing: Passing | None = None,
     ) -> tuple[Tensor, Tensor] | Tensor:
-        """input_ids, position_ids int64 [R, W]; the hidden states in the cells `predicting` int64 [N], counted row by
-        row, predict `targets` [N]. `attention` is that of a packed row; padded rows have an attention_mask [R, W].
+        """Compute log-probs and entropies of `targets` [N], predicted by the cells `predicting` int64 [N], counted row by
+        row.
 
-        Returns (log_probs [N], entropy [N]), see `linear_log_probs`; for a part of the layers that others follow, what
-        these take.
+        input_ids, position_ids: int64 [R, W]. attention: of a packed row; padded rows have an attention_mask [R, W].
+
+        Returns (log_probs [N], entropy [N]), see `linear_log_probs`; on a non-final part, the hidden states for the
+        next.
         """
         hidden = self.hidden_states(input_ids, position_ids, predicting, attention, attention_mask, passing)
         if passing is not None and not passing.part.last:
@@ -176,9 +175,9 @@ def load_model(
 ) -> PackedCausalLM:
     """Load the model at `config.path` on the CPU with parameters of `dtype`. Remote code is never run.
 
-    skeleton: only modules, names and shapes, on the meta device. shapes: of the weight files, to compare it with.
+    skeleton: only modules, names and shapes, on the meta device. shapes: of the weight files, to compare.
 
-    Raises ConfigError if there is no complete model, UnsupportedModelError if packing would change what it computes.
+    Raises ConfigError if the model is missing or incomplete, UnsupportedModelError if packing would change its results.
     """
     model, missing = read_pretrained(AutoModelForCausalLM, config, dtype, skeleton, shapes)
     check_complete(config.path, missing)
@@ -200,7 +199,7 @@ def read_pretrained(
     """Read the model at `config.path` by one of transformers' auto classes.
 
     skeleton, shapes: see `load_model`. options: of the model's configuration. Returns the model and the sorted names of
-    weights that its files lack; a skeleton without `shapes` lacks nothing. Raises as `load_model` does.
+    weights that its files lack; none for a skeleton without `shapes`. Raises as `load_model` does.
     """
     hf_config = read_config(config.path, **options)
     try:
@@ -247,7 +246,7 @@ def check_complete(path: str, missing: Sequence[str]) -> None:
 def _filled_without_numbers(
     skeleton: PreTrainedModel, dtype: torch.dtype, shapes: Shapes
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Load tensors of these shapes on the meta device: transformers converts and compares them as it does files."""
+    """Load meta tensors of these shapes, which transformers converts and compares like files."""
     state = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
     loaded: tuple[PreTrainedModel, dict[str, Any]] = type(skeleton).from_pretrained(
         None,
@@ -262,8 +261,10 @@ def _filled_without_numbers(
 
 
 def _is_of_a_layer(model: PreTrainedModel, weight: str) -> bool:
-    """Whether a weight that the model does not have belongs to its layers, or is a further layer; towers of images are
-    not, nor are the masks that older files hold."""
+    """Return whether an unknown weight belongs to the model's layers or to a further layer.
+
+    Image towers do not, nor do the masks in older files.
+    """
     if weight in dict(model.named_buffers()) or weight.endswith(".masked_bias"):
         return False
     layers = _layers(model)
@@ -273,7 +274,7 @@ def _is_of_a_layer(model: PreTrainedModel, weight: str) -> bool:
 
 
 def packed_causal_lm(model: PreTrainedModel, config: ModelConfig) -> PackedCausalLM:
-    """Make a loaded or newly built causal LM read the rows of `config.layout`; raises as `read_rows` does."""
+    """Make a loaded or new causal LM read the rows of `config.layout`; raises as `read_rows` does."""
     return read_rows(model, config, lambda: PackedCausalLM(model, config))
 
 
@@ -283,7 +284,7 @@ Packed = TypeVar("Packed", bound=PackedModel)
 def read_rows(model: PreTrainedModel, config: ModelConfig, wrap: Callable[[], Packed]) -> Packed:
     """Make `model`, wrapped by `wrap`, read the rows of `config.layout`.
 
-    Raises UnsupportedModelError if it cannot, ConfigError for settings that do not go together.
+    Raises UnsupportedModelError if it cannot, ConfigError for settings that conflict.
     """
     _check_layout(model.config, config)
     if _layers(model) is None:
@@ -316,7 +317,7 @@ def _check_layout(hf_config: Any, config: ModelConfig) -> None:
 
 
 def described(model: Any) -> str:
-    """The name of a model in messages; `model` may also be its configuration."""
+    """Return the name of a model, or of its configuration, for messages."""
     config = getattr(model, "config", model)
     return f"model.path={config.name_or_path} ({config.model_type})"
 
@@ -348,8 +349,7 @@ def _use_packed_attention(model: PreTrainedModel) -> None:
 
 
 def _use_own_attention(model: PreTrainedModel, setting: str, features: frozenset[str]) -> None:
-    """transformers' attention for padded rows: `sdpa`, or `eager` where sdpa would leave out what the model needs or
-    the family has none."""
+    """Use transformers' attention for padded rows: `sdpa`, or `eager` if sdpa is missing or lacks a feature."""
     check_kernel_features(setting, "padded", features, described(model))
     wanted = ("sdpa" if features <= KERNEL_FEATURES["padded"]["sdpa"] else "eager") if setting == "auto" else setting
     try:
@@ -368,19 +368,19 @@ def _use_own_attention(model: PreTrainedModel, setting: str, features: frozenset
 
 
 def _layers(model: PreTrainedModel) -> nn.ModuleList | None:
-    """The decoder's list of layers, whatever the family calls it."""
+    """Return the decoder's list of layers, whatever the family calls it."""
     return next((child for child in decoder_of(model).children() if isinstance(child, nn.ModuleList)), None)
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:
-    """The part of a model between embedding and output layer."""
+    """Return the part of a model between embedding and output layer."""
     found = model.get_decoder()
     # transformers misses that of Llama 4, whose prefix names a wrapper that it does not have.
     return getattr(model, "model", found) if found is model else found
 
 
 def load_tokenizer(path: str) -> Any:
-    """The tokenizer beside the model. Raises ConfigError if there is none."""
+    """Return the tokenizer in the model's folder. Raises ConfigError if it is missing."""
     _check_path(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
@@ -403,12 +403,12 @@ def _first_line(error: Exception) -> str:
 
 BACKEND = "inductor"  # tests on a CPU take one that only traces
 MOST_GRAPHS = 64
-"""Graphs of one function. A family with two kinds of layers and adapters exceeds dynamo's default of 8, beyond which
-dynamo runs the function uncompiled, with a warning."""
+"""Graphs of one function. Two kinds of layers with adapters exceed dynamo's default of 8, beyond which the function
+runs uncompiled."""
 
 
 def compile_layers(layers: Iterable[nn.Module]) -> None:
-    """Compile the forward pass of each layer, in place; it happens when each first runs. Before `shard_model`."""
+    """Compile the forward pass of each layer, in place, on its first run. Call before `shard_model`."""
     AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(ballast_packed))
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=True, backend=BACKEND, recompile_limit=MOST_GRAPHS)

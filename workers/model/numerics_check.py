@@ -1,13 +1,13 @@
-"""Does the engine compute what the model's own forward pass computes? Measured on a few random sequences at load.
+"""Compare the engine with the model's own forward pass on a few random sequences at load.
 
     Probe --one sequence after the other, transformers' own attention, float32--> Expected      rank 0, the whole model
           --in rows, as the run lays out its micro-batches--> Outputs                           every rank, its shards
     Expected, Outputs --compare--> Difference --judge--> nothing, or UnsupportedModelError
 
-Lists of families cannot keep up with transformers: a state that leaks from one sequence into the next, positions that
-are ignored, or a factor on the logits change log-probs silently. The first sequence of a row shows none of this, so
-there are three. Policy and reference are compared by log-probs, critic and reward model by their values and by the
-inputs of the value head; gradients are compared for a trained policy.
+Lists of families cannot keep up with transformers: a state that leaks between sequences, ignored positions, or a factor
+on the logits change log-probs silently. The first sequence of a row shows none of this, so there are three. Policy and
+reference are compared by log-probs, critic and reward model by values and the value head's inputs, and trained policies
+also by gradients.
 
 Shapes: N predicted tokens of the probe, C columns: 1 for log-probs, 1 + H (hidden size) for a value head.
 """
@@ -42,7 +42,7 @@ LENGTH = re.compile(
     r"(window(_size)?|attention_chunk_size|floor(_scale)?|local_attention|original_max_position_embeddings)$"
 )
 """Names, in configurations and modules, of lengths beyond which a model computes something else."""
-SHORT = 8  # those lengths, in tokens, while the probe is computed
+SHORT = 8  # these lengths, in tokens, for the probe
 BUILT_IN = ("window_size", "block_size", "rel_extent", "chunk_size", "mamba_chunk_size")  # of buffers and kernels
 LONGEST_SPAN = 1024  # of those that are built in, the longest that the probe exceeds
 BEYOND_SPAN = 8
@@ -50,8 +50,8 @@ BEYOND_SPAN = 8
 GRADIENT_TOLERANCE = 1e-2
 """Relative, in the L2 norm. Exact models reach 1e-6 in float32; a sequence or a rank that is left out gives 0.1."""
 TIMES_ROUNDING, HALF_TOLERANCE, HALF_GRADIENT = 4.0, 2e-2, 1e-1
-"""Limits in half precision: a multiple of the change that rounded activations make in the model's own pass, and an
-absolute difference that is always allowed, since kernels sum in another order."""
+"""Limits in half precision: a multiple of the change by rounding activations in the model's own pass, and an absolute
+difference that is always allowed, since kernels sum in another order."""
 
 CPU = torch.device("cpu")
 Result = TypeVar("Result")
@@ -73,8 +73,11 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class Probe:
-    """sequences: all but their first tokens predicted. temperature, dtype: the engine's. parameter: name of the
-    parameter whose gradient is compared, empty for none."""
+    """Hold the input of the check.
+
+    sequences: all but their first tokens predicted. temperature, dtype: the engine's. parameter: name of the parameter
+    whose gradient is compared, empty for none.
+    """
 
     sequences: DataProto
     temperature: float
@@ -83,13 +86,13 @@ class Probe:
 
     @property
     def dtype_name(self) -> str:
-        """The dtype as a value of `model.dtype`."""
+        """Return the dtype as a value of `model.dtype`."""
         return str(self.dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """values: float32 [N, C] on the CPU. gradient: that of their sum by the probed parameter, flat, if there is one."""
+    """Hold values, float32 [N, C] on the CPU. gradient: of their sum by the probed parameter, flat, or None."""
 
     values: Tensor
     gradient: Tensor | None = None
@@ -99,7 +102,7 @@ class Outputs:
 class Difference:
     """Mean and largest absolute difference of an output, nats for log-probs, and the relative one of a gradient (L2).
 
-    Hidden states and values are in units of their own root mean square. gradient: 0 where none was taken.
+    Hidden states and values are in units of their root mean square. gradient: 0 if not compared.
     """
 
     mean: float
@@ -109,8 +112,10 @@ class Difference:
 
 @dataclass(frozen=True)
 class Expected:
-    """Outputs of the model's own forward pass. rounding: the difference that rounding activations to the engine's type
-    makes to them; 0 for an engine in float32."""
+    """Hold outputs of the model's own forward pass.
+
+    rounding: their change when activations are rounded to the engine's dtype; 0 for an engine in float32.
+    """
 
     outputs: Outputs
     rounding: Difference = Difference(0.0, 0.0)
@@ -119,8 +124,8 @@ class Expected:
 def measure(packed: PackedModel, config: ModelConfig, probe: Probe | None = None) -> Difference:
     """Compare, in one process and in float32, a model from `load_model` or `load_value_model`.
 
-    The module is on the CPU, in float32, and not sharded; it is not changed. Raises the model's own errors in rows, and
-    those of `own_outputs`.
+    The module is on the CPU, in float32, unsharded, and not changed. Raises the model's own errors in rows, and those
+    of `own_outputs`.
     """
     layout = RowLayout(config, None, packed, CPU, torch.float32)
     probe = probe or make_probe(packed, torch.float32, prefix=layout.shared_from)
@@ -132,7 +137,7 @@ def measure(packed: PackedModel, config: ModelConfig, probe: Probe | None = None
 
 
 def check_numerics(packed: PackedModel, config: ModelConfig) -> Difference:
-    """`measure`, judged. Raises UnsupportedModelError as `check_against_reference` does."""
+    """Run `measure` and judge the result. Raises UnsupportedModelError as `check_against_reference` does."""
     shared_from = RowLayout(config, None, packed, CPU, torch.float32).shared_from
     probe, path = make_probe(packed, torch.float32, prefix=shared_from), _path(config)
     found = _translated(packed, path, lambda: measure(packed, config, probe))
@@ -143,8 +148,8 @@ def check_numerics(packed: PackedModel, config: ModelConfig) -> Difference:
 def check_against_reference(engine: Engine, probe: Probe, expected: Expected) -> Difference:
     """Compute the probe as `engine` computes its micro-batches, and compare; collective, the engine is not changed.
 
-    Raises UnsupportedModelError on every rank, naming family, layout and largest difference, if the difference is more
-    than rounding or a pass raises.
+    Raises UnsupportedModelError on every rank, naming family, layout and largest difference, if the difference exceeds
+    rounding or a pass raises.
     """
     found = _check_pass(engine, probe, expected, forward=False)
     config = engine.model_config
@@ -154,7 +159,7 @@ def check_against_reference(engine: Engine, probe: Probe, expected: Expected) ->
 
 
 def _check_pass(engine: Engine, probe: Probe, expected: Expected, forward: bool) -> Difference:
-    """Prove the layout of training, or with `forward` that of forward-only passes."""
+    """Check the layout of training, or with `forward` of forward-only passes."""
     config = replace(engine.model_config, layout=engine.model_config.rows(forward=forward)[0])
     parallel = engine.parallel
     path = _path(config, parallel.context.size(), parallel.tensor.size(), parallel.pipeline.size())
@@ -196,11 +201,11 @@ def _engine_outputs(engine: Engine, probe: Probe, forward: bool) -> Outputs:
 
 
 def make_probe(packed: PackedModel, dtype: torch.dtype, temperature: float = 1.0, prefix: int = 0) -> Probe:
-    """Sequences of random ids, the same for every model of a vocabulary; `packed` may be a skeleton.
+    """Build sequences of random ids, the same for every model of a vocabulary; `packed` may be a skeleton.
 
-    Ids with a meaning to the model's own forward pass (padding, images) are left out. The longest sequence, in the
-    middle, is longer than each length of `BUILT_IN`. prefix: tokens with which the last two begin alike, for engines
-    that share them. Raises UnsupportedModelError if a sequence may exceed a length that is too long for the probe.
+    Special ids (padding, images) are left out. The longest sequence, in the middle, exceeds each length of `BUILT_IN`.
+    prefix: tokens that the last two share, for engines that share prefixes. Raises UnsupportedModelError if a length of
+    the model is too long for the probe.
     """
     prefix = prefix if prefix <= LONGEST_PREFIX else 0
     longest = max([LENGTHS[1], prefix + LENGTHS[0], *(span + BEYOND_SPAN for span in _built_in(packed))])
@@ -216,7 +221,7 @@ def make_probe(packed: PackedModel, dtype: torch.dtype, temperature: float = 1.0
 
 
 def _built_in(packed: PackedModel) -> list[int]:
-    """The lengths of `BUILT_IN` that the model's sequences can exceed."""
+    """Return the lengths of `BUILT_IN` that the model's sequences can exceed."""
     config, limit = packed.model.config.get_text_config(), max_positions(packed.model.config)
     spans = {name: span for name in BUILT_IN if (span := getattr(config, name, None)) and (limit or span + 1) > span}
     for name, span in spans.items():
@@ -237,10 +242,10 @@ def _ordinary_ids(model: PreTrainedModel) -> Tensor:
 
 
 def probed_parameter(packed: PackedModel) -> str:
-    """Name of the smallest trained parameter of the first layer, whose gradient has passed all later layers.
+    """Return the name of the smallest trained parameter of the first layer, whose gradient passes all later layers.
 
-    Not a bias, which softmax may cancel, nor the half of an adapter whose gradient is 0 at the start. Empty for a
-    frozen model, and for a value head: a new head is 0 and passes no gradient on.
+    Biases are excluded, because softmax may cancel them, and so is the half of an adapter with an initial gradient of
+    0. Empty for a frozen model and for a value head, which starts at 0 and passes no gradient on.
     """
     if isinstance(packed, PackedValueModel):
         return ""
@@ -254,10 +259,10 @@ def probed_parameter(packed: PackedModel) -> str:
 
 
 def own_outputs(packed: PackedModel, probe: Probe) -> Expected:
-    """Outputs of transformers for each sequence by itself: its own forward pass, attention and output layer.
+    """Return transformers' outputs for each sequence by itself: its own forward pass, attention and output layer.
 
     packed: whole, on the CPU, in float32 or float64. Raises ConfigError for weights with NaN or infinity,
-    UnsupportedModelError if the forward pass raises or gives such.
+    UnsupportedModelError if the forward pass raises or returns NaN or infinity.
     """
     check_weights(packed)
     trains = bool(probe.parameter)
@@ -272,7 +277,7 @@ def own_outputs(packed: PackedModel, probe: Probe) -> Expected:
 
 
 def _translated(packed: PackedModel, where: str, compute: Callable[[], Result]) -> Result:
-    """`compute()`; any error of a family's code in it becomes an UnsupportedModelError."""
+    """Return `compute()`; errors of a family's code become UnsupportedModelError."""
     try:
         return compute()
     except (BallastError, torch.OutOfMemoryError, dist.DistError):
@@ -283,7 +288,7 @@ def _translated(packed: PackedModel, where: str, compute: Callable[[], Result]) 
 
 
 def check_weights(packed: PackedModel) -> None:
-    """Raise ConfigError, naming the first, if a parameter holds NaN or infinity."""
+    """Raise ConfigError, naming the first parameter with NaN or infinity."""
     for name, parameter in packed.model.named_parameters():
         # A sum is read at the speed of memory and keeps what is not finite; it might overflow by itself.
         if not parameter.detach().sum().isfinite() and not parameter.detach().isfinite().all():
@@ -294,8 +299,10 @@ def check_weights(packed: PackedModel) -> None:
 
 
 def row_values(packed: nn.Module, laid_out: LaidOut, temperature: float, passing: Passing | None = None) -> Tensor:
-    """Outputs [N, C] of the engine's path, on every rank of a context-parallel group: log-probs, or values and the
-    inputs of the value head. For a part of the layers that others follow, what these take."""
+    """Return the engine's outputs [N, C], on every rank of a context-parallel group.
+
+    Columns are log-probs, or values and the value head's inputs. On a non-final part: the hidden states for the next.
+    """
     arguments, sends = laid_out.arguments | {"passing": passing}, passing is not None and not passing.part.last
     if not isinstance(packed, PackedValueModel):
         outputs = packed(**arguments, temperature=temperature)
@@ -309,7 +316,7 @@ def row_values(packed: nn.Module, laid_out: LaidOut, temperature: float, passing
 
 
 def compare(actual: Outputs, expected: Outputs) -> Difference:
-    """The difference of two outputs; NaN on either side counts as infinite."""
+    """Return the difference of two outputs; NaN on either side counts as infinite."""
     # Values and hidden states are compared in units of their own; log-probs in nats.
     blocks = [1, expected.values.shape[1] - 1] if expected.values.shape[1] > 1 else [1]
     scales = [_scale(block) for block in expected.values.split(blocks, dim=1)] if len(blocks) > 1 else [1.0]
@@ -331,11 +338,11 @@ def _relative(actual: Tensor | None, expected: Tensor | None) -> float:
 def judge(
     found: Difference, rounding: Difference, probe: Probe, packed: PackedModel, path: str, shared_from: int = 0
 ) -> None:
-    """Raise UnsupportedModelError if a difference is more than rounding in the engine's type.
+    """Raise UnsupportedModelError if a difference exceeds rounding in the engine's dtype.
 
-    In float32 the largest difference of a token is judged. In half precision it is the mean, since single tokens may be
-    far off, above all in a mixture of experts, where rounding sends them to another expert. rounding: the difference
-    that rounding makes to the model's own pass. path: the settings by which the engine computed the probe.
+    In float32 the largest difference of a token counts. In half precision the mean counts, since rounding may send
+    single tokens to another expert. rounding: the change by rounding the model's own pass. path: the engine's settings
+    for the probe.
     """
     is_half = probe.dtype not in (torch.float32, torch.float64)
     outputs = max(HALF_TOLERANCE, TIMES_ROUNDING * rounding.mean) if is_half else TOLERANCE[probe.dtype_name]
@@ -365,7 +372,7 @@ def _path(config: ModelConfig, context_parallel: int = 1, tensor_parallel: int =
 
 
 def _advice(path: str, shared_from: int) -> str:
-    """shared_from: of `RowLayout`; where sequences share tokens, that may be what differs."""
+    """Return the advice of the message. shared_from: of `RowLayout`; sharing may cause the difference."""
     settings = ["model.share_prefixes=never"] * (shared_from > 0)
     if "parallel" in path:
         settings.insert(0, "these to 1")
@@ -384,7 +391,7 @@ def _own_forward(packed: PackedModel, probe: Probe) -> Outputs:
 
 
 def _gradient(values: Tensor, packed: nn.Module, name: str) -> Tensor | None:
-    """The gradient by the parameter of that name, flat; no other parameter gets one."""
+    """Return the gradient by the named parameter, flat; other parameters get none."""
     if not name:
         return None
     return _flat(torch.autograd.grad(values.sum(), [packed.get_parameter(name)], allow_unused=True)[0])
@@ -404,7 +411,7 @@ def _own_values(packed: PackedModel, ids: Tensor) -> Tensor:
 
 @contextmanager
 def _head_inputs(packed: PackedModel) -> Iterator[list[Tensor]]:
-    """A list of the value head's inputs inside the block; a new head gives 0 for any input."""
+    """Collect the value head's inputs inside the block; a new head returns 0 for any input."""
     seen: list[Tensor] = []
     handle = getattr(packed.model, HEAD).register_forward_pre_hook(lambda head, given: seen.append(given[0].detach()))
     try:
@@ -415,9 +422,9 @@ def _head_inputs(packed: PackedModel) -> Iterator[list[Tensor]]:
 
 @contextmanager
 def _own_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, attention is transformers' own: `eager`, which computes all that a family asks for.
+    """Inside, attention is transformers' own `eager`, which computes all features of a family.
 
-    Raises UnsupportedModelError if that cannot be had.
+    Raises UnsupportedModelError if the family has no such attention.
     """
     before = model.config._attn_implementation
     with suppress(ValueError):  # of a family without `eager`, which keeps the attention that it has
@@ -435,7 +442,7 @@ def _own_attention(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def _short_lengths(packed: nn.Module) -> Iterator[None]:
-    """Inside, lengths beyond which the model computes something else are `SHORT`, so that the probe exceeds them."""
+    """Inside, lengths that change the computation are `SHORT`, so that the probe exceeds them."""
     before = []
     for values in [values for part in packed.modules() for values in _values_of(part)]:
         for name, value in values.items():
@@ -450,7 +457,7 @@ def _short_lengths(packed: nn.Module) -> Iterator[None]:
 
 
 def _values_of(part: nn.Module) -> Iterator[dict[str, Any]]:
-    """What a module reads: its own attributes, its configuration's, and those of tables of positions."""
+    """Yield what a module reads: its attributes, its configuration's, and those of position tables."""
     yield vars(part)
     if isinstance(config := vars(part).get("config"), PreTrainedConfig):
         for one in (config, config.get_text_config()):
@@ -460,7 +467,7 @@ def _values_of(part: nn.Module) -> Iterator[dict[str, Any]]:
 
 
 def _undisturbed(device: torch.device = CPU) -> Any:
-    """A context that restores the state of the random generators."""
+    """Return a context that restores the state of the random generators."""
     return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 

@@ -29,10 +29,7 @@ HEAD = "score"  # what transformers calls the head of sequence classification, i
 
 
 class PackedValueModel(PackedModel):
-    """A decoder with one linear `score`, in the form of transformers' sequence classification with one label.
-
-    So a critic is written as a reward model is, and a reward model from elsewhere is read.
-    """
+    """Run a decoder with one linear `score`, as in transformers' sequence classification with one label."""
 
     def forward(
         self,
@@ -43,11 +40,11 @@ class PackedValueModel(PackedModel):
         attention_mask: Tensor | None = None,
         passing: Passing | None = None,
     ) -> Tensor:
-        """Values of the cells `predicting`, float32 [N] (float64 for a float64 model); see `PackedCausalLM.forward`."""
+        """Return values of the cells `predicting`, float32 [N] or float64; see `PackedCausalLM.forward`."""
         hidden = self.hidden_states(input_ids, position_ids, predicting, attention, attention_mask, passing)
         if passing is not None and not passing.part.last:
             return hidden
-        # Of one label; summed rather than squeezed, because FSDP wants outputs that are no views.
+        # Summed rather than squeezed over the one label, because FSDP needs outputs that are not views.
         values = getattr(self.model, HEAD)(hidden).sum(-1)
         return values.to(torch.promote_types(values.dtype, torch.float32))
 
@@ -57,9 +54,9 @@ def load_value_model(
 ) -> PackedValueModel:
     """Load the model at `config.path` with a value head, on the CPU with parameters of `dtype`; see `load_model`.
 
-    The folder may hold a reward model, with its head, or a causal LM: then the head is new and 0, so that a fresh
-    critic gives 0 everywhere. Raises ConfigError if there is no complete model or its head has several labels,
-    UnsupportedModelError if packing would change what it computes or the family has no such head.
+    The folder may hold a reward model, with its head, or a causal LM, which gets a new head of zeros. Raises
+    ConfigError if the model is missing or incomplete or its head has several labels, UnsupportedModelError if packing
+    would change its results or the family has no such head.
     """
     model, missing = read_pretrained(AutoModelForSequenceClassification, config, dtype, skeleton, shapes, num_labels=1)
     head = f"{HEAD}.weight"
@@ -84,9 +81,9 @@ Rows = TypeVar("Rows", bound=ModelInput)
 
 
 def after_last(rows: Rows, sequences: DataProto) -> Rows:
-    """`rows`, the micro-batch of `sequences` laid out, that reads the cell of each sequence's last token alone: N = B.
+    """Return `rows` so that only the cell of each sequence's last token is read: N = B.
 
-    There is nothing that these cells are to predict: `targets` is 0.
+    These cells predict nothing: `targets` is 0.
     """
     cells = last_cells(rows, len(sequences))
     return replace(
@@ -99,7 +96,7 @@ def after_last(rows: Rows, sequences: DataProto) -> Rows:
 
 
 def last_cells(rows: ModelInput, sequences: int) -> Tensor:
-    """The cell of the last token of each of the micro-batch's sequences, int64 [B], for `predicting`."""
+    """Return the cell of each sequence's last token, int64 [B], for `predicting`."""
     if isinstance(rows, SharedRow):
         cells = rows.last
     elif isinstance(rows, PackedRow):

@@ -1,4 +1,4 @@
-"""Lays a micro-batch out in the rows of cells that the model reads: packed in one row, or padded to a row a sequence.
+"""Lay a micro-batch out in rows of cells: packed in one row, or padded to a row a sequence.
 
     sequences of 2, 4, 6, 1 tokens, multiple 4
     pack   0 0 p p 1 1 1 1 2 2 2 2 2 2 p p 3 p p p          p is padding
@@ -8,11 +8,10 @@
            2 2 2 2 2 2 p p
            3 p p p p p p p
 
-Padding is at the end of a sequence, where causal attention hides it from every real token.
+Padding is at the end of a sequence, where causal attention hides it from every token. The checks refuse input that a
+model would accept silently, or that would end in a CUDA assertion.
 
 Shapes: T tokens of all sequences, B sequences, N predicted tokens (those with `loss_mask`), R rows of W cells.
-
-Refuses input by name that a model would take silently, or that would end in a CUDA assertion.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,15 +28,13 @@ from workers.errors import ConfigError, DataError
 
 @dataclass(frozen=True)
 class ModelInput:
-    """One micro-batch as the model reads it, in rows of cells, and the places of its predicted tokens.
+    """Hold one micro-batch in rows of cells, and the places of its predicted tokens.
 
-    input_ids, position_ids: int64 [R, W]; positions restart at 0 in every sequence; padding holds 0 in both.
-    source: int64 [R, W], the token in each cell, counted along the ragged axis of the sequences; -1 for padding. Of
-    tokens that sequences share, one of them.
-    cells: int64 [T], the cell of each token, counted row by row; tokens that sequences share have one cell.
-    loss_positions: int64 [N], every token with `loss_mask`, counted along the ragged axis of the sequences.
-    predicting: int64 [N], the cell whose hidden state predicts it, counted row by row over the R * W cells.
-    targets: int64 [N], its id. sequence_index: int64 [N], the sequence it belongs to.
+    input_ids, position_ids: int64 [R, W]; positions restart at 0 in every sequence; padding holds 0 in both. source:
+    int64 [R, W], the token in each cell, along the ragged axis of the sequences; -1 for padding. A shared cell holds
+    one of its tokens. cells: int64 [T], the cell of each token, counted row by row; shared tokens have one cell.
+    loss_positions: int64 [N], every token with `loss_mask`, along the ragged axis of the sequences. predicting: int64
+    [N], the cell whose hidden state predicts it. targets: int64 [N], its id. sequence_index: int64 [N], its sequence.
     """
 
     input_ids: Tensor
@@ -51,17 +48,17 @@ class ModelInput:
 
     @property
     def shared(self) -> Sequence[int]:
-        """Tokens at the beginnings of sequences that another sequence's cells compute."""
+        """Return the prefix tokens of each sequence that another sequence's cells compute."""
         return ()
 
 
 @dataclass(frozen=True)
 class PackedRow(ModelInput):
-    """A micro-batch in one row (R = 1), sequence after sequence, each padded at its end to the alignment.
+    """Hold a micro-batch in one row (R = 1), sequence after sequence, each padded at its end to the alignment.
 
-    lengths, padded_lengths: of the sequences as Python integers, without and with the padding.
-    cu_seqlens, cu_seqlens_padded: int32 [B + 1], their running sums from 0. A sequence's cells lie between the padded
-    bounds; attention runs over whole padded segments, where no token sees the padding after it.
+    lengths, padded_lengths: of the sequences as Python integers, without and with padding. cu_seqlens,
+    cu_seqlens_padded: int32 [B + 1], their running sums from 0. Attention runs over whole padded segments, where no
+    token sees the padding.
     """
 
     lengths: tuple[int, ...]
@@ -71,13 +68,13 @@ class PackedRow(ModelInput):
 
     @property
     def max_length(self) -> int:
-        """Length of the longest padded segment."""
+        """Return the length of the longest padded segment."""
         return max(self.padded_lengths)
 
     def cells_of(self, context_parallel: int, context_rank: int) -> Tensor:
-        """The cells that one context-parallel rank computes, int64 [W / cp]: segments r and 2*cp-1-r of each sequence.
+        """Return the cells of one context-parallel rank, int64 [W / cp]: segments r and 2*cp-1-r of each sequence.
 
-        Sequence i lies in them at `cu_seqlens_padded // cp`. Raises LengthError if a padded length is not a multiple of
+        Sequence i starts there at `cu_seqlens_padded // cp`. Raises LengthError if a padded length is not a multiple of
         2*cp.
         """
         return torch.from_numpy(zigzag_positions(self.padded_lengths, context_parallel, context_rank))
@@ -85,16 +82,15 @@ class PackedRow(ModelInput):
 
 @dataclass(frozen=True)
 class PaddedRows(ModelInput):
-    """A micro-batch as rows padded to its longest sequence. attention_mask: int64 [R, W], 1 at real tokens."""
+    """Hold a micro-batch in rows padded to its longest sequence. attention_mask: int64 [R, W], 1 at real tokens."""
 
     attention_mask: Tensor
 
 
 def pack(sequences: DataProto, multiple: int = 1, *, to_longest: bool = False) -> PackedRow:
-    """The packed row of a micro-batch, on the CPU; each sequence is padded to a multiple of `multiple` tokens.
+    """Return the packed row of a micro-batch, on the CPU; sequences are padded to multiples of `multiple` tokens.
 
-    to_longest: pad all to the longest, which gives the rows of the padded layout one after another.
-    `balancing.alignment.length_multiple` is what context and tensor parallelism need; 1 is no padding at all.
+    multiple: see `balancing.alignment.length_multiple`. to_longest: pad all to the longest, as in the padded layout.
     Raises DataError if `loss_mask` marks the first token of a sequence, which nothing predicts.
     """
     sequences = with_work(sequences)
@@ -112,9 +108,9 @@ def pack(sequences: DataProto, multiple: int = 1, *, to_longest: bool = False) -
 
 
 def pad(sequences: DataProto, multiple: int = 1) -> PaddedRows:
-    """The padded rows of a micro-batch, on the CPU; W is the smallest multiple of `multiple` that holds its longest.
+    """Return the padded rows of a micro-batch, on the CPU; W is its longest length rounded up to `multiple`.
 
-    R is B, or 1 for a micro-batch without work. Raises DataError as `pack` does.
+    R is B, or 1 for an empty micro-batch. Raises DataError as `pack` does.
     """
     sequences = with_work(sequences)
     rows, width = len(sequences), int(round_up(sequences.lengths.max(), multiple))
@@ -125,10 +121,9 @@ def pad(sequences: DataProto, multiple: int = 1) -> PaddedRows:
 
 
 def with_work(sequences: DataProto) -> DataProto:
-    """`sequences`, or if there are none a sequence of one token that predicts nothing.
+    """Return `sequences`, or if empty a sequence of one token that predicts nothing.
 
-    A rank that has no work in a micro-step still has to take part in the gathering of parameters and the reduction of
-    gradients.
+    A rank without work still takes part in gathering parameters and reducing gradients.
     """
     if len(sequences):
         return sequences
@@ -137,13 +132,13 @@ def with_work(sequences: DataProto) -> DataProto:
 
 
 def sequence_cells(sequences: DataProto, first_cells: Tensor) -> Tensor:
-    """The cell of every token, int64 [T], when sequence i lies in consecutive cells from `first_cells[i]` on."""
+    """Return the cell of every token, int64 [T]; sequence i lies in consecutive cells from `first_cells[i]` on."""
     shift = first_cells - cumulative(sequences.lengths)[:-1]
     return torch.arange(sequences.num_tokens) + torch.repeat_interleave(shift, sequences.lengths)
 
 
 def place(sequences: DataProto, cells: Tensor, shape: tuple[int, int]) -> dict[str, Tensor]:
-    """The fields of a ModelInput of `shape` (R, W) whose tokens lie in `cells` int64 [T].
+    """Return the fields of a ModelInput of `shape` (R, W) with tokens in `cells` int64 [T].
 
     Raises DataError if `loss_mask` marks the first token of a sequence, which nothing predicts.
     """
@@ -166,12 +161,12 @@ def place(sequences: DataProto, cells: Tensor, shape: tuple[int, int]) -> dict[s
 
 
 def cumulative(lengths: Tensor) -> Tensor:
-    """int64 [B + 1], the running sum from 0."""
+    """Return int64 [B + 1], the running sum from 0."""
     return torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
 
 
 def round_up(lengths: Tensor, multiple: int) -> Tensor:
-    """The smallest multiples of `multiple` that are not below `lengths`."""
+    """Round up to multiples of `multiple`."""
     return -(-lengths // multiple) * multiple
 
 

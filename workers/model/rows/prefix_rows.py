@@ -1,22 +1,22 @@
-"""Sequences that begin with the same tokens in one row, in which each shared token is computed once.
+"""Rows in which sequences share their prefixes, so that each shared token is computed once.
 
     p p p a a | p p p b b c | p p p b b d d      three sequences, 18 tokens
-    p p p a a   b b c   d d                      the row, 10 cells: runs of tokens that no sequence before begins with
-    0 1 2 3 4   3 4 5   5 6                      positions go on along the path
+    p p p a a   b b c   d d                      the row, 10 cells: runs of tokens after the shared prefix
+    0 1 2 3 4   3 4 5   5 6                      positions continue along the path
 
-In the order of their tokens, the sequences that share a beginning are neighbours. Each adds a run: what it does not
-share with the sequence before it. A run sees itself, causally, and on its path the beginnings of the runs that it
-continues; runs that continue the same beginning, and those that continue these, follow one another in the row:
+Sorted by tokens, sequences with a common prefix are neighbours. Each adds a run: the tokens that it does not share with
+the sequence before. A run sees itself, causally, and on its path the prefixes that it continues. The direct and
+indirect continuations of a prefix are consecutive in the row:
 
     level 0   every run                                      sees itself                      causal
     level 1   runs b b c, d d                                see p p p of the first run       full
     level 2   run d d                                        sees b b of the second run       full
 
-Their attention: `shared_attention.py`. A hidden state may predict several tokens: the last p predicts the first a, b
-and b.
+`shared_attention.py` computes their attention. A hidden state may predict several tokens: the last p predicts the first
+a, b and b.
 
-Ranks that share a row deal its cells out one by one (striped attention: Brandon et al. 2023, arXiv:2311.09431), so that
-each has as many cells of every run as the others, or one more, and as much attention:
+Ranks that share a row take its cells in turn (striped attention: Brandon et al. 2023, arXiv:2311.09431), so that cells
+of every run, and attention, are balanced to one cell:
 
     rank r of n, its cell i = cell i n + r of the row        sees causally, of the cells of rank k:
                                                              j <= i for k <= r,    j < i for k > r
@@ -41,10 +41,10 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Run:
-    """Consecutive cells of a row, from `first` on.
+    """Hold consecutive cells of a row, from `first` on.
 
-    depth: tokens of its sequence before it. It continues the first `shared` cells of run `parent`; -1 and 0 for a run
-    that begins a sequence. level: the number of runs on its path.
+    depth: tokens of its sequence before it. It continues the first `shared` cells of run `parent`, or -1 and 0. level:
+    the number of runs on its path.
     """
 
     first: int
@@ -57,7 +57,7 @@ class Run:
 
 @dataclass(frozen=True)
 class SharedRow(PackedRow):
-    """A packed row of runs; to the outside one segment (`lengths`, `padded_lengths`) with padding at its end.
+    """Hold a packed row of runs; externally one segment (`lengths`, `padded_lengths`) with padding at its end.
 
     last: int64 [B], the cell of each sequence's last token.
     """
@@ -67,25 +67,25 @@ class SharedRow(PackedRow):
 
     @property
     def shared(self) -> Sequence[int]:
-        """Tokens at the beginnings of sequences that another sequence's cells compute."""
+        """Return the prefix tokens of each sequence that another sequence's cells compute."""
         return [run.depth for run in self.runs]
 
     @property
     def shares(self) -> bool:
-        """Whether several sequences share a token."""
+        """Return whether several sequences share a token."""
         return any(run.level for run in self.runs)
 
     def cells_of(self, context_parallel: int, context_rank: int) -> Tensor:
-        """The cells that one context-parallel rank computes, int64 [W / cp]: every cp-th, see `Stripe`."""
+        """Return the cells of one context-parallel rank, int64 [W / cp]: every cp-th, see `Stripe`."""
         return torch.arange(context_rank, self.padded_lengths[0], context_parallel)
 
 
 def pack_shared(sequences: DataProto, multiple: int = 1, minimum: int = 1) -> SharedRow:
-    """The row of a micro-batch in which a shared token is one cell; padded at its end to a multiple of `multiple`.
+    """Return a micro-batch's row with one cell for each shared token, padded at its end to a multiple of `multiple`.
 
-    minimum: of a beginning that is less than this many tokens longer than one that is shared already, or too little to
-    pay (`balancing.prefixes.fewest_worth_sharing`), only the shorter one is shared.
-    Raises DataError if `loss_mask` marks the first token of a sequence, which nothing predicts.
+    minimum: a prefix is shared only if it is at least this many tokens longer than one already shared, and pays
+    (`balancing.prefixes.fewest_worth_sharing`). Raises DataError if `loss_mask` marks the first token of a sequence,
+    which nothing predicts.
     """
     sequences = with_work(sequences)
     ids = [part.numpy() for part in sequences.tokens["input_ids"].cpu().split(sequences.lengths.tolist())]
@@ -104,7 +104,7 @@ def pack_shared(sequences: DataProto, multiple: int = 1, minimum: int = 1) -> Sh
 
 
 def _runs(ids: Sequence[Integers], minimum: int) -> tuple[list[Run], list[Integers]]:
-    """The runs of a row, and int64 [L], the cells of each of the sequences `ids`."""
+    """Return the runs of a row, and the cells of each of the sequences `ids`, int64 [L]."""
     runs: list[Run] = []
     cells = [np.empty(0, np.int64)] * len(ids)
     path: list[tuple[int, int]] = []  # runs of the sequence before, and how many of its tokens come before each
@@ -128,7 +128,6 @@ def _runs(ids: Sequence[Integers], minimum: int) -> tuple[list[Run], list[Intege
 
 
 def _shared_tokens(one: Integers, other: Integers) -> int:
-    """The number of tokens with which both begin."""
     shortest = min(len(one), len(other))
     different = np.flatnonzero(one[:shortest] != other[:shortest])
     return int(different[0]) if len(different) else shortest
@@ -136,11 +135,11 @@ def _shared_tokens(one: Integers, other: Integers) -> int:
 
 @dataclass(frozen=True)
 class Stripe:
-    """The cells of a row that rank `rank` of `size` holds: `rank`, `rank + size`, ..."""
+    """Hold the cells of a row on rank `rank` of `size`: `rank`, `rank + size`, ..."""
 
     rank: int
     size: int
 
     def of(self, cells: range) -> range:
-        """Which of the rank's cells, counted from 0, are among consecutive `cells` of the row."""
+        """Return which of the rank's cells, counted from 0, are among consecutive `cells` of the row."""
         return range(-((self.rank - cells.start) // self.size), -((self.rank - cells.stop) // self.size))

@@ -3,8 +3,7 @@
     config.json --uncomputed_features--> refused by name, see `model_rules`
                 --required_features----> a backend that computes them
 
-Ignoring any of the refused features would change the log-probs. The module imports nothing heavy, because preflight
-uses it before anything starts.
+Ignoring a refused feature would change the log-probs. Imports nothing heavy: preflight uses it before anything starts.
 """
 
 from collections.abc import Mapping
@@ -13,15 +12,14 @@ from typing import Any
 FULL, SLIDING = "full_attention", "sliding_attention"
 CHUNKED = "chunked_attention"
 RECURRENT = ("linear_attention", "conv", "recurrent", "mamba", "hybrid")
-"""Layers that carry a state from token to token, see `recurrent`; `hybrid` ones have attention beside it."""
+"""Layers that carry a state from token to token, see `recurrent`; `hybrid` ones also have attention."""
 WITHOUT_CONTEXT = ("moe", "mlp")
 
 LAYER_TYPES = {
     "packed": (FULL, SLIDING, *RECURRENT, *WITHOUT_CONTEXT),
     "padded": (FULL, SLIDING, CHUNKED, "hybrid_sliding", *RECURRENT, *WITHOUT_CONTEXT),
 }
-"""The kinds of layers that each layout computes; of others, such as `indexed_attention`, results depend on the rest of
-the batch."""
+"""The kinds of layers that each layout computes; results of others (`indexed_attention`) depend on the batch."""
 
 LAYER_LISTS = ("layer_types", "layers_block_type", "block_types")
 SELECTION = ("index_topk", "compress_rates", "indexer_budget")
@@ -43,8 +41,7 @@ MULTIPLIED_FAMILIES = ("hyperclovax",)
 LENGTH_DEPENDENT_ROTARY = ("dynamic", "longrope")
 
 TENSOR_PARALLEL_FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
-"""Model types whose layers are built of the modules that `tensor_parallel` shares, and of nothing else that has
-parameters."""
+"""Model types in whose layers `tensor_parallel` shares all modules with parameters."""
 
 ROUTER_LOSS_FAMILIES = ("gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 """Model types whose routers choose by a softmax over all experts, and return logits, weights and choice."""
@@ -65,10 +62,10 @@ KERNEL_FEATURES = {
 
 
 def uncomputed_features(features: Mapping[str, Any], layout: str = "packed") -> list[str]:
-    """Names of what a language model's configuration asks for and `layout` does not compute.
+    """Return the features of a language model's configuration that `layout` does not compute.
 
-    features: the keys of config.json, of its `text_config` where it has one, or of a loaded configuration as a mapping.
-    A file may leave to its model class what a loaded configuration spells out, so that the latter may name more.
+    features: the keys of config.json, of its `text_config` if present, or of a loaded configuration as a mapping, which
+    may name more than the file.
     """
     asked = [name for name in sorted(features) if _is_unknown_cap(name, features[name])]
     asked += [f"rope_type={kind}" for kind in _rotary_types(features) if kind in LENGTH_DEPENDENT_ROTARY]
@@ -85,12 +82,12 @@ def uncomputed_features(features: Mapping[str, Any], layout: str = "packed") -> 
 
 
 def is_recurrent(features: Mapping[str, Any]) -> bool:
-    """Whether a config.json names layers that carry a state from token to token."""
+    """Return whether a config.json names layers that carry a state from token to token."""
     return bool(_layer_kinds(features) & set(RECURRENT))
 
 
 def expert_count(features: Mapping[str, Any]) -> int:
-    """Experts of a layer by its configuration, each of a feed-forward block's shape; 0 for a dense model."""
+    """Return the experts of a layer, each shaped as a feed-forward block; 0 for a dense model."""
     return next((int(count) for name in EXPERT_COUNTS if (count := features.get(name))), 0)
 
 
@@ -99,7 +96,7 @@ def _layer_kinds(features: Mapping[str, Any]) -> set[str]:
 
 
 def features_of_file(features: Mapping[str, Any]) -> frozenset[str]:
-    """Those of `sliding_window` and `softcap` that a config.json names; the model class may need more."""
+    """Return `sliding_window` and `softcap` if a config.json names them; the model class may need more."""
     layer_types = features.get("layer_types")
     says_window = features.get("use_sliding_window", features.get("model_type") == "mistral")
     windowed = SLIDING in layer_types if layer_types else bool(says_window and features.get("sliding_window"))
@@ -108,7 +105,7 @@ def features_of_file(features: Mapping[str, Any]) -> frozenset[str]:
 
 
 def required_features(config: Any, parameter_names: list[str]) -> frozenset[str]:
-    """Those of `sliding_window`, `softcap` and `sinks` that the attention layers of a model need."""
+    """Return which of `sliding_window`, `softcap` and `sinks` a model's attention layers need."""
     text = config.get_text_config()
     layers = range(text.num_hidden_layers)
     needed = {
@@ -120,7 +117,7 @@ def required_features(config: Any, parameter_names: list[str]) -> frozenset[str]
 
 
 def expected_window(config: Any, layer_index: int) -> int | None:
-    """Tokens that each token sees in a layer, itself included; None is all before it."""
+    """Return the tokens that each token sees in a layer, itself included; None is all before it."""
     layer_types = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)
     if layer_types:
@@ -129,13 +126,13 @@ def expected_window(config: Any, layer_index: int) -> int | None:
 
 
 def final_softcap(config: Any) -> float | None:
-    """The c of an output layer whose logits are c tanh(x / c), or None."""
+    """Return the c of an output layer whose logits are c tanh(x / c), or None."""
     text = config.get_text_config()
     return next((cap for name in FINAL_SOFTCAPS if (cap := getattr(text, name, None))), None)
 
 
 def logit_factor(config: Any) -> float:
-    """The factor of the output layer's logits, applied before a soft cap; 1 for most families."""
+    """Return the factor of the output layer's logits, before a soft cap; 1 for most families."""
     text, factor = config.get_text_config(), 1.0
     for name in (*LOGIT_MULTIPLIERS, *LOGIT_DIVISORS):
         value = getattr(text, name, None)
@@ -146,21 +143,21 @@ def logit_factor(config: Any) -> float:
 
 
 def _selects_beyond_a_window(features: Mapping[str, Any]) -> bool:
-    """Whether a sequence may be longer than `keep_window_size`, beyond which Doge selects tokens by a top-k."""
+    """Return whether sequences may exceed `keep_window_size`, beyond which Doge selects tokens by a top-k."""
     window, positions = features.get("keep_window_size"), features.get("max_position_embeddings")
     stretched = any("factor" in table for table in _rotary_tables(features))
     return bool(window) and (positions is None or stretched or window < positions)
 
 
 def _is_unknown_cap(name: str, value: Any) -> bool:
-    """A soft cap of attention or logits that is none of those known, in the names that model families give them."""
+    """Return whether this is an unknown soft cap of attention or logits."""
     if not value or not ("softcap" in name or "soft_cap" in name) or any(part in name for part in INNER_SOFTCAPS):
         return False
     return name not in (ATTENTION_SOFTCAP, *FINAL_SOFTCAPS)
 
 
 def _rotary_tables(features: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The one table for all layers, or that of each type of layer; older files name it rope_scaling."""
+    """Return the table of all layers, or one for each type of layer; older files name it rope_scaling."""
     parameters = features.get("rope_parameters") or features.get("rope_scaling") or {}
     return [parameters, *(table for table in parameters.values() if isinstance(table, dict))]
 
@@ -171,7 +168,7 @@ def _rotary_types(features: Mapping[str, Any]) -> list[str]:
 
 
 def head_size(text: Any) -> int | None:
-    """Numbers of an attention head, by a loaded configuration; None where heads of several sizes meet."""
+    """Return the size of an attention head of a loaded configuration; None for several sizes."""
     if getattr(text, "kv_lora_rank", None):
         return None
     hidden, heads = getattr(text, "hidden_size", None), getattr(text, "num_attention_heads", None)
@@ -180,7 +177,7 @@ def head_size(text: Any) -> int | None:
 
 
 def kv_bytes_per_token(text: Any) -> int:
-    """Bytes of keys and values of all layers in half precision, by a loaded configuration; 0 if unknown."""
+    """Return the KV-cache bytes of all layers in half precision, by a loaded configuration; 0 if unknown."""
     layers = getattr(text, "num_hidden_layers", 0)
     if rank := getattr(text, "kv_lora_rank", None):  # one compressed vector for all heads
         return 2 * int(layers) * int(rank + getattr(text, "qk_rope_head_dim", 0))

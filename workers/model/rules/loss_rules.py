@@ -7,7 +7,7 @@ NORM = "sequence_mean_token_sum_norm"
 
 
 def check_loss(config: LossConfig) -> None:
-    """Raise ConfigError if settings of a policy loss contradict one another."""
+    """Raise ConfigError if settings of a policy loss conflict."""
     check_constant_length("algorithm.loss.", config.aggregation, config.constant_length)
     if 0 < config.dual_clip <= 1:
         raise ConfigError(f"algorithm.loss.dual_clip={config.dual_clip} must be above 1, or 0 for no dual clip.")
@@ -18,7 +18,7 @@ def check_loss(config: LossConfig) -> None:
 
 
 def check_constant_length(section: str, aggregation: str, constant_length: int) -> None:
-    """Raise ConfigError if the aggregation that divides by `constant_length` has none.
+    """Raise ConfigError if the aggregation needs `constant_length` and has none.
 
     section: of the settings, with a dot at its end.
     """
@@ -30,7 +30,7 @@ def check_constant_length(section: str, aggregation: str, constant_length: int) 
 
 
 def undecorated(function: str) -> ConfigError:
-    """The error about a custom loss, `module:function`, that `policy_loss` has not registered."""
+    """Return the error about a custom loss, `module:function`, that is not registered by `policy_loss`."""
     return ConfigError(
         f"algorithm.loss.function={function!r} does not state its normaliser; decorate it with "
         "@policy_loss(NAME, aggregation=...)."

@@ -1,4 +1,4 @@
-"""Rules on the settings that a model can be trained with, shared by the checks before a run and the engine.
+"""Rules on the settings that a model can be trained with, for the checks before a run and the engine.
 
     settings, skeleton     --check_model--> refused in seconds     controller.lifecycle.model_checks
     settings, loaded model --check_model--> refused                the engine
@@ -26,10 +26,9 @@ WITHOUT_LINEAR = "has no linear modules that take an adapter; set model.lora.ran
 def check_model(
     packed: Any, settings: ModelConfig, parallel: ParallelConfig, *, head: str, cuda: bool, half: bool
 ) -> None:
-    """Raise ConfigError or UnsupportedModelError unless the engine computes a model, loaded or a skeleton.
+    """Raise ConfigError or UnsupportedModelError unless the engine supports a model, loaded or a skeleton.
 
-    packed: a `PackedModel`. head: as in `TrainingEngine`. cuda, half: the device, and whether it computes in half
-    precision.
+    packed: a `PackedModel`. head: as in `TrainingEngine`. cuda, half: the device, and whether it uses half precision.
     """
     name, features, whole = packed.name, packed.required_features, packed.model.config
     text, kernel = whole.get_text_config().to_dict(), settings.attention
@@ -49,10 +48,10 @@ def check_model(
 
 
 def check_layout(features: Mapping[str, Any], layout: str, model: str, *, shared: bool = False) -> None:
-    """Raise UnsupportedModelError, naming the feature, if a configuration asks for one that `layout` does not compute.
+    """Raise UnsupportedModelError, naming the feature, if a configuration has one that `layout` does not compute.
 
-    features: as `uncomputed_features` takes them. layout: `packed`, or `padded`, which goes through transformers' own
-    attention and layers of any kind. shared: whether ranks share sequences or layers.
+    features: as in `uncomputed_features`. layout: `packed`, or `padded`, which uses transformers' own attention and
+    layers. shared: whether ranks share sequences or layers.
     """
     asked = uncomputed_features(features, layout)
     if not asked:
@@ -66,7 +65,7 @@ def check_layout(features: Mapping[str, Any], layout: str, model: str, *, shared
 
 
 def kernel_problem(kernel: str, layout: str, *, cuda: bool, half: bool) -> str:
-    """The reason why `model.attention=kernel` does not run on this device in this precision, or an empty string.
+    """Return why `model.attention=kernel` does not run on this device in this precision, or an empty string.
 
     layout: of attention, see `ModelConfig.attention_layout`.
     """
@@ -81,7 +80,7 @@ def kernel_problem(kernel: str, layout: str, *, cuda: bool, half: bool) -> str:
 
 
 def check_kernel_features(kernel: str, layout: str, features: frozenset[str], model: str) -> None:
-    """Raise UnsupportedModelError if an attention kernel, other than `auto`, leaves out what a model needs.
+    """Raise UnsupportedModelError if an attention kernel, other than `auto`, lacks a feature of a model.
 
     features: see `families.required_features`.
     """
@@ -122,7 +121,7 @@ def check_context_parallel(
 
 
 def check_ring_settings(parallel: ParallelConfig, kernel: str, *, cuda: bool, half: bool) -> None:
-    """Raise ConfigError if ring attention does not go with `model.attention=kernel`, the device and the precision."""
+    """Raise ConfigError if ring attention conflicts with `model.attention=kernel`, device or precision."""
     if parallel.context_parallel == 1 or parallel.context_parallel_method != "ring":
         return
     if kernel != "auto":
@@ -145,7 +144,7 @@ def sharing_problem(
     cuda: bool,
     half: bool,
 ) -> str:
-    """The reason why sequences cannot share the tokens that they begin with (`shared_prefixes.py`), or an empty string.
+    """Return why sequences cannot share prefixes (`prefix_rows.py`), or an empty string.
 
     recurrent, features: see `check_context_parallel`.
     """
@@ -175,9 +174,9 @@ def shares_prefixes(
     cuda: bool,
     half: bool,
 ) -> bool:
-    """Whether sequences share the tokens that they begin with; see `sharing_problem`.
+    """Return whether sequences share prefixes; see `sharing_problem`.
 
-    Raises ConfigError, naming `model`, for model.share_prefixes=always where they cannot.
+    Raises ConfigError, naming `model`, for model.share_prefixes=always if they cannot.
     """
     if settings.share_prefixes == "never":
         return False
@@ -188,7 +187,7 @@ def shares_prefixes(
 
 
 def check_value_head(parallel: ParallelConfig, role: str) -> None:
-    """Raise ConfigError if ranks would share the layers of a model with a value head, which `role` names."""
+    """Raise ConfigError if ranks would share the layers of a model with a value head, the role `role`."""
     if parallel.tensor_parallel > 1:
         raise ConfigError(
             f"policy.parallel.tensor_parallel={parallel.tensor_parallel} would share the {role}'s layers between "
@@ -202,7 +201,7 @@ def check_expert_parallel(
     """Raise if ranks cannot share the experts of a model.
 
     features: the keys of config.json. UnsupportedModelError for a dense model, and for experts that do not divide;
-    ConfigError for compiled layers: how many tokens a rank receives is only known when they run.
+    ConfigError for compiled layers, since the number of received tokens is unknown.
     """
     ep, experts = parallel.expert_parallel, expert_count(features)
     if ep == 1:
@@ -224,8 +223,10 @@ def check_expert_parallel(
 
 
 def check_router_replay(settings: ModelConfig, model: str, features: Mapping[str, Any]) -> None:
-    """Raise if there is no choice of experts to compare: UnsupportedModelError for a dense model, ConfigError for
-    compiled layers, whose routers are not called one by one. features: the keys of config.json."""
+    """Raise UnsupportedModelError for a dense model, ConfigError for compiled layers, which hide their routers.
+
+    features: the keys of config.json.
+    """
     if settings.router_replay == "none":
         return
     if not expert_count(features):
@@ -241,8 +242,10 @@ def check_router_replay(settings: ModelConfig, model: str, features: Mapping[str
 
 
 def check_router_losses(settings: ModelConfig, model: str, family: str) -> None:
-    """Raise if a family's (`model_type`) routers get no losses: UnsupportedModelError for one that is not known here,
-    ConfigError for compiled layers, whose routers are not called one by one."""
+    """Raise UnsupportedModelError for an unknown family (`model_type`), ConfigError for compiled layers.
+
+    Compiled layers do not call their routers one by one.
+    """
     if not settings.has_router_losses:
         return
     names = "model.router_aux_loss_coefficient and model.router_z_loss_coefficient"
@@ -258,7 +261,7 @@ def check_router_losses(settings: ModelConfig, model: str, family: str) -> None:
 
 
 def check_pipeline_parallel(parallel: ParallelConfig, settings: ModelConfig, model: str, layers: int | None) -> None:
-    """Raise UnsupportedModelError if a model, of so many layers if known, has too few for the parts of a pipeline."""
+    """Raise UnsupportedModelError if a model's layers, if known, are fewer than the parts of a pipeline."""
     stages, virtual = parallel.pipeline_parallel, parallel.virtual_stages
     if settings.compile and stages > 1:
         raise ConfigError(
@@ -277,9 +280,9 @@ def check_tensor_parallel(
 ) -> None:
     """Raise if ranks cannot share the layers of a model.
 
-    UnsupportedModelError for a family (`model_type`) whose layers are not known here, and for sizes, by their names in
-    config.json, that do not divide; ConfigError for adapters, whose two small matrices are not worth sharing, and for
-    compiled layers: with torch 2.13, tracing a layer of DTensors ends in a RecursionError.
+    UnsupportedModelError for an unknown family (`model_type`) and for sizes, by their names in config.json, that do not
+    divide. ConfigError for adapters, which are too small to share, and for compiled layers: with torch 2.13, tracing a
+    layer of DTensors ends in a RecursionError.
     """
     tp = parallel.tensor_parallel
     if tp == 1:

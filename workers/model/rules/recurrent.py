@@ -3,12 +3,10 @@
     layer(hidden, packed_attention=...)      a hook tells the layer's mixers the lengths of the row's segments
       mixer(hidden [1, T, H]) --split--> [1, L, H] each --the mixer, from an empty state--> joined [1, T, H]
 
-A row as a whole would carry the state of one sequence into the next. The mixer is called once a segment, as
-`attention._sdpa` calls its kernel; the rest of the layer sees the whole row. The hook lies inside what gradient
-checkpointing computes again.
+The mixer is called once a segment, so that no state reaches the next sequence; the rest of the layer sees the whole
+row. The hook runs inside gradient checkpointing.
 
-A mixer is a module that holds a convolution along the sequence: all families with a state but linear attention of
-MiniMax have one in front of it.
+A mixer is a module that holds a convolution along the sequence, as in all families with a state but MiniMax.
 
 Shapes: T tokens of the row, L of one segment, H hidden size.
 """
@@ -24,13 +22,12 @@ from workers.model.rules.families import RECURRENT
 
 
 def find_mixers(layer: nn.Module) -> list[nn.Module]:
-    """The modules of a decoder layer that carry a state along the row."""
+    """Return the modules of a decoder layer that carry a state along the row."""
     return [mixer for mixer in layer.modules() if any(isinstance(child, nn.Conv1d) for child in mixer.children())]
 
 
 def check_mixers(layers: Sequence[nn.Module], config: Any) -> None:
-    """Raise UnsupportedModelError if a layer of a Hugging Face model (`config`) carries a state and has no mixer that
-    could be called for one segment."""
+    """Raise UnsupportedModelError if a layer of a model (`config`) carries a state without a mixer."""
     kinds = getattr(config.get_text_config(), "layer_types", None) or []
     for index, layer in enumerate(layers):
         mixers, kind = find_mixers(layer), kinds[index] if index < len(kinds) else ""
@@ -50,7 +47,7 @@ def split_by_segment(layers: Iterable[nn.Module]) -> None:
 
 
 class _Mixer:
-    """Replaces a module's `forward`. lengths: of the row's segments; none for rows of other layouts."""
+    """Replace a module's `forward`. lengths: of the row's segments; none for rows of other layouts."""
 
     def __init__(self, mixer: nn.Module) -> None:
         self._forward, self.lengths = mixer.forward, ()
@@ -70,7 +67,7 @@ class _Mixer:
         return _joined(outputs)
 
     def _split(self, value: Any) -> Any:
-        """The value for each segment: its tokens of a tensor [1, T, ...], or the same value for all."""
+        """Return the value for each segment: its tokens of a tensor [1, T, ...], or the same value."""
         return value.split(self.lengths, dim=1) if self._is_of_row(value) else [value] * len(self.lengths)
 
     def _is_of_row(self, value: Any) -> bool:
@@ -78,7 +75,7 @@ class _Mixer:
 
 
 class _SegmentHook:
-    """A pre-forward hook that sets the segments of a layer's mixers from `packed_attention`, if rows are packed."""
+    """Set the segments of a layer's mixers from `packed_attention`, if rows are packed, before its forward pass."""
 
     def __init__(self, mixers: list[_Mixer]) -> None:
         self._mixers = mixers
@@ -90,7 +87,7 @@ class _SegmentHook:
 
 
 def _joined(outputs: list[Any]) -> Any:
-    """Joins the segments' outputs into that of the row; of further results, such as a cache, the first is kept."""
+    """Join the segments' outputs; of further results, such as a cache, the first is kept."""
     if isinstance(outputs[0], Tensor):
         return torch.cat(outputs, dim=1)
     return (torch.cat([output[0] for output in outputs], dim=1), *outputs[0][1:])

@@ -1,21 +1,16 @@
-"""Pipeline parallelism: stages hold consecutive layers, and micro-batches pass through one stage after another.
+"""Pipeline parallelism: stages hold consecutive layers, and micro-batches pass from stage to stage.
 
     whole model --layer_costs, split_layers--> parts of about equal cost --keep_parts--> the part of this rank's stage
     tokens --> stage 0: embedding, layers --hidden [R, W, H]--> stage 1: layers --> ... last: layers, norm, head, loss
-                                          <--their gradient---                           (1F1B, `passes.py`)
+                                          <--their gradient---              (1F1B, `forward_backward.py`)
 
-Every stage gets the same sequences and so knows the shapes of what it receives: nothing is exchanged beforehand, and
-rows of any length pass without padding to a common one. Weights keep the names of the whole model. A weight that
-embedding and output layer share is on the first and on the last stage; the two add their gradients, and so stay alike.
+Every stage gets the same sequences and so knows the shapes that it receives, without padding to a common length.
+Weights keep the names of the whole model. A tied weight is on the first and the last stage, which add their gradients
+and so stay equal.
 
-Hidden states to the next stage and their gradients back, without the computation waiting for what it sends.
-
-    stage s --hidden states, in the order of its forward passes--> stage s + 1       group `forward`
-            <--gradients, in the order of its backward passes-----                   group `backward`
-
-NCCL computes all transfers of two ranks in one group in the order of their calls, whatever their direction: with one
-group, two stages that send to each other would each wait for the other to receive. So each direction has its own; so
-has, with virtual stages, what goes from the last stage on to the first: of two stages they are neighbours both ways.
+Transfers run in parallel with the computation, one process group for each direction: NCCL runs all transfers of two
+ranks in a group in call order, so two stages that send to each other would deadlock in one group. With virtual stages,
+transfers from the last stage to the first have a group too: of two stages, both directions are neighbours.
 """
 
 from collections import deque
@@ -39,9 +34,9 @@ from workers.model.value_head import HEAD
 
 
 def layer_costs(packed: PackedModel, *, checkpointing: bool) -> tuple[list[float], float]:
-    """(cost of each layer, of the output layer), see `relative_costs`.
+    """Return (cost of each layer, of the output layer), see `relative_costs`.
 
-    Of fused experts [E, ...] those that a token goes through count.
+    Of fused experts [E, ...], those of one token count.
     """
     text = packed.model.config.get_text_config()
     chosen = getattr(text, "num_experts_per_tok", None) or 1
@@ -56,8 +51,10 @@ def layer_costs(packed: PackedModel, *, checkpointing: bool) -> tuple[list[float
 
 @dataclass(frozen=True)
 class Form:
-    """Names of the parts of a model in the common form of decoders, below the model: embedding, list of layers, what
-    follows the layers (a norm), output layer; together they have all its parameters."""
+    """Name the parts of a model in the common form of decoders.
+
+    These are embedding, list of layers, modules after them (a norm), output layer; together they have all parameters.
+    """
 
     embedding: str
     layers: str
@@ -66,7 +63,7 @@ class Form:
 
     @classmethod
     def of(cls, packed: PackedModel) -> "Form":
-        """Raises UnsupportedModelError, naming a parameter, for a model of another form."""
+        """Return the form. Raises UnsupportedModelError, naming a parameter, for a model of another form."""
         model, decoder = packed.model, decoder_of(packed.model)
         prefix = next(name for name, module in model.named_modules() if module is decoder)
         paths = {id(module): name for name, module in model.named_modules()}
@@ -86,21 +83,23 @@ class Form:
         return form
 
     def layer_of(self, name: str) -> int | None:
-        """The layer that the tensor `name` belongs to."""
+        """Return the layer of the tensor `name`."""
         below = name.removeprefix(f"{self.layers}.")
         return int(below.partition(".")[0]) if below != name else None
 
 
 class Stage:
-    """This rank's stage of the pipeline. The only stage of a model that is not cut holds the whole.
+    """Hold this rank's stage of the pipeline; the only stage of an undivided model holds the whole.
 
-    parts: of this stage, from the one nearest to the input on. hidden_size: of what stages send. tied: names, as the
-    model has them, of a weight that embedding and output layer share; None without such, or without other stages.
+    parts: of this stage, from the input on. hidden_size: of what stages send. tied: names of a weight that embedding
+    and output layer share; None without one, or without other stages.
     """
 
     def __init__(self, packed: PackedModel, parallel: Parallel, *, checkpointing: bool) -> None:
-        """packed: the whole model, or its skeleton. Raises UnsupportedModelError if it cannot be cut, ConfigError if
-        it has fewer layers than there are parts."""
+        """packed: the whole model, or its skeleton.
+
+        Raises UnsupportedModelError if it cannot be split, ConfigError if it has fewer layers than parts.
+        """
         pipeline = parallel.pipeline
         self.parallel, self.index = parallel, pipeline.get_local_rank()
         self.schedule = Pipeline(pipeline.size(), parallel.config.virtual_stages)
@@ -131,7 +130,7 @@ class Stage:
         return self.index == self.stages - 1
 
     def holder_of(self, name: str) -> int:
-        """The stage that holds the model's tensor `name`; buffers outside the layers are everywhere."""
+        """Return the stage that holds the model's tensor `name`; buffers outside the layers are everywhere."""
         if self._form is None:
             return 0
         layer = self._form.layer_of(name)
@@ -141,11 +140,11 @@ class Stage:
         return self.stages - 1 if name.startswith(at_end) else 0
 
     def whole_rounds(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """`micro_batches`, and as many without work as the order of virtual stages needs, which takes rounds."""
+        """Append empty `micro_batches` to fill the rounds of virtual stages."""
         return [*micro_batches, *[(0, 0)] * (-len(micro_batches) % self.schedule.count_multiple)]
 
     def keep(self, packed: PackedModel) -> None:
-        """Drop from `packed`, a skeleton with adapters and sharded by tensor parallelism, what other stages hold."""
+        """Drop other stages' modules from `packed`, a skeleton with adapters and tensor parallelism."""
         form = self._form
         if form is None:
             return
@@ -157,25 +156,25 @@ class Stage:
             packed.model.set_submodule(name, nn.Identity())
 
     def first_name(self, name: str) -> str:
-        """The name that a tensor of the packed model has in all checkpoints: a tied weight's is the embedding's."""
+        """Return the name of a tensor in all checkpoints: the embedding's for a tied weight."""
         prefix = "model."
         return prefix + self.tied[0] if self.tied and name == prefix + self.tied[1] else name
 
     def copies(self, model: nn.Module) -> list[nn.Parameter]:
-        """Parameters of this stage that another one holds, too, and counts."""
+        """Return parameters of this stage that another stage holds too, and counts."""
         return [model.get_parameter(self.tied[1])] if self.tied and self.is_last else []
 
     def rank_of(self, stage: int) -> int:
-        """The global rank that has this rank's place in another stage."""
+        """Return the global rank with this rank's place in another stage."""
         return dist.get_global_rank(self.parallel.pipeline.get_group(), stage)
 
     def counterpart(self, rank: int) -> int:
-        """The global rank of this stage that has the place of `rank`."""
+        """Return the global rank of this stage with the place of `rank`."""
         size = dist.get_world_size() // self.stages
         return self.index * size + rank % size
 
     def to_all(self, tensor: Tensor | None, holder: int, like: Tensor, device: torch.device) -> Tensor:
-        """`tensor`, which the ranks of stage `holder` have, on every rank. like: of its shape and type."""
+        """Send `tensor`, held by the ranks of stage `holder`, to every rank. like: of its shape and dtype."""
         if self.stages == 1 and tensor is not None:
             return tensor
         tensor = torch.empty_like(like, device=device) if tensor is None else tensor.contiguous()
@@ -185,7 +184,7 @@ class Stage:
     def to_keeper(
         self, tensor: Tensor | None, holder: int, keeper: int, like: Tensor, device: torch.device
     ) -> Tensor | None:
-        """`tensor`, which stage `holder` has on its rank with the place of `keeper`, on that global rank alone."""
+        """Send `tensor` of stage `holder`, from its rank with the place of `keeper`, only to that global rank."""
         group = self.parallel.pipeline.get_group()
         if self.stages == 1 or keeper // (dist.get_world_size() // self.stages) == holder:
             return tensor
@@ -198,7 +197,7 @@ class Stage:
         return None
 
     def of_all(self, value: Any) -> list[Any]:
-        """The values of all stages, one after the other, on each of them; they travel as pickles."""
+        """Return the values of all stages in order, on each of them; sent as pickles."""
         if self.stages == 1:
             return [value]
         values: list[Any] = [None] * self.stages
@@ -206,7 +205,7 @@ class Stage:
         return values
 
     def from_stage(self, stage: int, value: Any) -> Any:
-        """`value` of a stage, on all of them; it travels as a pickle."""
+        """Return `value` of a stage, on all stages; sent as a pickle."""
         if self.stages == 1:
             return value
         values = [value if self.index == stage else None]
@@ -214,7 +213,7 @@ class Stage:
         return values[0]
 
     def from_last(self, value: Any) -> Any:
-        """`value` of the last stage, on all of them."""
+        """Return `value` of the last stage, on all stages."""
         return self.from_stage(self.stages - 1, value)
 
 
@@ -227,7 +226,7 @@ def _tied_names(packed: PackedModel) -> tuple[str, str] | None:
 
 
 def clip_over_stages(stage: Stage, packed: PackedModel, max_norm: float) -> float:
-    """`clip_gradients` by the norm over all stages, in which a weight that two stages hold counts once."""
+    """Run `clip_gradients` by the norm over all stages, in which a tied weight counts once."""
     parameters = list(packed.parameters())
     if stage.stages == 1:
         return clip_gradients(parameters, max_norm)
@@ -237,7 +236,7 @@ def clip_over_stages(stage: Stage, packed: PackedModel, max_norm: float) -> floa
 
 
 def add_tied_gradients(stage: Stage, model: nn.Module) -> None:
-    """Give the two copies of a weight that embedding and output layer share the sum of their gradients, in place."""
+    """Set the gradients of both copies of a tied weight to their sum, in place."""
     if stage.tied is None or not (stage.is_first or stage.is_last):
         return
     mine = model.get_parameter(stage.tied[0 if stage.is_first else 1]).grad
@@ -256,7 +255,7 @@ def add_tied_gradients(stage: Stage, model: nn.Module) -> None:
 
 
 class Exchange:
-    """Transfers of one rank with its place's ranks in the stages before and after; creating it is collective."""
+    """Transfer tensors between one rank and its place's ranks in the neighbouring stages; created collectively."""
 
     def __init__(self, parallel: Parallel) -> None:
         pipeline = parallel.pipeline
@@ -270,7 +269,7 @@ class Exchange:
         self._leaving: deque[tuple[dist.Work, Tensor]] = deque()
 
     def send(self, kind: Kind, tensor: Tensor) -> None:
-        """Begin to send to the stage that takes the result of a pass of `kind`."""
+        """Start to send to the stage that uses the result of a pass of `kind`."""
         while self._leaving and self._leaving[0][0].is_completed():
             self._leaving.popleft()
         tensor = tensor.contiguous()
@@ -279,20 +278,22 @@ class Exchange:
         self._leaving.append((work, tensor))
 
     def receive(self, kind: Kind, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> "Arrival":
-        """Begin to receive what a pass of `kind` takes."""
+        """Start to receive the input of a pass of `kind`."""
         tensor = torch.empty(shape, dtype=dtype, device=device)
         group, place = self._way(kind, -1)
         work = dist.irecv(tensor, group=group, group_src=place)
         return Arrival(work, tensor)
 
     def finish(self) -> None:
-        """Return when all that was sent has left."""
+        """Wait until all tensors are sent."""
         while self._leaving:
             self._leaving.popleft()[0].wait()
 
     def _meet(self, device: str) -> None:
-        """Connect all pairs, one after the other along each way: NCCL makes a pair's connection in its first transfer,
-        for which both wait, and later transfers come in an order that may be a circle."""
+        """Connect all pairs in order along each direction.
+
+        NCCL connects a pair in its first transfer, for which both wait; the order of later transfers may be a circle.
+        """
         greeting = torch.zeros(1, device=device)
         for kind, wraps in self._groups:
             for steps, transfer in ((-1, dist.irecv), (1, dist.isend)):
@@ -305,13 +306,13 @@ class Exchange:
                     work.wait()
 
     def _way(self, kind: Kind, steps: int) -> tuple[dist.ProcessGroup, int]:
-        """(group, stage) that is `steps` further on the way of a pass of `kind`."""
+        """Return (group, stage) `steps` further in the direction of a pass of `kind`."""
         there = self._index + (steps if kind == "forward" else -steps)
         return self._groups[kind, not 0 <= there < self._stages], there % self._stages
 
 
 class Arrival:
-    """A tensor that is being received."""
+    """Hold a tensor that is being received."""
 
     def __init__(self, work: dist.Work, tensor: Tensor) -> None:
         self._work, self._tensor = work, tensor
@@ -322,7 +323,7 @@ class Arrival:
 
 
 def _same_groups_again(parallel: Parallel) -> dist.ProcessGroup:
-    """This rank's group of a second set over the same ranks as the mesh's dimension `pp`."""
+    """Return this rank's group of a second set over the ranks of the mesh's dimension `pp`."""
     columns = parallel.mesh.mesh.flatten(1).T.tolist()  # of every place, its rank in each stage
     found = None
     for ranks in columns:
