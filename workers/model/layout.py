@@ -81,7 +81,7 @@ class RowLayout:
             half=compute_dtype.itemsize == 2,
         )
         self.shared_from = config.min_shared_tokens if shares_prefix else 0
-        """Tokens that sequences must begin with alike to share them; 0 shares none."""
+        """Shortest prefix that sequences share; 0 shares none."""
         if self._by_segment and not self._ring:
             self._backend = choose_backend(config.attention, device, compute_dtype, features, model=name)
 

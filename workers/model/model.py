@@ -148,10 +148,10 @@ class PackedCausalLM(PackedModel):
         attention_mask: Tensor | None = None,
         passing: Passing | None = None,
     ) -> tuple[Tensor, Tensor] | Tensor:
-        """Compute log-probs and entropies of `targets` [N], predicted by the cells `predicting` int64 [N], counted row by
-        row.
+        """Compute log-probs and entropies of `targets` [N], predicted by the cells `predicting` int64 [N].
 
-        input_ids, position_ids: int64 [R, W]. attention: of a packed row; padded rows have an attention_mask [R, W].
+        input_ids, position_ids: int64 [R, W]. Cells are counted row by row. attention: of a packed row; padded rows
+        have an attention_mask [R, W].
 
         Returns (log_probs [N], entropy [N]), see `linear_log_probs`; on a non-final part, the hidden states for the
         next.

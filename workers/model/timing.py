@@ -77,7 +77,7 @@ class MicroStepClock:
         step.parts.append((begin, self._mark()))
 
     def leave_out(self, beginnings: Sequence[int]) -> None:
-        """Tokens at the beginnings of sequences of this micro-step that other sequences compute."""
+        """Subtract the prefix tokens of each sequence that other sequences compute."""
         self._regressors = self._regressors - _regressors(torch.tensor(beginnings, dtype=torch.int64))
 
     def take(self) -> list[MicroStepTime]:

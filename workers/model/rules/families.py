@@ -26,7 +26,7 @@ SELECTION = ("index_topk", "compress_rates", "indexer_budget")
 """Sizes of attention to selected tokens alone, which padding changes."""
 
 OF_ROWS = ("attn_temperature_tuning", "is_encoder_decoder")
-"""Features that count tokens from the beginning of the row, or look at all of it."""
+"""Features that count tokens from the start of the row, or read the whole row."""
 
 ATTENTION_SOFTCAP = "attn_logit_softcapping"
 FINAL_SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
