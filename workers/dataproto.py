@@ -4,14 +4,12 @@
          (NumPy)                                        (torch, all tokens in one row)
 
     tokens    name -> [T, ...]            input_ids, loss_mask, log-probs; row i is offsets[i] to offsets[i + 1]
-    columns   name -> [B, ...]            numbers of each sequence: reward, advantages
-    objects   name -> object array [B]    anything else of each sequence: uid
+    columns   name -> [B, ...]            numbers per sequence: reward, advantages
+    objects   name -> object array [B]    anything else per sequence: uid
     meta      name -> anything            facts about the whole batch: step
 
-Arrays are NumPy's in the object store, where a reader on the same node copies nothing and needs no torch. In a worker
-they are torch's.
-
-B sequences, T tokens of all sequences.
+B sequences, T tokens of all sequences. The object store holds NumPy arrays, which readers map without a copy. Workers
+convert them to torch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,9 +34,7 @@ class DataProto:
     """B sequences. Methods return a new batch, whose arrays may be views.
 
     lengths: int64 [B], on the CPU. A batch for the engine has the token columns `input_ids`, int64, and `loss_mask`,
-    bool, which is True where the policy produced the token.
-
-    Raises DataError if the size of a column is wrong.
+    bool, True where the policy produced the token. Raises DataError if a column has the wrong size.
     """
 
     lengths: Array
@@ -55,12 +51,12 @@ class DataProto:
 
     @classmethod
     def from_rows(cls, rows: Sequence[Mapping[str, np.ndarray]]) -> "DataProto":
-        """Concatenate the token columns of rows, NumPy arrays. Raises DataError if rows differ in their columns."""
+        """Concatenate rows of NumPy token columns. Raises DataError if the rows' columns differ."""
         return cls._joined(rows, np.asarray, np.concatenate)
 
     @classmethod
     def from_list(cls, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, Any] | None = None) -> "DataProto":
-        """Concatenate the token columns of rows, lists or tensors, as tensors. Raises as `from_rows` does."""
+        """Concatenate rows of lists or tensors, as tensors. Raises DataError if the rows' columns differ."""
         import torch
 
         if not rows:
@@ -82,7 +78,7 @@ class DataProto:
         return cls(lengths, {name: concatenate([convert(row[name]) for row in rows]) for name in names})
 
     def as_tensors(self) -> "DataProto":
-        """The batch in torch: columns of numbers as tensors, and all others among the objects."""
+        """Convert numeric columns to tensors; others become objects."""
         import torch
 
         numbers = {name: values for name, values in self.columns.items() if values.dtype.kind in "biuf"}
@@ -97,10 +93,7 @@ class DataProto:
 
     @classmethod
     def from_tensordict(cls, tensor_dict: "TensorDict") -> "DataProto":
-        """The reverse of `to_tensordict`: jagged columns become tokens, plain ones columns of sequences.
-
-        Raises DataError if there is no jagged column or their rows differ in length.
-        """
+        """Reverse `to_tensordict`. Raises DataError without a jagged column, or if their row lengths differ."""
         from tensordict import NonTensorData, NonTensorStack
 
         jagged: dict[str, Any] = {}
@@ -123,9 +116,9 @@ class DataProto:
         return cls(lengths[first], {name: value.values() for name, value in jagged.items()}, columns, objects, meta)
 
     def to_tensordict(self) -> "TensorDict":
-        """Tokens as jagged columns over one offsets tensor, objects as `NonTensorStack`, meta as `NonTensorData`.
+        """Convert to jagged columns over one offsets tensor, `NonTensorStack` objects and `NonTensorData` meta.
 
-        Raises DataError if a key of the meta data is also a column's name.
+        Raises DataError if a meta key is also a column's name.
         """
         import torch
         from tensordict import NonTensorData, NonTensorStack, TensorDict
@@ -148,19 +141,19 @@ class DataProto:
 
     @cached_property
     def offsets(self) -> np.ndarray:
-        """int64 [B + 1]: the first token of each sequence, and T."""
+        """First token of each sequence, and T: int64 [B + 1]."""
         return np.concatenate([[0], np.cumsum(np.asarray(self.lengths))]).astype(np.int64)
 
     @cached_property
     def owner(self) -> Array:
-        """The sequence of each token, int64 [T], a tensor."""
+        """Sequence of each token, int64 tensor [T]."""
         import torch
 
         return torch.repeat_interleave(torch.arange(len(self)), self.lengths)
 
     @cached_property
     def loss_token_counts(self) -> Array:
-        """Tokens of each sequence with `loss_mask`, int64 [B], a tensor."""
+        """Tokens with `loss_mask` per sequence, int64 tensor [B]."""
         return self.owner[self.tokens["loss_mask"].cpu()].bincount(minlength=len(self))
 
     @property
@@ -174,17 +167,17 @@ class DataProto:
     # --- rows ---------------------------------------------------------------------------------------------------------
 
     def row(self, index: int) -> dict[str, Array]:
-        """The token columns of one sequence, as views."""
+        """Token columns of one sequence, as views."""
         start, stop = self.offsets[index], self.offsets[index + 1]
         return {name: values[start:stop] for name, values in self.tokens.items()}
 
     def slice(self, start: int, stop: int) -> "DataProto":
-        """The sequences start..stop-1 as views, such as those of one micro-batch."""
+        """Return sequences start..stop-1 as views."""
         first, last = self.offsets[start], self.offsets[stop]
         return self._taken(slice(start, stop), slice(first, last))
 
     def select_idxs(self, indices: Sequence[int] | np.ndarray) -> "DataProto":
-        """The sequences with these numbers, in this order, copied."""
+        """Copy the sequences with these numbers, in this order."""
         rows = np.asarray(indices, dtype=np.int64)
         tokens = [np.arange(self.offsets[row], self.offsets[row + 1]) for row in rows]
         return self._taken(rows, np.concatenate([np.empty(0, np.int64), *tokens]))
@@ -199,7 +192,7 @@ class DataProto:
         )
 
     def to(self, device: "torch.device | str") -> "DataProto":
-        """The batch with its tensors on `device`; `lengths` stay on the CPU."""
+        """Move tensors to `device`; `lengths` stay on the CPU."""
         return replace(
             self,
             tokens={name: values.to(device) for name, values in self.tokens.items()},
@@ -208,7 +201,7 @@ class DataProto:
 
 
 def object_column(values: Sequence[Any]) -> np.ndarray:
-    """An object array [B], of which each entry is one of `values`, lists and arrays included."""
+    """Build an object array [B], even of lists and arrays."""
     column = np.empty(len(values), dtype=object)
     for row, value in enumerate(values):
         column[row] = value
@@ -216,7 +209,7 @@ def object_column(values: Sequence[Any]) -> np.ndarray:
 
 
 def record_column(values: Sequence[Any]) -> np.ndarray:
-    """A column of records: float64 [B] where all values are numbers, and objects [B] otherwise."""
+    """Build a column of record values: float64 [B] if all are numbers, else objects [B]."""
     if all(isinstance(value, Real) for value in values):
         return np.array(values, dtype=np.float64)
     return object_column(values)
@@ -229,10 +222,7 @@ def _check_sizes(columns: Mapping[str, Array], size: int, what: str) -> None:
 
 
 def _typed(tokens: dict[str, Array]) -> dict[str, Array]:
-    """Ids and mask in the types that indexing needs, whatever narrower type they travelled in.
-
-    Numbers with a fraction are left as they are: the engine refuses them.
-    """
+    """Cast integer ids and masks to the dtypes that indexing needs. The engine refuses fractions later."""
     import torch
 
     types = {"input_ids": torch.int64, "loss_mask": torch.bool}

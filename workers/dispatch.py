@@ -1,4 +1,4 @@
-"""@dispatch: splits a worker method's arguments over ranks and joins its results.
+"""`@dispatch`: splits a worker method's arguments over ranks and joins its results.
 
     @dispatch(Split.PLAN, Join.TOKENS, returns=("log_probs",))
     def log_probs(self, batch, plan): ...         # on the worker: its own rows and its own part of the plan
@@ -6,8 +6,7 @@
     result = policy.log_probs(batch, plan)        # on the driver: a RemoteBatch and the whole Plan
     batch = batch.with_tokens(old_log_probs=result.tokens["log_probs"])
 
-`split_arguments`, `join_tokens` and `join_rows` are pure except for `put`, which the caller passes; they are tested
-without Ray.
+The functions are pure except for `put`, which the caller passes.
 """
 
 import functools
@@ -27,14 +26,14 @@ DISPATCH_ATTRIBUTE = "dispatch_mode"
 
 
 class Split(Enum):
-    """The arguments that each rank receives."""
+    """Which arguments each rank receives."""
 
     ALL = "the same arguments"
     PLAN = "the rows of the batch that the plan gives its dp rank, and its part of the plan"
 
 
 class Join(Enum):
-    """The value that the caller gets back."""
+    """How the ranks' results become one."""
 
     LIST = "a list with the result of every rank, in rank order"
     RANK_ZERO = "the result of rank zero; the others take part, their results are not fetched"
@@ -45,7 +44,7 @@ class Join(Enum):
 
     @property
     def keeps_first(self) -> bool:
-        """Whether the method returns a pair `(kept, Metrics)` whose first part is not fetched."""
+        """Whether the method returns `(kept, Metrics)` and `kept` stays in the object store."""
         return self in (Join.RANK_ZERO_REFERENCE, Join.TOKENS)
 
 
@@ -58,7 +57,7 @@ class DispatchMode:
 
 @dataclass(frozen=True)
 class RankCoordinates:
-    """A worker's coordinates in its group: `index` counts all workers, the others count within their dimension."""
+    """A worker's coordinates: `index` counts all workers, the others count within their dimension."""
 
     index: int
     dp: int
@@ -68,13 +67,13 @@ class RankCoordinates:
 
     @property
     def leads_dp_group(self) -> bool:
-        """True for the one rank whose result counts among those that hold the same rows."""
+        """Whether this rank's result counts among the ranks with the same rows."""
         return self.tp == self.cp == self.pp == 0
 
 
 @dataclass(frozen=True)
 class PlanResult:
-    """Result of a Join.TOKENS call: columns in the order of the batch that was passed, and merged metrics."""
+    """Columns in the order of the batch, and merged metrics."""
 
     tokens: dict[str, np.ndarray]
     metrics: Metrics
@@ -83,10 +82,9 @@ class PlanResult:
 def dispatch(split: Split, join: Join = Join.LIST, *, returns: tuple[str, ...] = ()) -> Callable[[Callable], Callable]:
     """Mark a worker method as callable on the whole group.
 
-    Split.PLAN methods take `(batch, plan, ...)`: the caller passes a RemoteBatch and a Plan, the method receives a
-    DataProto with its own rows in the plan's order and its RankPlan. Join.TOKENS methods return `(DataProto, Metrics)`
-    with the columns named in `returns`, one row for each row received, in that order; Join.ROWS methods return an array
-    with one number for each.
+    Split.PLAN methods take `(batch, plan, ...)`: the caller passes a RemoteBatch and a Plan; the method receives its
+    rows, in the plan's order, and its RankPlan. Join.TOKENS methods return `(DataProto, Metrics)` with the columns
+    `returns`, a row for each row received. Join.ROWS methods return one number for each row.
     """
     if (join is Join.TOKENS) != bool(returns):
         raise ValueError("Join.TOKENS, and it alone, names the columns that it returns")
@@ -118,8 +116,8 @@ def split_arguments(
 ) -> list[Arguments]:
     """Positional and keyword arguments for every rank, in the order of `ranks`.
 
-    `put` stores an object and returns a reference; it is called once for each dp rank's rows, and every rank of that
-    dp group gets this reference. Raises DataError if the batch, the plan and the group do not fit together.
+    `put` stores an object once per dp rank and returns its reference. Raises DataError if batch, plan and group do not
+    fit together.
     """
     if mode.split is Split.ALL:
         return [(args, kwargs)] * len(ranks)
@@ -140,10 +138,9 @@ def split_arguments(
 def join_tokens(
     mode: DispatchMode, plan: Plan, rows: int, blocks: Sequence[Any], metrics: Sequence[Metrics]
 ) -> PlanResult:
-    """Columns in the order of the batch, from one block reference and one metrics dict for each dp rank.
+    """Columns in the order of the batch, from one block and one metrics dict per dp rank.
 
-    rows: sequences of the batch. Raises DataError if the plan leaves a sequence of the batch out, because its row
-    would have no value.
+    Raises DataError if the plan omits any of the batch's `rows` sequences.
     """
     rank, row = _places(plan, rows)
     where = [blocks[dp] for dp in rank], row.tolist()
@@ -152,9 +149,9 @@ def join_tokens(
 
 
 def join_rows(plan: Plan, rows: int, parts: Sequence[np.ndarray]) -> np.ndarray:
-    """One number for each of `rows` sequences, in the order of the batch, from an array for each dp rank.
+    """One number per sequence, in the order of the batch, from an array per dp rank.
 
-    Raises DataError if the plan leaves a sequence of the batch out.
+    Raises DataError if the plan omits a sequence.
     """
     block, row = _places(plan, rows)
     starts = np.cumsum([0, *(len(part) for part in parts)])
@@ -162,7 +159,7 @@ def join_rows(plan: Plan, rows: int, parts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _places(plan: Plan, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """The dp rank of each of `rows` sequences under the plan, and its row there, int32 [rows] each."""
+    """The dp rank of each of `rows` sequences, and its row there: int32 [rows] each."""
     block = np.full(rows, -1, dtype=np.int32)
     row = np.zeros(rows, dtype=np.int32)
     for dp in range(plan.ranks):

@@ -8,7 +8,7 @@
         reward += observation.reward
         if observation.done:
             break
-        prompt += response + observation.text              token ids: what was sampled is never tokenized again
+        prompt += response + observation.text              token ids: sampled tokens are never tokenized again
 
 Users write the class; it needs neither Ray, torch nor vLLM.
 """
@@ -29,8 +29,7 @@ class Observation:
     """An environment's answer to one turn.
 
     text: the policy's next input, not used when `done`; with a chat prompt, messages or one user message's text.
-    reward: of this turn; an episode's reward is the sum over its turns. parts: numbers logged beside it; of each name,
-    the last value in an episode counts.
+    reward: of this turn; an episode sums its turns. parts: numbers to log; the last value in an episode counts.
     """
 
     text: Text = ""
@@ -43,19 +42,19 @@ class Environment(Protocol):
     """Interface of a class named by rollout.environment. Both methods may be coroutine functions."""
 
     def reset(self, record: dict[str, Any]) -> Text | Awaitable[Text | None] | None:
-        """Begin an episode on a record of the data, with all its columns; returns text to append to its prompt."""
+        """Begin an episode on a record of the data; returns text to append to its prompt."""
 
     def step(self, response: str) -> Observation | Awaitable[Observation]:
-        """Answer the policy's turn: its text, without special tokens."""
+        """Answer the policy's turn, given as text without special tokens."""
 
 
 def as_opening(value: Any) -> Text:
-    """The value that `reset` returned. Raises DataError unless it is text, messages or None."""
+    """Check the value that `reset` returned. Raises DataError unless it is text, messages or None."""
     return _checked_text(value or "", "reset")
 
 
 def as_observation(value: Any) -> dict[str, Any]:
-    """The fields of the Observation that `step` returned. Raises DataError if it is none, or has a wrong type."""
+    """Fields of the Observation that `step` returned. Raises DataError for another value or a wrong type."""
     if not isinstance(value, Observation):
         raise DataError(f"step must return a workers.environment.Observation, it returned {quoted(value)}.")
     if not isinstance(value.done, bool):
@@ -69,7 +68,7 @@ def as_observation(value: Any) -> dict[str, Any]:
 
 
 def as_text(said: Text) -> str:
-    """A text, or those of messages, a line each."""
+    """Join the texts of messages, a line each."""
     return said if isinstance(said, str) else "\n".join(str(message.get("content", "")) for message in said)
 
 

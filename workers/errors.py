@@ -1,4 +1,4 @@
-"""Errors of Ballast. Every message is one sentence that says what was wrong, where, and which setting changes it."""
+"""Errors of Ballast. Each message says what is wrong, where, and which setting changes it."""
 
 import reprlib
 
@@ -12,19 +12,19 @@ class BallastError(Exception):
 
 
 class ConfigError(BallastError):
-    """A setting is unknown, of the wrong type, or has no meaning in this combination."""
+    """A setting is unknown, has the wrong type, or is meaningless in this combination."""
 
 
 class DataError(BallastError):
-    """A batch, a file or a record does not have the promised form."""
+    """A batch, file or record is malformed."""
 
 
 class UnsupportedModelError(ConfigError):
-    """The model needs something that the chosen layout, kernel or parallelism cannot compute."""
+    """The chosen layout, kernel or parallelism cannot compute the model."""
 
 
 class ResourceError(BallastError):
-    """The cluster cannot give what a role asks for."""
+    """The cluster lacks what a role asks for."""
 
 
 class WorkerError(BallastError):
@@ -40,7 +40,7 @@ class RolloutError(BallastError):
 
 
 class CheckpointError(BallastError):
-    """A checkpoint is torn, foreign, of another model, or could not be written; names its folder."""
+    """A checkpoint is broken, foreign, of another model, or could not be written; names its folder."""
 
 
 class OutputError(BallastError):
@@ -48,19 +48,19 @@ class OutputError(BallastError):
 
 
 class NonFiniteError(BallastError):
-    """Loss or gradients were NaN or infinite in too many optimiser steps in a row; names the sequences."""
+    """Loss or gradients were not finite in too many optimiser steps in a row; names the sequences."""
 
 
 class MismatchError(BallastError):
-    """Log-probs of the same tokens differ between engines and trainer by more than the tolerance, or are NaN."""
+    """Engines and trainer differ in log-probs of the same tokens by more than the tolerance, or are NaN."""
 
 
 class EpisodeError(BallastError):
-    """An episode's environment raised, hung, died or answered with the wrong type; only that sample is lost."""
+    """An environment raised, hung, died or answered with the wrong type; only that sample is lost."""
 
 
 def quoted(value: object) -> str:
-    """A user's value in a message: the beginning of its repr, whatever that raises."""
+    """Beginning of a user value's repr, even if that raises."""
     try:
         return _QUOTES.repr(value)
     except Exception:
@@ -68,12 +68,12 @@ def quoted(value: object) -> str:
 
 
 def clause(error: BaseException) -> str:
-    """The first line of an error's text without its full stop, to be continued in a longer sentence."""
+    """First line of an error's text without its full stop, for a longer sentence."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
 
 
 def named(error: BaseException) -> str:
-    """An error of users' code in one short line: its type and the beginning of its text, if that can be read."""
+    """Type and first words of an error in users' code."""
     try:
         text = next(iter(str(error).splitlines()), "").rstrip(".")
     except Exception:

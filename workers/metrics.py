@@ -1,10 +1,6 @@
-"""Metrics that carry their own reduction, so that merging over micro-batches and ranks is well defined.
+"""Metrics that carry their own reduction, so that micro-batches and ranks merge correctly.
 
-A value is a `Metric`; a pass returns `dict[str, Metric]`; `merge` joins any number of such dicts.
-
-Tolerance for two computations of the same log-probs, shared by model loading, runs and the doctor.
-
-This module imports nothing, so the driver can read it.
+Also the log-prob tolerances that model loading, runs and the doctor share. Imports nothing heavy.
 """
 
 import math
@@ -24,9 +20,8 @@ class Reduction(Enum):
 class Metric:
     """One number and how it joins others.
 
-    `value` is the running total for SUM, the weighted total for MEAN (divided by `weight` only when read), and the
-    extreme for MAX and MIN. `weight` is the number of items behind a MEAN and `count` their kind (`tokens`,
-    `sequences`, `steps`; empty if not given); 0 and empty otherwise.
+    `value` is the total for SUM, the weighted total for MEAN, and the extreme for MAX and MIN. `weight` counts the
+    items behind a MEAN and `count` names their kind (`tokens`, `sequences`, `steps`); otherwise 0 and empty.
     """
 
     reduction: Reduction
@@ -40,7 +35,7 @@ class Metric:
 
     @staticmethod
     def mean(total: float, weight: float, count: str = "") -> "Metric":
-        """`total` is the sum over `weight` items of a kind: `Metric.mean(errors.sum(), len(errors), "tokens")`."""
+        """Mean of a `total` over `weight` items: `Metric.mean(errors.sum(), len(errors), "tokens")`."""
         return Metric(Reduction.MEAN, float(total), float(weight), count)
 
     @staticmethod
@@ -58,7 +53,7 @@ class Metric:
         return self.value / self.weight if self.weight else math.nan
 
     def merged_with(self, other: "Metric") -> "Metric":
-        """Raises ValueError if the two reduce differently, or are means over different kinds of items."""
+        """Raises ValueError if reductions or kinds of items differ."""
         if self.reduction is not other.reduction:
             raise ValueError(f"cannot merge a {self.reduction.value} with a {other.reduction.value}")
         if self.count != other.count:
@@ -74,7 +69,7 @@ Metrics = dict[str, Metric]
 
 
 def merge(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
-    """Join metrics by name; a name missing in some parts is joined over the others."""
+    """Join metrics by name; a part may lack a name."""
     joined: Metrics = {}
     for part in parts:
         for name, metric in part.items():
@@ -83,7 +78,7 @@ def merge(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
 
 
 def results(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """Plain numbers by name."""
+    """Numbers to log, by name."""
     return {name: metric.result() for name, metric in metrics.items()}
 
 

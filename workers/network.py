@@ -1,8 +1,7 @@
 """Selects the network interface of collectives: the one with the address by which Ray knows this node.
 
-By default gloo takes the address that the host name resolves to, often 127.0.1.1, and NCCL the first interface that is
-up, possibly a container bridge: ranks on two nodes then wait for each other until they time out. Nodes of the cluster
-have already reached each other at Ray's addresses.
+Left alone, gloo uses the address of the host name, often 127.0.1.1, and NCCL the first interface that is up. Ranks on
+two nodes would then wait for each other until they time out.
 """
 
 import ipaddress
@@ -14,9 +13,9 @@ GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
 def use_rays_interface() -> None:
-    """Set the interface variables of gloo and NCCL; call before the first process group is started.
+    """Set the interface variables of gloo and NCCL before the first process group starts.
 
-    Variables that the environment or NCCL's own files set are kept.
+    Variables set by the environment or NCCL's files are kept.
     """
     import psutil
     import ray
@@ -27,9 +26,9 @@ def use_rays_interface() -> None:
 
 
 def socket_variables(address: str, interfaces: Mapping[str, Iterable[str]], given: Container[str]) -> dict[str, str]:
-    """The variables to set, without those in `given`; none if no interface has the address, as behind a NAT.
+    """The variables to set, except those in `given`; none if no interface has the address, as behind a NAT.
 
-    interfaces: addresses of every interface by its name (IPv4, IPv6 or hardware), as psutil writes them.
+    interfaces: psutil's addresses by interface.
     """
     name = interface_of(address, interfaces)
     if name is None:
@@ -39,7 +38,7 @@ def socket_variables(address: str, interfaces: Mapping[str, Iterable[str]], give
 
 
 def interface_of(address: str, interfaces: Mapping[str, Iterable[str]]) -> str | None:
-    """Name of the first interface with the address; of the loopback interface for any loopback address."""
+    """Interface with the address; the loopback interface for any loopback address."""
     wanted = _parsed(address)
     if wanted is None:
         return None
@@ -51,19 +50,19 @@ def interface_of(address: str, interfaces: Mapping[str, Iterable[str]]) -> str |
 
 
 def nccl_files(environment: Mapping[str, str]) -> list[Path]:
-    """The files from which NCCL reads variables that the environment does not set."""
+    """Files from which NCCL reads variables."""
     own = environment.get("NCCL_CONF_FILE")
     return [Path(own) if own else Path.home() / ".nccl.conf", Path("/etc/nccl.conf")]
 
 
 def variables_in(files: Iterable[Path]) -> set[str]:
-    """Names of the variables that files with lines NAME=value set; missing files set none."""
+    """Names that files with lines NAME=value set; missing files set none."""
     lines = [line for file in files if file.is_file() for line in file.read_text().splitlines()]
     return {line.partition("=")[0].strip() for line in lines if "=" in line and not line.lstrip().startswith("#")}
 
 
 def _parsed(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """None if it is not an IP address. A link-local address may end in its interface's name: fe80::1%eth0."""
+    """None for an invalid IP address. A link-local address may name its interface: fe80::1%eth0."""
     try:
         return ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

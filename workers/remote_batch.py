@@ -5,7 +5,6 @@
     policy worker <---- gather() ------+         (zero-copy on one node, only the rows it needs)
 
 The driver selects, reorders and joins rows by index arithmetic; it never reads a token.
-B sequences, T tokens.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,8 +22,7 @@ if TYPE_CHECKING:
 
 
 def places(column: str, blocks: Iterable["ObjectRef"], rows: Iterable[int]) -> np.ndarray:
-    """A token column of a RemoteBatch, objects [B]: for each row, the reference to a DataProto, and column and row
-    there."""
+    """A token column of a RemoteBatch, objects [B]: a DataProto's reference, column and row for each sequence."""
     return object_column(list(zip(blocks, repeat(column), rows, strict=False)))
 
 
@@ -32,8 +30,7 @@ def places(column: str, blocks: Iterable["ObjectRef"], rows: Iterable[int]) -> n
 class RemoteBatch:
     """B sequences: light per-sequence columns in memory, token columns as references.
 
-    columns: name -> array [B] (uid, length, reward, weight_version, ...). tokens: name -> `places`. meta: facts about
-    the whole batch, such as the step; it travels with every selection.
+    columns: name -> array [B] (uid, length, reward, ...). tokens: name -> `places`. meta: facts about the whole batch.
     Immutable: every method returns a new handle and moves no token.
     """
 
@@ -48,7 +45,7 @@ class RemoteBatch:
 
     @staticmethod
     def of_block(block: "ObjectRef", columns: dict[str, np.ndarray], tokens: Sequence[str]) -> "RemoteBatch":
-        """All rows of one block, with these columns of its tokens."""
+        """All rows of one block, with the given columns."""
         rows = len(next(iter(columns.values())))
         return RemoteBatch(columns, {name: places(name, repeat(block), range(rows)) for name in tokens})
 
@@ -56,13 +53,12 @@ class RemoteBatch:
         return len(next(iter((self.columns | self.tokens).values()), ()))
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """The light column `name`, [B]."""
         if name not in self.columns:
             raise DataError(f"this batch has no column {name!r}; it has {sorted(self.columns)}.")
         return self.columns[name]
 
     def select(self, indices: Any) -> "RemoteBatch":
-        """The rows `indices` (integers or a boolean mask), in that order."""
+        """Select rows by integers or a boolean mask, in that order."""
         indices = np.asarray(indices)
         if indices.dtype == bool:
             if len(indices) != len(self):
@@ -79,20 +75,20 @@ class RemoteBatch:
         )
 
     def with_columns(self, **columns: np.ndarray) -> "RemoteBatch":
-        """This batch with light columns added or replaced."""
+        """Add or replace light columns."""
         return replace(self, columns=self.columns | columns)
 
     def with_tokens(self, **tokens: np.ndarray) -> "RemoteBatch":
-        """This batch with token columns added or replaced."""
+        """Add or replace token columns."""
         return replace(self, tokens=self.tokens | tokens)
 
     def with_meta(self, **meta: Any) -> "RemoteBatch":
-        """This batch with meta data added or replaced."""
+        """Add or replace meta data."""
         return replace(self, meta=self.meta | meta)
 
     @staticmethod
     def concat(batches: Sequence["RemoteBatch"]) -> "RemoteBatch":
-        """Rows of `batches` one after another. Raises DataError if their columns or their meta data differ."""
+        """Join batches row-wise. Raises DataError if columns or meta data differ."""
         if not batches:
             raise DataError("cannot concatenate zero batches.")
         for batch in batches[1:]:
@@ -110,7 +106,7 @@ class RemoteBatch:
     def gather(self) -> DataProto:
         """Fetch the rows into a DataProto of tensors.
 
-        Runs in the worker that needs the tokens. Raises DataError if the token columns disagree about a row's length.
+        Runs in the worker that needs the tokens. Raises DataError if token columns disagree about a row's length.
         """
         import ray
 
@@ -128,7 +124,7 @@ class RemoteBatch:
 
 
 def _rows(column: np.ndarray, blocks: dict["ObjectRef", DataProto]) -> list[np.ndarray]:
-    """The values at these places, as views."""
+    """Values at these places, as views."""
     found = []
     for ref, name, row in column:
         block = blocks[ref]
@@ -137,5 +133,5 @@ def _rows(column: np.ndarray, blocks: dict["ObjectRef", DataProto]) -> list[np.n
 
 
 def _nothing(name: str) -> np.ndarray:
-    """A token column of a rank without rows."""
+    """An empty token column, for a rank without rows."""
     return np.empty(0, np.int32 if name in ("input_ids", "loss_mask") else np.float32)

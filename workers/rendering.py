@@ -2,12 +2,10 @@
 
     prompt of a record --cleaned--> text, or messages --Renderer.prompt_ids--> ids
 
-    text        the tokenizer's own tokens before it, unless it begins with them, and none of its own behind it
+    text        preceded by the tokenizer's special tokens, unless it begins with them
     messages    the chat template's text, to which the tokenizer adds nothing
 
-Special tokens that are written in a text are read as such.
-
-Chat templates: found among a model's files, and limited in time, because they are programs that may never end.
+Special tokens written in a text are read as such. Templates are programs that may never end, so they have a time limit.
 """
 
 import json
@@ -31,16 +29,16 @@ DEFAULT = "default"  # of several templates, the one for prompts without tools
 
 @dataclass(frozen=True)
 class Template:
-    """text: in Jinja. special_tokens: variables of the template beside the messages, such as bos_token."""
+    """text: in Jinja. special_tokens: further variables, such as bos_token."""
 
     text: str
     special_tokens: dict[str, str]
 
 
 def template_of(folder: Path) -> Template | None:
-    """The chat template among a model's files, where transformers looks for it; None if there is none.
+    """The chat template among a model's files, where transformers looks for it, or None.
 
-    Raises ConfigError if a file of it is no JSON object, or no UTF-8.
+    Raises ConfigError for invalid JSON or UTF-8.
     """
     settings = _read_json(folder / "tokenizer_config.json")
     text: Any = settings.get("chat_template")
@@ -55,9 +53,9 @@ def template_of(folder: Path) -> Template | None:
 
 @contextmanager
 def time_limit(seconds: float, setting: str) -> Iterator[None]:
-    """Raise TimeoutError inside, naming `setting`, after so many seconds; for Python code alone.
+    """Raise TimeoutError, naming `setting`, after `seconds` of Python code.
 
-    In the main thread, which takes signals; in others there is no limit.
+    Works in the main thread, which receives signals; other threads have no limit.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -106,9 +104,9 @@ PROBE = "probe"
 
 
 def cleaned(prompt: Any, where: str) -> Any:
-    """The text, or the chat messages without keys whose value is None, as Arrow gives those of other messages.
+    """The text, or the messages without keys that are None, which Arrow adds.
 
-    Raises DataError, naming the record `where`, for what is neither, or a message without a content and calls of tools.
+    Raises DataError, naming the record `where`, for anything else, or a message without content and tool calls.
     """
     if not isinstance(prompt, (str, list)):
         raise DataError(f"{where} has a prompt of type {type(prompt).__name__}; a string or chat messages are needed.")
@@ -119,7 +117,7 @@ def cleaned(prompt: Any, where: str) -> Any:
 
 def _message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise DataError(f"{where} has a chat message that is no object with a role and a content.")
+        raise DataError(f"{where} has a malformed chat message. Give it a role and a content.")
     found = {name: value for name, value in message.items() if value is not None}
     content = found.get("content")
     if isinstance(content, list):
@@ -141,7 +139,7 @@ def _part(part: Any, where: str) -> dict[str, str]:
 
 
 def forms(render: Callable[[Messages], str]) -> tuple[bool, bool]:
-    """Whether a template, called by `render`, shows contents that are texts, and contents that are lists of parts."""
+    """Whether a template shows contents that are texts, and contents that are lists of parts."""
 
     def shows(content: Any) -> bool:
         try:
@@ -154,7 +152,7 @@ def forms(render: Callable[[Messages], str]) -> tuple[bool, bool]:
 
 
 def in_form(messages: Messages, texts: bool, parts: bool) -> Messages:
-    """The messages with contents as the template shows them: parts joined, or a text as a part. See `forms`."""
+    """Messages with contents in a form that the template shows: parts joined, or a text as a part."""
 
     def shown(content: Any) -> Any:
         if isinstance(content, list) and not parts:
@@ -165,7 +163,7 @@ def in_form(messages: Messages, texts: bool, parts: bool) -> Messages:
 
 
 def check_size(text: str) -> str:
-    """What a template wrote. Raises ValueError if it is more than any model reads."""
+    """Return a rendered text. Raises ValueError if it is longer than any model reads."""
     if len(text) > LONGEST_RENDERED:
         raise ValueError(f"the text has {len(text):,} characters, more than {LONGEST_RENDERED:,}")
     return text
@@ -173,8 +171,9 @@ def check_size(text: str) -> str:
 
 @dataclass
 class Renderer:
-    """A tokenizer with its chat template. vocabulary: ids of the model, 0 if it is not known. timeout_s: limit of a
-    rendering in the main thread, 0 for none. continue_last: whether an assistant's last message is continued."""
+    """A tokenizer with its chat template. vocabulary: number of the model's ids, 0 if unknown. timeout_s: limit of a
+    rendering in the main thread, 0 for none. continue_last: whether to continue a final assistant message.
+    """
 
     tokenizer: Any
     vocabulary: int = 0
@@ -182,7 +181,7 @@ class Renderer:
     continue_last: bool = False
 
     def prompt_ids(self, prompt: Any, where: str) -> np.ndarray:
-        """Ids int32 [P] of a cleaned prompt, behind which the response begins. Raises DataError, naming `where`."""
+        """Ids, int32 [P], of a cleaned prompt. Raises DataError, naming `where`."""
         if isinstance(prompt, str):
             whole, bare = (self._encoded(prompt, where, add_special_tokens=own) for own in (True, False))
             start = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
@@ -204,10 +203,7 @@ class Renderer:
         return {"continue_final_message": True}
 
     def text(self, messages: Messages, where: str, **options: Any) -> str:
-        """Cleaned messages as the chat template writes them. options: of `apply_chat_template`.
-
-        Raises DataError, naming the record `where`.
-        """
+        """Render cleaned messages. options: of `apply_chat_template`. Raises DataError, naming `where`."""
         if not getattr(self.tokenizer, "chat_template", None):
             raise DataError(f"{where} holds chat messages, but the tokenizer of model.path has no chat template.")
         try:
@@ -216,18 +212,18 @@ class Renderer:
             raise DataError(f"{where} is not rendered by the chat template of model.path: {named(error)}.") from error
 
     def ids(self, text: str, where: str) -> list[int]:
-        """Ids of a text, to which the tokenizer adds nothing. Raises DataError, naming the record `where`."""
+        """Encode a text, adding nothing. Raises DataError, naming `where`."""
         return self._encoded(text, where, add_special_tokens=False)
 
     def marked(self, messages: Messages, where: str) -> tuple[list[int], np.ndarray]:
-        """Ids of messages, and which of them the template marks as the assistant's. Raises as `text`."""
+        """Ids of messages, and which the template marks as the assistant's. Raises DataError, naming `where`."""
         self.text(messages, where)
         options = {"return_dict": True, "return_assistant_tokens_mask": True}
         found = self._applied(in_form(messages, *self._forms), **options)
         return self.checked(found["input_ids"], where), np.array(found["assistant_masks"], dtype=bool)
 
     def turn_end(self) -> int | None:
-        """The added token that the chat template writes behind an assistant's message; None without one."""
+        """The added token with which the template ends an assistant's message, or None."""
         messages = [{"role": role, "content": PROBE} for role in ("user", "assistant")]
         try:
             _, _, tail = self.text(messages, PROBE).rpartition(PROBE)
@@ -251,11 +247,11 @@ class Renderer:
         try:
             text.encode()  # tokenizers say less about half a character
         except UnicodeEncodeError as error:
-            raise DataError(f"{where} is no Unicode text: {named(error)}.") from None
+            raise DataError(f"{where} cannot be encoded as Unicode: {named(error)}.") from None
         return self.checked(self.tokenizer(text, **options)["input_ids"], where)
 
     def checked(self, ids: list[int], where: str) -> list[int]:
-        """The ids. Raises DataError, naming `where`, for one that the model does not have."""
+        """Return the ids. Raises DataError, naming `where`, for an id that the model lacks."""
         if self.vocabulary and max(ids, default=0) >= self.vocabulary:
             raise DataError(
                 f"{where} has token id {max(ids)}, {self.tokenizer.decode([max(ids)])!r}, outside the model's "
@@ -267,10 +263,9 @@ class Renderer:
 def render_isolated(
     template: Template, prompts: Sequence[Messages], model: str, *, answered: bool, timeout_s: float
 ) -> None:
-    """Render `prompts`, each a list of chat messages, in a process of its own.
+    """Render `prompts`, lists of chat messages, in a new process.
 
-    answered: whether the messages end with a response. Raises ConfigError, naming `model`, if that fails or takes more
-    than `timeout_s` seconds.
+    answered: whether they end with a response. Raises ConfigError, naming `model`, on failure or after `timeout_s`.
     """
     render, which = "workers.trials:render_prompts", f"the chat template of model.path={model}"
     try:

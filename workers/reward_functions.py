@@ -7,15 +7,15 @@ import re
 
 
 def exact_match(response: str, answer: str) -> dict[str, float | str]:
-    """1 if the response equals the answer, apart from surrounding white space."""
+    """1 if the response equals the answer, ignoring white space around them."""
     given = response.strip()
     return {"reward": float(given == answer.strip()), "answer": given}
 
 
 def math(response: str, answer: str) -> dict[str, float | str]:
-    """1 if the response's final expression equals `answer` as mathematics: LaTeX, fractions, sets, units (math-verify).
+    r"""1 if the last expression equals `answer` as mathematics: LaTeX, fractions, sets, units (math-verify).
 
-    The final expression is that in the last `\\boxed{}`, or else the last one found.
+    An expression in `\boxed{}` takes precedence.
     """
     from math_verify import parse, verify
 
@@ -26,12 +26,12 @@ def math(response: str, answer: str) -> dict[str, float | str]:
 
 
 def format_tags(response: str) -> float:
-    """1 if the response is `<think>...</think><answer>...</answer>`, each tag once, nothing but white space outside."""
+    """1 if the response is `<think>...</think><answer>...</answer>`, each tag once, with only white space outside."""
     once = all(response.count(tag) == 1 for tag in ("<think>", "</think>", "<answer>", "</answer>"))
     form = r"\s*<think>.*</think>\s*<answer>.*</answer>\s*"
     return float(once and re.fullmatch(form, response, re.DOTALL) is not None)
 
 
 def length(response: str) -> float:
-    """Minus the response's length in thousands of characters; with a small weight, a penalty on long responses."""
+    """Minus the response's length in thousands of characters; a small weight penalises long responses."""
     return -len(response) / 1000

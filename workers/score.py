@@ -16,10 +16,9 @@ LARGEST = 3.4e38  # what float32 holds
 class Score:
     """The reward of one sample.
 
-    `parts`: further numbers by name, logged beside the reward. `response`: the text, with all its turns. `answer`: the
-    answer that the function read from it, if any; responses with the same answer vote together in validation.
-    `failure`: why there is no score; the reward is then 0. `turns`: of an episode in which the environment said
-    something, what was written after the record's prompt, in order, each as {"policy": text} or {"environment": text}.
+    `parts`: further numbers to log. `response`: the text, with all its turns. `answer`: the answer that the function
+    read; equal answers vote together in validation. `failure`: why there is no score (the reward is then 0). `turns`:
+    of an episode, the texts after the record's prompt, as {"policy": text} or {"environment": text}.
     """
 
     reward: float
@@ -30,7 +29,7 @@ class Score:
     turns: tuple[dict[str, str], ...] = ()
 
     def __post_init__(self) -> None:
-        """JSON, in which scores are kept, has lists alone. A number that is not finite, such as a sum, is a failure."""
+        """Copy to lists, as JSON has no tuples. A number that is not finite, such as a sum, is a failure."""
         object.__setattr__(self, "turns", tuple(self.turns))
         numbers = {"reward": self.reward, **self.parts}
         bad = next((f"{name} is {number}" for name, number in numbers.items() if not is_finite(number)), "")
@@ -41,15 +40,15 @@ class Score:
 
 
 def is_finite(number: float) -> bool:
-    """Whether a number of any size is finite in float32."""
+    """Whether a number is finite in float32."""
     return -LARGEST < number < LARGEST
 
 
 def as_score(value: Any, response: str) -> Score:
-    """A Score from a reward function's return value: a number, or a mapping with `reward`, other numbers and
-    optionally the text `answer`, or None for no answer.
+    """Convert a reward function's return value: a number, or a mapping with `reward`, other numbers and optionally
+    `answer`.
 
-    Raises DataError if it is neither, or if a number is not finite.
+    Raises DataError for any other value, or a number that is not finite.
     """
     parts = dict(value) if isinstance(value, Mapping) else {"reward": value}
     if "reward" not in parts:
@@ -66,10 +65,10 @@ def as_score(value: Any, response: str) -> Score:
 
 
 def beside_environment(score: Score, environment: Score, *, has_functions: bool) -> Score:
-    """The sample's score: the environment's reward plus that of the reward functions, if there are any.
+    """Add the environment's reward to that of the reward functions, if there are any.
 
-    With reward functions the environment's reward is also logged as a part. A failure of either fails the sample. The
-    environment's `turns` are its opening, which stands before the score's.
+    The environment's reward is then also a part. A failure of either fails the sample. The environment's `turns` are
+    its opening and come first.
     """
     told = score.turns
     if environment.turns:
@@ -82,9 +81,9 @@ def beside_environment(score: Score, environment: Score, *, has_functions: bool)
 
 
 def weighted(scores: Mapping[str, Score], weights: Mapping[str, float], response: str) -> Score:
-    """The sum of several functions' rewards by their weights; each reward and part is kept under the function's name.
+    """Weighted sum of several functions' rewards; rewards and parts are kept under the functions' names.
 
-    The answer is that of the first function that gives one. A single function's score is only scaled.
+    The first answer counts. A single function's score is only scaled.
     """
     if len(scores) == 1:
         ((name, score),) = scores.items()

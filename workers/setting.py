@@ -1,4 +1,4 @@
-"""One setting: a field of a dataclass with its documentation, default and range."""
+"""A setting: a dataclass field with its documentation, default and range."""
 
 from dataclasses import field
 from typing import Any
@@ -14,7 +14,7 @@ def setting(
     exclusive_minimum: bool = False,
     exclusive_maximum: bool = False,
 ) -> Any:
-    """A dataclass field with its documentation and range; an `exclusive_` bound is itself not allowed."""
+    """A dataclass field with its documentation and range; an `exclusive_` bound itself is not allowed."""
     metadata = {
         "doc": doc,
         "minimum": minimum,

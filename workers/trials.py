@@ -1,4 +1,4 @@
-"""Trials of users' code that need torch or transformers: called by `ask`, in a process that ends after one answer."""
+"""Trials of users' code that need torch or transformers, run by `ask` in a process of their own."""
 
 import resource
 import sys
@@ -23,10 +23,10 @@ def try_loss(
     tokens: tuple[str, ...],
     meta: dict[str, Any],
 ) -> None:
-    """Import the policy loss `name` that setting `key` names, and compute it and its gradient of made-up micro-batches:
-    one of two sequences, and one without any, as a rank that has no work gets it.
+    """Import the policy loss `name` of setting `key`, and compute its gradient on two made-up micro-batches.
 
-    columns: [2] each. tokens: names of columns of tokens. meta: of the batch. Raises ConfigError for whatever it does.
+    One has two sequences, the other none, like a rank without work. columns: [2] each. tokens: names of token columns.
+    meta: of the batch. Raises ConfigError for any failure.
     """
     load(key, name)  # first, so that every error of the import is ours, and need not wait for torch
     if "workers.model.losses.registry" not in sys.modules:  # where the decorator is
@@ -60,10 +60,10 @@ def try_loss(
 
 
 def render_prompts(template: str, options: dict[str, Any], prompts: Sequence[Any], which: str) -> None:
-    """Render prompts, each a list of chat messages.
+    """Render lists of chat messages.
 
-    options: special tokens, and add_generation_prompt. Raises ConfigError, naming `which` template, for one that fails,
-    or writes or keeps more than it may.
+    options: special tokens, and add_generation_prompt. Raises ConfigError, naming `which` template, for a failed or
+    oversized rendering.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 

@@ -2,7 +2,7 @@
 
     openai/gsm8k:main@test --hub_dataset--> HubDataset("openai/gsm8k", "main", "test") --hub_records--> records
 
-`datasets` is no requirement: it is asked for where a name is given. Data sets that are programs are not run.
+The package `datasets` is required only for hub names. Data sets that are programs are refused.
 """
 
 import re

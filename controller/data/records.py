@@ -79,7 +79,7 @@ def _checked(record: Any, where: str, prompt_key: str) -> Record:
         try:
             json.dumps([name, value], ensure_ascii=False, default=repr).encode()
         except UnicodeEncodeError as error:
-            raise DataError(f"{where}: column {name!a} is no Unicode text: {error.reason}.") from None
+            raise DataError(f"{where}: column {name!a} cannot be encoded as Unicode: {error.reason}.") from None
     return cast(Record, record | {prompt_key: cleaned(record[prompt_key], where)} if prompt_key else record)
 
 

@@ -125,13 +125,13 @@ def test_an_assistants_last_message_is_refused_or_continued(workspace: Path) -> 
     [
         ("", "an empty prompt"),
         (7, "a prompt of type int"),
-        (["1+1"], "is no object with a role and a content"),
+        (["1+1"], "malformed chat message"),
         ([{"role": "user"}], "of role 'user' whose content is of type NoneType"),
         ([USER, {"role": "assistant", "content": None, "tool_calls": []}], "of role 'assistant' whose content is of"),
         ([{"role": "user", "content": 7}], "whose content is of type int"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "with a part of type 'image_url'"),
-        ("1\ud800", "column 'prompt' is no Unicode text"),
-        ([{"role": "user", "content": "1\ud800"}], "column 'prompt' is no Unicode text"),
+        ("1\ud800", "column 'prompt'"),
+        ([{"role": "user", "content": "1\ud800"}], "column 'prompt'"),
     ],
 )
 def test_a_prompt_that_is_none_is_named_when_it_is_read(workspace: Path, prompt: Any, words: str) -> None:
@@ -244,7 +244,7 @@ def test_a_broken_tokenizer_is_named(workspace: Path, file: str, content: str) -
         ("chat_template.jinja", "{{ 'x' * 400000000 }}", sft, "400,000,000 characters"),
         ("chat_template.jinja", "{{ 'x' * 100000000000 }}", generate, "MemoryError"),
         ("chat_template.jinja", "{{ messages[0].content[:1] * 30000000 }}", evaluate, "30,000,000 characters"),
-        ("chat_template.jinja", "{{ '\\ud800' }}", fit, "x.jsonl record 1 is no Unicode text"),
+        ("chat_template.jinja", "{{ '\\ud800' }}", fit, "x.jsonl record 1"),
     ],
 )
 def test_a_broken_template_or_tokenizer_is_one_line_of_every_command(

@@ -1,4 +1,4 @@
-"""Worker: base of every rank of a training role, with its coordinates, process group, threads and device."""
+"""Worker: base of every rank of a role, with its coordinates, process group, threads and device."""
 
 import ctypes
 import os
@@ -40,12 +40,12 @@ class Worker:
         self.device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
 
     def __repr__(self) -> str:
-        """The actor's name on Ray's dashboard, and before what it prints: `policy dp=0`, `policy dp=1 cp=1`."""
+        """Name on Ray's dashboard and in logs: `policy dp=0`, `policy dp=1 cp=1`."""
         others = ((name, getattr(self.coordinates, name)) for name in ("cp", "tp", "pp"))
         return f"{self.role} dp={self.coordinates.dp}" + "".join(f" {name}={place}" for name, place in others if place)
 
     def address(self) -> tuple[str, int]:
-        """This node's address as Ray knows it, and a port that was free when it was probed."""
+        """This node's Ray address, and a free port."""
         import ray
 
         with socket.socket() as probe:
@@ -53,9 +53,9 @@ class Worker:
             return ray.util.get_node_ip_address(), probe.getsockname()[1]
 
     def join_group(self, address: str, port: int, timeout_s: float) -> None:
-        """Start the process group of this role: gloo on CPU, nccl with gloo for host tensors on GPU.
+        """Start the role's process group: gloo on CPU, nccl with gloo for host tensors on GPU.
 
-        timeout_s: seconds that a rank waits for the others in a collective.
+        timeout_s: of a collective.
         """
         os.environ.update(
             MASTER_ADDR=address,
@@ -74,15 +74,14 @@ class Worker:
 
     @dispatch(Split.ALL)
     def facts(self) -> dict[str, Any]:
-        """Process id and visible GPUs, for placement and tests."""
+        """Process id and visible GPUs."""
         return {"pid": os.getpid(), "gpus": os.environ.get("CUDA_VISIBLE_DEVICES", "")}
 
 
 def keep_freed_memory() -> None:
-    """Let this process use the memory of freed tensors again, with glibc: 512 MiB, of tensors of up to 32 MiB.
+    """Let glibc keep the memory of freed tensors: 512 MiB, of tensors of up to 32 MiB.
 
-    By default it returns most of it to the system, and the next micro-batch has a page fault for every 4 KiB. Without
-    glibc nothing is changed.
+    By default most of it returns to the system, and the next micro-batch has a page fault for every 4 KiB.
     """
     with suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL("libc.so.6").mallopt
@@ -92,9 +91,9 @@ def keep_freed_memory() -> None:
 
 @cache
 def _meeting_point(address: str, port: int) -> torch.distributed.TCPStore:
-    """The store where ranks meet, on this address alone: torch by itself listens on all interfaces.
+    """The ranks' store, on this address alone: by itself torch listens on all interfaces.
 
-    Cached, so that it lives as long as the process: groups use it after their start, too.
+    Cached, because groups use it after their start too.
     """
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     try:

@@ -1,6 +1,6 @@
-"""CriticWorker: predicts the return at every token; computes advantages and returns, and learns from them.
+"""CriticWorker: predicts values, computes advantages and returns, and learns from them.
 
-values --GAE, where the tokens are--> advantages, returns        returns --value loss--> critic
+values --GAE, on the ranks--> advantages, returns        returns --value loss--> critic
 """
 
 import torch
@@ -24,11 +24,10 @@ class CriticWorker(TrainedWorker):
     def advantages(
         self, batch: DataProto, plan: RankPlan, settings: GaeConfig, penalty: KlPenalty | None = None
     ) -> tuple[DataProto, Metrics]:
-        """Values before the update, advantages and returns of every token that the policy produced, 0 elsewhere.
+        """Values before the update, and advantages and returns of the policy's tokens; 0 elsewhere.
 
         batch: `input_ids`, `loss_mask`, `reward` [B] and, with a penalty, `old_log_probs` and `reference_log_probs`.
-        The columns are float32, ragged like `input_ids`. The metrics are those of `value_statistics`, of values that
-        have not seen these returns.
+        Columns are float32, ragged like `input_ids`. Metrics: see `value_statistics`.
         """
         values, _ = self.engine.values(batch, micro_batches_of(plan))
         mask, lengths = batch.tokens["loss_mask"], batch.loss_token_counts.numpy()
@@ -44,5 +43,5 @@ class CriticWorker(TrainedWorker):
 
     @dispatch(Split.PLAN, Join.METRICS)
     def update(self, batch: DataProto, plan: RankPlan, loss: ValueLossConfig) -> Metrics:
-        """One optimiser step for each mini-batch of the plan, towards `returns`; the batch has `old_values`, too."""
+        """One optimiser step per mini-batch, towards `returns`; the batch also has `old_values`."""
         return self.train(batch, plan, make_value_loss(loss))

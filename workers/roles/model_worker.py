@@ -1,4 +1,4 @@
-"""Ranks that hold a model and compute under a plan: of the reference, a reward model, or any role with an optimiser."""
+"""Ranks that hold a model and compute under a plan: reference, reward model, and all roles with an optimiser."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,7 @@ from workers.roles.base import Worker
 
 
 class ModelWorker(Worker):
-    """One rank of a role that holds a model. `build` comes after the process group, because it is collective."""
+    """One rank of a role that holds a model. `build` is collective, so it follows `join_group`."""
 
     head = "lm"  # the output of the role's model, see `TrainingEngine`
 
@@ -39,7 +39,7 @@ class ModelWorker(Worker):
         optimizer: OptimizerConfig | None = None,
         total_steps: int = 0,
     ) -> None:
-        """`temperature`: that of the sampler, so that log-probs are of the distribution that was sampled from."""
+        """`temperature`: the sampler's, so that log-probs are of the sampled distribution."""
         super().__init__(role, coordinates, world_size, device=device, threads=threads)
         self._engine_arguments = {
             "optimizer": optimizer,
@@ -63,28 +63,28 @@ class ModelWorker(Worker):
 
     @dispatch(Split.PLAN, Join.TOKENS, returns=("log_probs",))
     def log_probs(self, batch: DataProto, plan: RankPlan) -> tuple[DataProto, Metrics]:
-        """Forward-only pass: `log_probs` float32, 0 where `loss_mask` is False, ragged like `input_ids`."""
+        """Forward-only pass: `log_probs` float32, ragged like `input_ids`, 0 where `loss_mask` is False."""
         log_probs, metrics = self.engine.log_probs(batch, micro_batches_of(plan))
         self.free_cached_memory()
         return token_block(batch, log_probs=log_probs), metrics
 
     @dispatch(Split.PLAN, Join.TOKENS, returns=("log_probs", "entropies"))
     def log_probs_and_entropies(self, batch: DataProto, plan: RankPlan) -> tuple[DataProto, Metrics]:
-        """Forward-only pass: `log_probs`, and `entropies` in nats, float32, each as `log_probs` gives them."""
+        """Forward-only pass: `log_probs` and `entropies` (nats), in the form of `log_probs`."""
         log_probs, entropies, metrics = self.engine.log_probs_and_entropies(batch, micro_batches_of(plan))
         self.free_cached_memory()
         return token_block(batch, log_probs=log_probs, entropies=entropies), metrics
 
     @dispatch(Split.PLAN, Join.ROWS)
     def sequence_log_probs(self, batch: DataProto, plan: RankPlan) -> np.ndarray:
-        """Forward-only pass: log-prob of each sequence's tokens with `loss_mask` together, float64 [B]."""
+        """Forward-only pass: summed log-prob of each sequence's `loss_mask` tokens, float64 [B]."""
         summed = self.engine.sequence_log_probs(batch, micro_batches_of(plan))
         self.free_cached_memory()
         return summed.numpy()
 
     @dispatch(Split.PLAN, Join.ROWS)
     def kl(self, batch: DataProto, plan: RankPlan, estimator: str) -> np.ndarray:
-        """Estimated KL of each sequence, nats, float64 [B]; the batch has `old_log_probs` and `reference_log_probs`."""
+        """Estimated KL of each sequence, nats, float64 [B], from `old_log_probs` and `reference_log_probs`."""
         return sequence_kl(batch, estimator).numpy()
 
     @dispatch(Split.ALL)
@@ -93,7 +93,7 @@ class ModelWorker(Worker):
         return self.engine.clock.take()
 
     def free_cached_memory(self) -> None:
-        """Return memory that torch's allocator caches to the device, which other roles and a colocated engine share."""
+        """Return torch's cached memory to the device, for other roles and a colocated engine."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -102,7 +102,7 @@ class TrainedWorker(ModelWorker):
     """One rank of a role with an optimiser."""
 
     def train(self, batch: DataProto, plan: RankPlan, loss_function: Callable[..., Any]) -> Metrics:
-        """One optimiser step for each mini-batch of the plan, micro-step by micro-step."""
+        """One optimiser step per mini-batch of the plan."""
         parts: list[Metrics] = []
         for mini_batch in plan.mini_batches:
             denominators = Denominators(mini_batch.loss_tokens, mini_batch.sequences, mini_batch.groups)
@@ -115,61 +115,58 @@ class TrainedWorker(ModelWorker):
 
     @dispatch(Split.ALL)
     def save_checkpoint(self, path: str, step: int, extra: dict[str, Any]) -> None:
-        """Start saving a checkpoint for resuming, with the driver's `extra`; see `TrainingEngine.save_checkpoint`.
+        """Start saving a checkpoint with the driver's `extra`; see `TrainingEngine.save_checkpoint`.
 
-        Raises CheckpointError if the save before this one failed.
+        Raises CheckpointError if the previous save failed.
         """
         self.engine.save_checkpoint(path, step=step, extra=extra)
 
     @dispatch(Split.ALL)
     def wait_for_checkpoint(self) -> None:
-        """Return when no save is under way. Raises CheckpointError if the last one failed."""
+        """Wait until no save is running. Raises CheckpointError if the last one failed."""
         self.engine.wait_for_checkpoint()
 
     @dispatch(Split.ALL, Join.RANK_ZERO)
     def load_checkpoint(self, path: str) -> dict[str, Any]:
-        """Resume from a checkpoint; returns the driver's `extra`. Raises CheckpointError if it is torn or foreign."""
+        """Resume; returns the driver's `extra`. Raises CheckpointError for a broken or foreign checkpoint."""
         return self.engine.load_checkpoint(path)
 
     @dispatch(Split.ALL)
     def save_pretrained(self, path: str) -> None:
-        """Write the model and tokenizer in Hugging Face format; ranks share the writing.
-
-        Raises OutputError if a rank cannot write.
-        """
+        """Write model and tokenizer in Hugging Face format, shared by all ranks. Raises OutputError."""
         self.engine.save_pretrained(path)
         self.free_cached_memory()
 
 
 class ReferenceWorker(ModelWorker):
-    """One rank of the reference, the frozen policy that a KL compares with: log-probs, forward only."""
+    """One rank of the reference, the frozen policy of a KL."""
 
 
 class RewardModelWorker(ModelWorker):
-    """One rank of the reward model, which is frozen and gives each whole sequence a score."""
+    """One rank of the frozen reward model."""
 
     head = "value"
 
     @dispatch(Split.PLAN, Join.ROWS)
     def score(self, batch: DataProto, plan: RankPlan) -> np.ndarray:
-        """The model's score of each sequence, prompt and response, read at its last token: float64 [B]."""
+        """Score of each sequence, prompt and response, read at its last token: float64 [B]."""
         scores = self.engine.scores(batch, micro_batches_of(plan))
         self.free_cached_memory()
         return scores.double().numpy()
 
 
 def micro_batches_of(plan: RankPlan) -> list[tuple[int, int]]:
-    """All micro-batches of a rank, mini-batch after mini-batch, as (start, stop) rows."""
+    """All micro-batches of a rank, in order, as (start, stop) rows."""
     return [bounds for mini_batch in plan.mini_batches for bounds in mini_batch.micro_batches]
 
 
 def token_block(batch: DataProto, **tokens: torch.Tensor) -> DataProto:
-    """Columns [T] of the sequences of a batch, as a worker returns them."""
+    """A worker's result: columns [T] over the sequences of a batch."""
     return DataProto(batch.lengths.numpy(), {name: values.numpy() for name, values in tokens.items()})
 
 
 def token_column(mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """float32 [T] with `values` [N] where `mask` is True and 0 elsewhere."""
+    """Scatter `values` [N] to a float32 [T] where `mask` is True; 0 elsewhere."""
     column = torch.zeros(len(mask), dtype=torch.float32)
     column[mask] = values.float()
     return column

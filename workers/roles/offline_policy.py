@@ -1,4 +1,4 @@
-"""OfflinePolicyWorker: a policy that learns from given sequences instead of sampled ones."""
+"""OfflinePolicyWorker: a policy that learns from given sequences."""
 
 import numpy as np
 
@@ -13,11 +13,9 @@ from workers.roles.policy import PolicyWorker
 
 
 class OfflinePolicyWorker(PolicyWorker):
-    """One rank of such a policy."""
-
     @dispatch(Split.PLAN, Join.METRICS)
     def learn_tokens(self, batch: DataProto, plan: RankPlan, loss: SupervisedLossConfig) -> Metrics:
-        """One optimiser step for each mini-batch of the plan, on the likelihood of the tokens with `loss_mask`.
+        """One optimiser step per mini-batch, on the likelihood of `loss_mask` tokens.
 
         batch: `input_ids`, `loss_mask`, ragged.
         """
@@ -25,7 +23,7 @@ class OfflinePolicyWorker(PolicyWorker):
 
     @dispatch(Split.PLAN, Join.METRICS)
     def learn_weighted(self, batch: DataProto, plan: RankPlan) -> Metrics:
-        """One optimiser step for each mini-batch of the plan, on weighted log-probs; see `weighted_log_probs`.
+        """One optimiser step per mini-batch, on `weighted_log_probs`.
 
         batch: `input_ids`, `loss_mask`, ragged, and `coefficient` [B].
         """
@@ -33,7 +31,7 @@ class OfflinePolicyWorker(PolicyWorker):
 
     @dispatch(Split.PLAN, Join.METRICS)
     def measure_tokens(self, batch: DataProto, plan: RankPlan) -> Metrics:
-        """`loss`, the mean negative log-likelihood of the tokens with `loss_mask`, and `entropy`; forward only."""
+        """Forward-only pass: `loss`, the mean negative log-likelihood of `loss_mask` tokens, and `entropy`."""
         log_probs, metrics = self.engine.log_probs(batch, micro_batches_of(plan))
         self.free_cached_memory()
         total = -float(log_probs.double().sum())
@@ -41,6 +39,6 @@ class OfflinePolicyWorker(PolicyWorker):
 
     @dispatch(Split.PLAN, Join.ROWS)
     def reference_sequence_log_probs(self, batch: DataProto, plan: RankPlan) -> np.ndarray:
-        """`sequence_log_probs` of the model without its adapters. Raises ConfigError for a policy without adapters."""
+        """`sequence_log_probs` without the adapters. Raises ConfigError for a policy without adapters."""
         with self.engine.without_adapters():
             return self.sequence_log_probs(batch, plan)

@@ -22,10 +22,10 @@ class PolicyWorker(TrainedWorker):
 
     @dispatch(Split.PLAN, Join.METRICS)
     def update(self, batch: DataProto, plan: RankPlan, loss: LossConfig) -> Metrics:
-        """One optimiser step for each mini-batch of the plan, micro-step by micro-step.
+        """One optimiser step per mini-batch of the plan.
 
-        batch: `input_ids`, `loss_mask`, `advantages` ([B] or ragged), and where the loss asks for them `group_tokens`
-        [B], and `old_log_probs`, `reference_log_probs` and `rollout_log_probs`, ragged.
+        batch: `input_ids`, `loss_mask`, `advantages` ([B] or ragged); if the loss needs them `group_tokens` [B], and
+        `old_log_probs`, `reference_log_probs` and `rollout_log_probs`, ragged.
         """
         return self.train(batch, plan, make_policy_loss(loss))
 
@@ -33,9 +33,9 @@ class PolicyWorker(TrainedWorker):
     def token_advantages(
         self, batch: DataProto, plan: RankPlan, gamma: float, penalty: KlPenalty | None = None
     ) -> tuple[DataProto, Metrics]:
-        """REINFORCE++'s advantage of every token that the policy produced, 0 elsewhere; float32, ragged.
+        """REINFORCE++'s advantages of the policy's tokens, 0 elsewhere; float32, ragged.
 
-            A_t = whiten(G_t)        G_t: see `discounted_returns`, of the rewards of `token_rewards`
+            A_t = whiten(G_t)        G_t: `discounted_returns` of `token_rewards`
 
         Whitened over the tokens of all ranks. batch: `input_ids`, `loss_mask`, `reward` [B] and, with a penalty,
         `old_log_probs` and `reference_log_probs`.
@@ -47,22 +47,22 @@ class PolicyWorker(TrainedWorker):
 
     @dispatch(Split.ALL)
     def save_adapters(self, path: str) -> None:
-        """Write the adapters alone in peft's format; rank zero writes, all take part in gathering.
+        """Write the adapters in peft's format; collective, rank zero writes.
 
-        Raises OutputError if it cannot be written, ConfigError for a policy without adapters.
+        Raises OutputError if writing fails, ConfigError for a policy without adapters.
         """
         self.engine.save_adapters(path)
         self.free_cached_memory()
 
     @dispatch(Split.ALL, Join.RANK_ZERO_REFERENCE)
     def export_weights(self) -> tuple[np.ndarray | None, Metrics]:
-        """All weights as one uint8 array of safetensors bytes, on rank zero; the others take part in gathering."""
+        """All weights as safetensors bytes, uint8, on rank zero; collective."""
         packed = pack_weights(self.engine.named_weights(self.engine.dtype, keeper=0))
         return (packed if self.coordinates.index == 0 else None), {}
 
     @dispatch(Split.PLAN, Join.TOKENS, returns=("log_probs",))
     def reference_log_probs(self, batch: DataProto, plan: RankPlan) -> tuple[DataProto, Metrics]:
-        """`log_probs` of the model without its adapters: with LoRA the policy is its own reference.
+        """`log_probs` without the adapters: with LoRA the policy is its own reference.
 
         Raises ConfigError for a policy without adapters.
         """
@@ -71,7 +71,7 @@ class PolicyWorker(TrainedWorker):
 
     @dispatch(Split.ALL)
     def connect_engines(self, engines: list[Any], placement: str, tensor_parallel: int) -> None:
-        """Meet the engines for transfers between GPUs. Needs GPUs.
+        """Connect to the engines for transfers between GPUs.
 
         engines: handles of all RolloutWorker actors, started. placement: `colocated` (ipc) or `apart` (nccl).
         """
@@ -96,9 +96,9 @@ class PolicyWorker(TrainedWorker):
 
     @dispatch(Split.ALL)
     def send_weights(self, version: int) -> None:
-        """All weights to the connected engines as `version`. Needs GPUs.
+        """Send all weights to the connected engines as `version`. Needs GPUs.
 
-        Raises RolloutError, naming the weights, if an engine refuses them, and LostError if one is lost.
+        Raises RolloutError if an engine refuses them, and LostError if an engine is lost.
         """
         self._sender.send(version)
         self.free_cached_memory()

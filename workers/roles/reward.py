@@ -1,9 +1,8 @@
-"""RewardWorker: decodes finished samples and has them scored, beside generation.
+"""RewardWorker: decodes and scores finished samples while others are generated.
 
-block of tokens (object store) --decode--> response text --RewardProcess--> Score
+    block of tokens (object store) --decode--> response text --RewardProcess--> Score
 
-In an episode with several turns the functions score the policy's last one; everything after the prompt is shown and
-recorded.
+In an episode the functions score the policy's last turn; everything after the prompt is recorded.
 """
 
 import itertools
@@ -22,7 +21,7 @@ from workers.user_code.rewards import RAW, Call, RewardFunction, RewardProcess
 class ScoreRequest:
     """One sample to score: row `row` of a block, whose first `prompt_tokens` tokens are the prompt.
 
-    `columns`: the record's columns that the reward functions take by name, beside the response.
+    `columns`: the record's columns that reward functions take.
     """
 
     row: int
@@ -31,12 +30,11 @@ class ScoreRequest:
 
 
 class RewardWorker:
-    """An actor that holds a tokenizer and a process that runs the reward functions."""
+    """An actor with a tokenizer and a RewardProcess."""
 
     def __init__(
         self, functions: Sequence[RewardFunction], tokenizer_path: str, *, timeout_s: float, concurrency: int
     ) -> None:
-        """`functions`, `timeout_s`, `concurrency`: see RewardProcess."""
         from transformers import AutoTokenizer
 
         self._process = RewardProcess(functions, timeout_s=timeout_s, concurrency=concurrency)
@@ -44,7 +42,6 @@ class RewardWorker:
         self._tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, trust_remote_code=False)
 
     def __repr__(self) -> str:
-        """The actor's name on Ray's dashboard, and before what it prints."""
         return "reward"
 
     def ready(self) -> bool:
@@ -52,7 +49,7 @@ class RewardWorker:
         return True
 
     def score(self, block: DataProto, requests: Sequence[ScoreRequest]) -> list[Score]:
-        """One Score for each request, in order; one that could not be scored says why in `failure`."""
+        """One Score per request, in order; `failure` says why scoring failed."""
         rows = [block.row(request.row) for request in requests]
         last = [row["input_ids"][last_turn(row["loss_mask"])] for row in rows]
         calls = [
@@ -80,10 +77,7 @@ class RewardWorker:
 
 
 def turns(loss_mask: np.ndarray) -> list[tuple[str, slice]]:
-    """Who wrote what of an episode: (`policy` or `environment`, bounds) of each run of a bool `loss_mask`, in order.
-
-    Empty for a response of one turn, where there is nobody else.
-    """
+    """(`policy` or `environment`, bounds) of each run of a bool `loss_mask`, in order; empty for one turn."""
     if loss_mask.all():
         return []
     bounds = [0, *(np.flatnonzero(loss_mask[1:] != loss_mask[:-1]) + 1).tolist(), len(loss_mask)]
@@ -92,7 +86,7 @@ def turns(loss_mask: np.ndarray) -> list[tuple[str, slice]]:
 
 
 def last_turn(loss_mask: np.ndarray) -> slice:
-    """Bounds of the policy's last turn in a row: the last run of True in a bool `loss_mask` that has some."""
+    """Bounds of the policy's last turn: the last run of True in `loss_mask`."""
     marked = np.flatnonzero(loss_mask)
     breaks = np.flatnonzero(np.diff(marked) > 1)
     first = marked[breaks[-1] + 1] if len(breaks) else marked[0]

@@ -1,14 +1,11 @@
-"""Every update of weights must bring every parameter of the engine's model; an incomplete one is refused.
+"""Engine side of weight updates: vLLM's transfer engines, which refuse an update that omits a parameter.
 
     start  --> layers wait for weights, their old ones put aside
     chunks --> vLLM's own loading --> layers that are complete take the new weights
     finish --> left_out(model)? --> none: resume    some: ValueError that names them
 
-vLLM alone loads the names it knows, and keeps the old weights of all others with a warning in a log.
-
-The engine's side of `ipc` and `nccl`: vLLM's own engines, made to refuse an update that omits a parameter.
-
-The engine's side of `shared_memory`: a vLLM weight-transfer engine that reads a safetensors file.
+vLLM by itself keeps the old weights of omitted parameters, with a warning in a log. Here are the engines of `ipc`,
+`nccl` and `shared_memory`, which reads a safetensors file.
 """
 
 from collections.abc import Iterable, Iterator
@@ -40,10 +37,10 @@ STACKED_EXPERTS = ".mlp.experts."
 
 
 def left_out(model: nn.Module) -> list[str]:
-    """Parameters that an update, after its last chunk and before vLLM finishes it, has not brought or only in part.
+    """Parameters that an update has not brought, or only in part; call before vLLM finishes the update.
 
-    A module with two names (an MoE layer's router) counts once. Scales of an attention layer's cache do not count: the
-    trainer has none.
+    A module with two names (an MoE layer's router) counts once. Scales of a KV cache do not count: the trainer has
+    none.
     """
     missing = []
     for prefix, module in model.named_modules():
@@ -65,13 +62,13 @@ def left_out(model: nn.Module) -> list[str]:
 
 
 class ExpertKernels:
-    """On a CPU, the kernels of fused experts, which arrange weights in memory only when they are built.
+    """CPU kernels of fused experts, which arrange weights in memory only when they are built.
 
-    vLLM builds a kernel for a layer that has none; removing them before an update makes it arrange the new weights.
+    vLLM builds a kernel where there is none, so removing them before an update rearranges the new weights.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Remove the kernels before an update. On a GPU weights are arranged with every update."""
+        """Remove the kernels before an update, on a CPU."""
         layers = model.modules() if current_platform.is_cpu() else ()
         methods: list[Any] = [layer.quant_method for layer in layers if hasattr(layer, "quant_method")]
         self._kernels = [(method, method.moe_kernel) for method in methods if getattr(method, "moe_kernel", None)]
@@ -95,10 +92,9 @@ class _TiedModel:
 
 
 class _GptOss:
-    """Stands for gpt-oss, whose stacked experts and attention sinks vLLM writes past the loaders by which it reloads.
+    """Stands for gpt-oss, whose stacked experts and sinks vLLM writes past the loaders by which it reloads.
 
-    Its loaders take one expert at a time, under `...mlp.experts.NUMBER.NAME`. The loader of the sinks is there, and not
-    called.
+    Its loaders take one expert at a time, as `...mlp.experts.NUMBER.NAME`. The sinks' loader exists but is not called.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -123,24 +119,23 @@ class _GptOss:
 
 
 class CompleteUpdate(WeightTransferEngine[Any, Any]):
-    """Mixed into one of vLLM's weight-transfer engines that reload layer by layer; see `left_out`.
+    """Mixed into vLLM's weight-transfer engines that reload layer by layer; see `left_out`.
 
-    at_once: whether one call brings all weights. It is then that call which raises, and vLLM takes further updates;
-    otherwise `finish_weight_update` raises, after which vLLM takes none.
+    at_once: whether one call brings all weights. That call then raises, and vLLM takes further updates. Otherwise
+    `finish_weight_update` raises, after which vLLM takes none.
     """
 
     at_once: ClassVar[bool] = True
     model: Any
 
     def start_weight_update(self) -> None:
-        """Prepare for new weights."""
         super().start_weight_update()
         self._kernels = ExpertKernels(self.model)
 
     def receive_weights(self, update_info: Any) -> None:
-        """Load a chunk. Raises ValueError, naming the missing weights, if it should be complete and is not.
+        """Load a chunk. Raises ValueError, naming missing weights, if an update in one call is incomplete.
 
-        Layers that got nothing then have their old weights back.
+        Layers without new weights then get their old ones back.
         """
         model = self.model
         try:
@@ -155,7 +150,7 @@ class CompleteUpdate(WeightTransferEngine[Any, Any]):
             raise
 
     def finish_weight_update(self) -> None:
-        """Put the new weights in place. Raises ValueError, naming the weights, if some are missing."""
+        """Put the new weights in place. Raises ValueError, naming missing weights."""
         missing = left_out(self.model)
         self._put_in_place()
         _refuse(missing)
@@ -198,14 +193,13 @@ class SharedMemoryInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
-    """path: a safetensors file with every weight of the model under its Hugging Face name."""
+    """path: a safetensors file with every weight under its Hugging Face name."""
 
     path: str
 
 
 class _FileEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemoryUpdateInfo]):
-    """Loads whole models from a file, layer by layer: on CPU vLLM keeps linear weights in a packed form of its own,
-    which a bare `load_weights` cannot write."""
+    """Loads whole models from a file, layer by layer: a bare `load_weights` cannot write vLLM's packed CPU weights."""
 
     init_info_cls = SharedMemoryInitInfo
     update_info_cls = SharedMemoryUpdateInfo
@@ -221,7 +215,7 @@ class _FileEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemoryUpdateI
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
-        """Load the file. Raises ValueError before it changes anything if the output layer is not in it."""
+        """Load the file. Raises ValueError, before any change, if the output layer is missing."""
         weights = load_file(update_info.path)
         # The rule would find this too, but after the rest is loaded.
         tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)

@@ -18,7 +18,7 @@ from workers.rendering import Messages, Renderer, cleaned
 
 
 class Conversation:
-    """The conversation of one episode. Chat messages are rendered by the tokenizer's chat template."""
+    """Conversation of one episode; chat messages go through the chat template."""
 
     def __init__(self, renderer: Renderer, prompt: Text, model: str) -> None:
         """`prompt`: as it was tokenized, including its system message. `model`: names the template in errors."""
@@ -35,13 +35,13 @@ class Conversation:
         return self._encode(self._render(self._messages, add_generation_prompt=True))
 
     def response(self, ids: np.ndarray) -> str:
-        """The text of a turn, without special tokens."""
+        """Decode a turn, without special tokens."""
         return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=True))
 
     def observation_ids(self, turn_ids: np.ndarray, observation: Text) -> np.ndarray:
         """Ids, int32, of an observation after a turn that ended with the end-of-sequence token.
 
-        Raises EpisodeError if messages follow a text, or the template has no suffix for it.
+        Raises EpisodeError if messages follow a text, or the template has no suffix for them.
         """
         if self._messages is None:
             return self._encode(_text_only(observation))
@@ -62,8 +62,7 @@ class Conversation:
 def appended_text(before: str, after: str, end: str, model: str) -> str:
     """The part of `after` that follows the `end` token of the turn that `before` ends with.
 
-    Raises EpisodeError, naming the model, if `before` has no such token or `after` is not a continuation of it:
-    then earlier tokens would have to change.
+    Raises EpisodeError, naming the model, if `before` has no `end`, or `after` changes earlier text.
     """
     if not after.startswith(before):
         raise EpisodeError(
@@ -79,7 +78,7 @@ def appended_text(before: str, after: str, end: str, model: str) -> str:
 
 
 def check_template(renderer: Renderer, model: str) -> None:
-    """Raise ConfigError if the tokenizer's chat template cannot continue a turn; tried on a made-up conversation."""
+    """Raise ConfigError if the chat template cannot continue a turn, tried on a made-up conversation."""
     conversation = Conversation(renderer, [{"role": "user", "content": "one"}], model)
     turn = np.asarray([*renderer.ids("two", "the conversation"), renderer.tokenizer.eos_token_id], np.int32)
     try:

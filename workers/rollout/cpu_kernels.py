@@ -1,10 +1,9 @@
-"""vLLM's own kernels for RMSNorm on a CPU, which vLLM 0.32 has there and offers to GPUs alone.
+"""Registers vLLM's RMSNorm kernels for CPUs; vLLM 0.32 has them, but offers them to GPUs alone.
 
     x --contiguous, whole vectors, weight of its type?--> the kernel          one call
                                                      no --> vLLM's own way    eight calls of torch
 
-The eight calls take a tenth of a small model's time. The kernels are registered here as a provider of the two
-operators, and named in the engine's `ir_op_priority`.
+The eight calls take a tenth of a small model's time. The engine's `ir_op_priority` names the kernels.
 """
 
 import torch
@@ -46,6 +45,6 @@ def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: in
 def fused_add_rms_norm(
     x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(RMSNorm of x + x_residual, their sum), in the memory of x and of x_residual."""
+    """(RMSNorm of x + x_residual, their sum), in place of x and x_residual."""
     _custom_ops.fused_add_rms_norm(x, x_residual, weight, epsilon)
     return x, x_residual

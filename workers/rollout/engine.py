@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 GIB = 2**30
-# Tokens of one forward pass: longer prompts are prefilled in pieces of so many. vLLM has no default for an engine that
-# is no server, and falls to 2,048; with so many, a 7B's activations stay below 1 GiB.
+# Tokens of a forward pass; longer prompts are prefilled in pieces. vLLM's default outside a server is 2,048. So a 7B's
+# activations stay below 1 GiB.
 PREFILL_TOKENS = 8192
 CPU_KV_BLOCK_TOKENS = 32  # the smallest block of vLLM's fast CPU kernels: prompts of a group share their full blocks
 
 
 def prepare_environment(config: RolloutConfig, placement: str) -> None:
-    """Set the environment variables that vLLM reads at import and its processes inherit. Call before importing vllm."""
+    """Set environment variables that vLLM reads at import and its processes inherit. Call before importing vllm."""
     mark_actor()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -54,10 +54,9 @@ def _cpu_environment(config: RolloutConfig) -> dict[str, str]:
 def engine_arguments(
     model: ModelConfig, config: RolloutConfig, *, placement: str, max_model_tokens: int, seed: int
 ) -> "AsyncEngineArgs":
-    """Arguments of an engine that returns log-probs at its temperature, before a cut where vLLM can: see
-    `SamplingConfig.log_probs_are_whole`.
+    """Engine arguments: log-probs are at the engine's temperature, before truncation if vLLM can.
 
-    Raises ConfigError for an option in `rollout.engine` that is refused; see `check_engine_options`.
+    See `SamplingConfig.log_probs_are_whole`. Raises ConfigError for a refused option in `rollout.engine`.
     """
     from vllm import AsyncEngineArgs
     from vllm.config import WeightTransferConfig
@@ -89,9 +88,8 @@ def engine_arguments(
 
 
 def build_engine(arguments: "AsyncEngineArgs") -> "AsyncLLM":
-    """The engine, with its core in a separate process or in a thread, as `prepare_environment` has set.
-
-    Errors of vLLM pass through.
+    """Build the engine, with its core in a process or a thread as `prepare_environment` chose. vLLM's errors pass
+    through.
     """
     from vllm import envs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -104,10 +102,9 @@ def build_engine(arguments: "AsyncEngineArgs") -> "AsyncLLM":
 
 
 async def hold_requests(engine: "AsyncLLM", *, clear_cache: bool) -> None:
-    """Stop scheduling, with the requests in flight kept, until `resume_generation`. Errors of vLLM pass through.
+    """Stop scheduling, keeping requests in flight, until `resume_generation`. vLLM's errors pass through.
 
-    `AsyncLLM.pause_generation` does the same for text and then sleeps for 20 ms, so that outputs of the last step come
-    before it returns: a third of an update of a small model, for an order that nobody here needs.
+    `AsyncLLM.pause_generation` also sleeps 20 ms, to return outputs first: a third of an update of a small model.
     """
     await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
 
@@ -141,7 +138,7 @@ def _gpu_arguments(config: RolloutConfig, placement: str) -> dict[str, Any]:
 
 
 def sampling_parameters(sampling: SamplingConfig, seed: int) -> "SamplingParams":
-    """One sample: token ids and the sampled tokens' log-probs, returned once, when it is finished."""
+    """One sample: token ids and their log-probs, returned once, when it is finished."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -160,7 +157,7 @@ def sampling_parameters(sampling: SamplingConfig, seed: int) -> "SamplingParams"
 
 
 def refusal(prompt_ids: np.ndarray, *, vocab_size: int, max_model_tokens: int) -> str:
-    """The reason why the engine cannot take this prompt, or "". Some would end the engine and all its requests."""
+    """Why the engine cannot take this prompt, or "". Some prompts would end the engine and all its requests."""
     if len(prompt_ids) == 0:
         return "the prompt is empty."
     if len(prompt_ids) >= max_model_tokens:

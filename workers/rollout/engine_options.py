@@ -1,6 +1,6 @@
-"""`rollout.engine`: arguments of vLLM that are passed through to its engines, and those that are refused.
+"""`rollout.engine`: the vLLM arguments that are passed through, and those that are refused.
 
-    {quantization: fp8} --allowed?--> goes with updates of weights? --> AsyncEngineArgs
+    {quantization: fp8} --allowed?--> compatible with weight updates? --> AsyncEngineArgs
 
 Only listed arguments pass: others name classes, modules, files or addresses, and so could run code or reach out.
 """
@@ -75,8 +75,9 @@ DRAFTS_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 
 
 def check_engine_options(options: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an option that is not allowed, that a setting of ours determines, or that would break
-    updates of weights."""
+    """Raise ConfigError for an option that is not allowed, that another setting determines, or that breaks weight
+    updates.
+    """
     for name, value in options.items():
         if name in OWNED:
             raise ConfigError(f"rollout.engine.{name} follows from {OWNED[name]}; set that instead.")

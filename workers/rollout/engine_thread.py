@@ -3,14 +3,12 @@
     AsyncLLM --commands, futures--> [thread: commands between two steps; one step after another while requests wait]
         ^------------ outputs of a step, as they are, no serialisation -------------|
 
-Commands of one turn of the event loop come together: the requests of a round are in its first step, and do not share
-Python's lock with steps of a few.
+On a CPU a second process competes for cores: it loads vLLM again (12 s) and serialises every step's tokens (a seventh
+of a small model's time). Commands of one turn of the event loop are passed on together, so that a round's requests are
+all in its first step.
 
-On a CPU a second process competes with the first for cores: it loads vLLM again (12 s of CPU), and every step's tokens
-are packed, sent and unpacked (a seventh of the time of a small model).
-
-The actor must not have imported Numba before: when vLLM 0.32 starts on a CPU without Triton it inspects all loaded
-modules, and fails on an object of llvmlite that has every attribute.
+The actor must not import Numba first: on a CPU without Triton vLLM 0.32 inspects all loaded modules, and fails on an
+object of llvmlite that has every attribute.
 """
 
 import asyncio
@@ -33,13 +31,13 @@ Command = Callable[[], None]
 
 @dataclass
 class Resources:
-    """The part of a client's state that `AsyncLLM` reads."""
+    """Client state that `AsyncLLM` reads."""
 
     engine_dead: bool = False
     cause: BaseException | None = None
 
     def error(self) -> EngineDeadError:
-        """With the cause of the death, where it was one."""
+        """Carries the cause of death, if known."""
         error = EngineDeadError()
         error.__cause__ = self.cause
         return error
@@ -48,7 +46,7 @@ class Resources:
 class EngineThread(EngineCoreClient):
     """The part of vLLM's asynchronous client that one engine without data parallelism uses.
 
-    Its arguments are those of `EngineCoreClient.make_async_mp_client`.
+    Takes the arguments of `EngineCoreClient.make_async_mp_client`.
     """
 
     engine_ranks_managed = (0,)
@@ -79,7 +77,7 @@ class EngineThread(EngineCoreClient):
             self._core.shutdown()
 
     def _obey(self) -> bool:
-        """Run queued commands, waiting for one while there is no request to step. Returns False to end the thread."""
+        """Run queued commands, waiting while no request can be stepped. Returns False to end the thread."""
         while not (self._commands.empty() and self._core.scheduler.has_requests()):
             commands = self._commands.get()
             if commands is None:
@@ -93,7 +91,7 @@ class EngineThread(EngineCoreClient):
             self._loop.call_soon_threadsafe(self._outputs.put_nowait, output)
 
     def _refuse_commands(self) -> None:
-        """Answer queued commands with an error, so that no caller waits for a thread that has ended."""
+        """Fail queued commands, so that no caller waits for an ended thread."""
         with suppress(queue.Empty):
             while True:
                 for command in self._commands.get_nowait() or ():
@@ -124,14 +122,14 @@ class EngineThread(EngineCoreClient):
         return await asyncio.wrap_future(answer)
 
     def _hand_over(self) -> None:
-        """Pass on the commands that were gathered, also to a thread that has ended since."""
+        """Pass on gathered commands, even to a thread that has ended."""
         gathered, self._gathered = self._gathered, []
         self._commands.put(gathered)
         if self.resources.engine_dead:
             self._refuse_commands()
 
     async def get_output_async(self) -> Any:
-        """The outputs of one step. Raises EngineDeadError when the thread has ended by an error."""
+        """Outputs of one step. Raises EngineDeadError if the thread failed."""
         self._loop = asyncio.get_running_loop()
         output = await self._outputs.get()
         if isinstance(output, BaseException):
@@ -175,7 +173,7 @@ class EngineThread(EngineCoreClient):
         return await self._call(self._core.collective_rpc, method, timeout, args, kwargs)
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """End the thread after its current step. Waits at most `timeout` seconds."""
+        """End the thread after its current step, waiting at most `timeout` seconds."""
         self.resources.engine_dead = True
         self._commands.put(None)
         self._thread.join(JOIN_SECONDS if timeout is None else timeout)
@@ -183,7 +181,7 @@ class EngineThread(EngineCoreClient):
 
 @contextmanager
 def _in_a_thread() -> Iterator[None]:
-    """Engines made in the block keep their core in a thread: vLLM has no setting for it yet (`make_client`'s TODO)."""
+    """Make engines in the block keep their core in a thread; vLLM has no setting for it (`make_client`'s TODO)."""
     made = EngineCoreClient.__dict__["make_async_mp_client"]
     EngineCoreClient.make_async_mp_client = EngineThread  # type: ignore[method-assign, assignment]
     try:
@@ -193,6 +191,6 @@ def _in_a_thread() -> Iterator[None]:
 
 
 def engine_in_a_thread(arguments: Any) -> AsyncLLM:
-    """An engine of `AsyncEngineArgs` for one process, whole. What vLLM raises passes through."""
+    """Build a one-process engine from `AsyncEngineArgs`. vLLM's errors pass through."""
     with _in_a_thread():
         return AsyncLLM.from_engine_args(arguments)

@@ -5,12 +5,8 @@
     prompt | turn | observation | turn | observation | turn          one row of a DataProto
              ^^^^                 ^^^^                 ^^^^          the policy's: loss_mask True, log-probs
 
-The next request's prompt is `Episode.ids`, the sampled ids themselves: tokenizing their text again need not give the
-same tokens, and the trainer's log-probs would then be of tokens that were never sampled.
-
-Responses that an engine has not finished: what they have so far, and how they are continued.
-
-engine --partial_responses--> PartialResponse --kept by the driver--> request with `begun` --rest--> after --> Turn
+The next prompt is `Episode.ids`, the sampled ids: tokenizing their text again could give other tokens. The driver keeps
+each `PartialResponse`, so that another engine can continue an unfinished turn (`after`).
 """
 
 import hashlib
@@ -36,10 +32,9 @@ if TYPE_CHECKING:
 class Turn:
     """Tokens that the engine sampled in one request.
 
-    ids: int32 [n], with the end-of-sequence token if that ended it. log_probs: float32 [n]. finish_reason: `stop` or
-    `length`. versions: int32 [n], of the weights that sampled each. read_tokens: those before it, of which the engine
-    had `cached_tokens` from requests that begin with the same ones. routed_experts: int16 [m, layers, k], of the m
-    tokens that the engine has read by then, from the first of the prompt on; None without `model.router_replay`.
+    ids: int32 [n], including an end-of-sequence token. log_probs: float32 [n]. finish_reason: `stop` or `length`.
+    versions: int32 [n], of the weights. read_tokens: tokens before the turn; `cached_tokens` of them were in the prefix
+    cache. routed_experts: int16 [m, layers, k] of the first m tokens read; None without `model.router_replay`.
     """
 
     ids: np.ndarray
@@ -53,17 +48,16 @@ class Turn:
 
 @dataclass(frozen=True)
 class Limits:
-    """turns: maximum turns of an episode. tokens: maximum tokens after the prompt, turns and observations together."""
+    """turns: of an episode. tokens: after the prompt, turns and observations together."""
 
     turns: int
     tokens: int
 
 
 class Episode:
-    """The tokens so far, the turns among them, and the room that the limits leave."""
+    """The tokens so far, the turns among them, and the room within the limits."""
 
     def __init__(self, prompt_ids: np.ndarray, limits: Limits) -> None:
-        """`prompt_ids`: int32 [prompt tokens]."""
         self.limits = limits
         self.turns: list[Turn] = []
         self.prompt_tokens, self.observation_tokens = len(prompt_ids), 0
@@ -79,7 +73,7 @@ class Episode:
 
     @property
     def prompt_hash(self) -> int:
-        """int64, equal for equal prompts in every process."""
+        """Hash of the prompt, int64, the same in every process."""
         digest = hashlib.blake2b(self._ids[0].tobytes(), digest_size=8).digest()
         return int.from_bytes(digest, signed=True)
 
@@ -95,12 +89,12 @@ class Episode:
 
     @property
     def version_tokens(self) -> tuple[tuple[int, int], ...]:
-        """(version of weights, number of tokens sampled with them), oldest first; at least one after a turn."""
+        """(version of weights, tokens sampled with it), oldest first; at least one after a turn."""
         versions, counts = np.unique(np.concatenate([turn.versions for turn in self.turns]), return_counts=True)
         return tuple(zip(versions.tolist(), counts.tolist(), strict=True))
 
     def open(self, prompt_ids: np.ndarray) -> bool:
-        """Replace the prompt by a longer one, int32; returns False if that leaves no room for a turn.
+        """Replace the prompt by a longer one; returns False if that leaves no room for a turn.
 
         Added tokens count against the limit.
         """
@@ -119,7 +113,7 @@ class Episode:
         self._append(turn.ids, turn.log_probs, turn.versions, sampled=True)
 
     def observe(self, ids: np.ndarray) -> bool:
-        """Append an observation, int32; returns False if that leaves no room for another turn to learn from."""
+        """Append an observation, int32; returns False if that leaves no room for another turn."""
         if len(ids) >= self.room:
             return False
         self.observation_tokens += len(ids)
@@ -127,8 +121,9 @@ class Episode:
         return True
 
     def end(self, *, done: bool) -> str:
-        """The finish reason after the last turn: `length` (it was cut off), `stop` (the environment is `done`), `turns`
-        (no turn is left), or "" if another turn follows."""
+        """Finish reason after the last turn: `length` (cut off), `stop` (`done`), `turns` (none left), or "" to
+        continue.
+        """
         if self.turns[-1].finish_reason == LENGTH:
             return LENGTH
         if done:
@@ -136,9 +131,11 @@ class Episode:
         return TURNS if len(self.turns) == self.limits.turns else ""
 
     def row(self) -> dict[str, np.ndarray]:
-        """The columns of a DataProto's row: `input_ids` int32, `loss_mask` bool, `rollout_log_probs` float32, and
-        `weight_versions` int32, -1 where the policy sampled nothing; where the engine says them `routed_experts` int16
-        [n, layers, k], -1 for the tokens at the end that it did not read."""
+        """Token columns: `input_ids` int32, `loss_mask` bool, `rollout_log_probs` float32, `weight_versions` int32.
+
+        `weight_versions` is -1 where the policy sampled nothing. `routed_experts` (optional): int16 [n, layers, k], -1
+        for unread tokens at the end.
+        """
         row = {
             "input_ids": self.ids,
             "loss_mask": np.repeat(self._sampled, [len(part) for part in self._ids]),
@@ -170,10 +167,8 @@ async def play(
 ) -> tuple[str, Score]:
     """Play `episode` to its end; returns its finish reason, and its score, with `failure` set if it has none.
 
-    The score's `turns` hold the environment's opening alone.
-
-    The episode has at least one turn: if the environment fails at the start, the policy answers the bare prompt,
-    because every sequence needs a token to learn from. Errors of `sample` pass through.
+    The score's `turns` hold the environment's opening alone. If the environment fails at the start, the policy answers
+    the bare prompt, because every sequence needs a token to learn from. Errors of `sample` pass through.
     """
     score = Score(0.0, "")
     try:
@@ -209,7 +204,7 @@ async def _take_turn(episode: Episode, sample: SampleTurn) -> Turn:
 
 
 def _observe(episode: Episode, conversation: Conversation, text: Text) -> str:
-    """Append an observation; `length` if there is no room for it."""
+    """Append an observation; returns `length` if there is no room."""
     ids = conversation.observation_ids(episode.turns[-1].ids, text)
     return "" if episode.observe(ids) else LENGTH
 
@@ -224,9 +219,9 @@ def _of_no_weights(tokens: int) -> np.ndarray:
 
 
 def partial_responses(engine: "AsyncLLM") -> dict[str, PartialResponse]:
-    """The responses so far of the engine's requests, by their names, for those with tokens.
+    """Unfinished responses with tokens, by request name.
 
-    vLLM gives the versions of tokens with a finished output only; its output processor has them before.
+    vLLM reports versions only with finished outputs; its output processor has them before.
     """
     states = engine.output_processor.request_states.values()
     return {state.external_req_id: _partial(state) for state in states if state.detokenizer.num_output_tokens()}
@@ -241,12 +236,12 @@ def _partial(state: Any) -> PartialResponse:
 
 
 def token_versions(spans: Sequence[Any]) -> np.ndarray:
-    """int32 [tokens] of vLLM's spans of tokens by the version of the weights."""
+    """Expand vLLM's spans of weight versions to int32 [tokens]."""
     return np.repeat([int(span.version) for span in spans], [span.end - span.start for span in spans]).astype(np.int32)
 
 
 def joined(begun: PartialResponse | None, rest: PartialResponse) -> PartialResponse:
-    """A response whose beginning was sampled earlier than the rest."""
+    """Join a beginning and the rest."""
     if begun is None:
         return rest
     return PartialResponse(
@@ -257,7 +252,7 @@ def joined(begun: PartialResponse | None, rest: PartialResponse) -> PartialRespo
 
 
 def after(begun: PartialResponse, rest: Turn) -> Turn:
-    """The whole turn of which `rest` was sampled after `begun`."""
+    """The whole turn: `begun`, then `rest`."""
     whole = joined(begun, PartialResponse(rest.ids, rest.log_probs, rest.versions))
     read = rest.read_tokens - len(begun.ids)
     return replace(

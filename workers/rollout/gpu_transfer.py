@@ -3,10 +3,10 @@
     sender = WeightSender("apart", engines, weights, metadata, rank=rank, ...)   # on every policy rank, once
     sender.send(version)                                                # on every policy rank, after every update
 
-    policy ranks --gather to rank 0, weight by weight--> nccl broadcast --> engines of their own GPUs    (`apart`)
+    policy ranks --gather to rank 0, weight by weight--> nccl broadcast --> engines on other GPUs        (`apart`)
     policy ranks --gather to all, chunk by chunk--> CUDA handles of all --ipc--> engines on these GPUs   (`colocated`)
 
-vLLM's trainer-side engines carry the bytes and decide the order; they talk to our actors through `EngineClient`.
+vLLM's trainer side carries the bytes and decides the order; it reaches our actors through `EngineClient`.
 """
 
 import math
@@ -35,18 +35,17 @@ class EngineClient:
         self.on_failure: Callable[[], None] = lambda: None
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Every replica joins the transfer group; with nccl, each at ranks of its own after the trainer's."""
+        """Every replica joins the transfer group; with nccl, at its own ranks after the trainer's."""
         self._all("init_transfer", [self._for_replica(init_info, replica) for replica in range(len(self._engines))])
 
     def start_weight_update(self) -> None:
-        """Every replica holds its requests."""
         self.failure = None
         self._all("begin_update", [None] * len(self._engines))
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
-        """Every replica receives; with nccl this runs beside the trainer's broadcast, in a thread of its own.
+        """Every replica receives; with nccl in a thread, while the trainer broadcasts.
 
-        If one fails, `on_failure` is called, so that a broadcast to it does not wait for ever.
+        A failure calls `on_failure`, which ends the broadcast.
         """
         try:
             self._all("receive_update", [update_info] * len(self._engines))
@@ -72,8 +71,8 @@ class EngineClient:
 def call_replicas(engines: Sequence[Any], method: str, arguments: Sequence[Any]) -> None:
     """Call `method` of every replica with its argument (None: without one) and wait for all.
 
-    Raises at the first that fails, without waiting for the others, which may wait for it: an error of ours as the
-    replica raised it, LostError if its actor was lost, RolloutError for anything else.
+    Raises at the first failure, because the others may wait for that replica: our errors unchanged, LostError for a
+    lost actor, RolloutError otherwise.
     """
     import ray
     from ray.exceptions import RayError, RayTaskError
@@ -97,8 +96,8 @@ def call_replicas(engines: Sequence[Any], method: str, arguments: Sequence[Any])
 class GatheredWeights(WeightSource):
     """vLLM's view of the policy's weights.
 
-    `weights()` starts a pass over (name, whole tensor), `lm_head.weight` among them even if tied; it is collective over
-    the policy's ranks. `metadata`: of what every pass brings, in its order, as tensors without memory.
+    `weights()` iterates over (name, whole tensor), including a tied `lm_head.weight`; collective over the policy's
+    ranks. `metadata`: meta tensors of every pass, in its order.
     """
 
     def __init__(self, weights: NamedWeights, metadata: Mapping[str, Tensor]) -> None:
@@ -106,7 +105,7 @@ class GatheredWeights(WeightSource):
         self._metadata = [ParamMeta(name, empty.dtype, tuple(empty.shape)) for name, empty in metadata.items()]
 
     def metadata(self) -> list[ParamMeta]:
-        """Names, dtypes and shapes; nothing is gathered for them."""
+        """Names, dtypes and shapes, without gathering."""
         return self._metadata
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -129,13 +128,12 @@ class WeightSender:
         port: int = 0,
         buffer_bytes: int = DEFAULT_PACKED_BUFFER_SIZE_BYTES,
     ) -> None:
-        """Meet the engines; collective over the policy's ranks.
+        """Connect to the engines; collective over the policy's ranks.
 
-        `engines`: handles of all `RolloutWorker` actors, started. `weights`, `metadata`: see `GatheredWeights`; with
-        `apart` only rank zero need be given whole tensors, with `colocated` every rank. `address`, `port`: of policy
-        rank zero, free, for `apart`. `buffer_bytes`: that travel at one time. The current CUDA device and the default
-        process group must be the policy's.
-        Raises ConfigError for a placement without GPUs.
+        `engines`: handles of all `RolloutWorker` actors, started. `weights`, `metadata`: see `GatheredWeights`; only
+        rank zero needs whole tensors with `apart`, every rank with `colocated`. `address`, `port`: free, at policy rank
+        zero, for `apart`. `buffer_bytes`: sent at a time. The policy's CUDA device and default process group must be
+        current. Raises ConfigError for a placement without GPUs.
         """
         self._client = EngineClient(engines, tensor_parallel)
         world_size = 1 + len(engines) * tensor_parallel
@@ -157,8 +155,8 @@ class WeightSender:
     def send(self, version: int) -> None:
         """Send the weights to all engines as `version`; collective over the policy's ranks.
 
-        Raises on rank zero: RolloutError, naming the weights, if an engine refuses the update, LostError if one is
-        lost. The sender cannot be used after either.
+        Raises on rank zero: RolloutError if an engine refuses the update, LostError if an engine is lost. The sender
+        cannot be used after either.
         """
         self._client.version = version
         try:
@@ -169,7 +167,6 @@ class WeightSender:
             raise
 
     def close(self) -> None:
-        """Leave the transfer group."""
         self._trainer_side.shutdown()
 
 
@@ -185,7 +182,7 @@ def trainer_init_info(
 ) -> TrainerInitInfo:
     """Arguments of vLLM's trainer side. Raises ConfigError for a placement without GPUs.
 
-    `largest_bytes`: of the largest weight, which ipc's buffer must hold whole.
+    `largest_bytes`: of the largest weight, which ipc's buffer must hold.
     """
     from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo

@@ -1,6 +1,6 @@
-"""Placement of engines: the device each kind needs, its way to get weights, and the ranks it shares GPUs with.
+"""Placement of engines: the device each kind needs, how weights reach it, and which ranks share its GPUs.
 
-Rules for the settings' checks, the run and the engines alike; imports nothing heavy.
+Shared by the settings' checks, the run and the engines; imports nothing heavy.
 """
 
 from workers.errors import ConfigError
@@ -10,12 +10,12 @@ BACKENDS = {"shared_memory": "shared_memory", "colocated": "ipc", "apart": "nccl
 
 
 def fits_device(placement: str, *, has_gpu: bool) -> bool:
-    """Whether an engine of this placement can run: `shared_memory` on a CPU, `colocated` and `apart` on a GPU."""
+    """Whether an engine of this placement can run: `shared_memory` needs a CPU, `colocated` and `apart` a GPU."""
     return (placement == "shared_memory") != has_gpu
 
 
 def check_placement(placement: str, *, has_gpu: bool) -> None:
-    """Raise ConfigError if an engine on this device cannot receive weights the placement's way."""
+    """Raise ConfigError if an engine on this device cannot have this placement."""
     if placement not in BACKENDS:
         raise ConfigError(f"rollout.placement={placement} is unknown; use one of {', '.join(BACKENDS)}.")
     if not fits_device(placement, has_gpu=has_gpu):
@@ -28,5 +28,5 @@ def check_placement(placement: str, *, has_gpu: bool) -> None:
 
 
 def ranks_of_engine(replica: int, tensor_parallel: int) -> range:
-    """The policy ranks whose GPUs a colocated engine shares: consecutive ones, engine after engine."""
+    """Policy ranks whose GPUs a colocated engine shares: consecutive, engine after engine."""
     return range(replica * tensor_parallel, (replica + 1) * tensor_parallel)

@@ -1,9 +1,9 @@
-"""Hashes of a sample's beginnings, by which the driver, which reads no token, finds what samples have in common.
+"""Hashes of a sample's prefixes, by which the driver finds shared tokens without reading any.
 
     prompt | 1 | 2 | 3 | ... | 64 | 65 .. 68 | 69 .. 72 | ...     a hash of all tokens up to each bar after the first
 
-Two samples of a prompt begin alike up to their last equal hash. What they share beyond it stays unknown: nothing of the
-first 64 tokens after the prompt, and at most a 16th of more.
+Two samples of a prompt share tokens up to their last equal hash. At most a 16th more stays unseen, and nothing within
+the first 64 tokens after the prompt.
 """
 
 import numpy as np
@@ -14,7 +14,7 @@ _ODD = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: multiples of it spr
 
 
 def hashed_places(tokens: int) -> np.ndarray:
-    """The numbers of tokens after a prompt up to which there are hashes, int64, ascending and below `tokens`."""
+    """Response lengths that have hashes, int64, ascending and below `tokens`."""
     places = list(range(1, min(tokens, EACH + 1)))
     while places and (following := places[-1] + max(1, places[-1] // 16)) < tokens:
         places.append(following)
@@ -22,10 +22,10 @@ def hashed_places(tokens: int) -> np.ndarray:
 
 
 def prefix_hashes(ids: np.ndarray, prompt_tokens: int) -> bytes:
-    """uint32 numbers, one for each of `hashed_places`, equal for equal beginnings in every process.
+    """uint32 numbers, one per entry of `hashed_places`, the same in every process.
 
     ids: int32 [n], a sample's tokens. A hash is the upper half of sum_j (x_j + 1) a_j mod 2^64 over the tokens x_j,
-    with fixed a_j: two beginnings that differ have the same one with a chance of about 2^-32.
+    with fixed a_j. Different prefixes collide with a probability of about 2^-32.
     """
     places = hashed_places(len(ids) - prompt_tokens) + prompt_tokens
     numbers = np.arange(1, len(ids) + 1, dtype=np.uint64) * _ODD

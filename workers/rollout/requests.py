@@ -22,7 +22,7 @@ GENERATION_STEP = -3  # of `controller.generate`
 
 @dataclass(frozen=True)
 class EpisodeStart:
-    """Start of an episode: the record, and its prompt as it was tokenized (text or chat messages)."""
+    """The record of an episode, and its prompt before tokenizing (text or chat messages)."""
 
     record: dict[str, Any]
     prompt: Text
@@ -30,8 +30,7 @@ class EpisodeStart:
 
 @dataclass(frozen=True)
 class PartialResponse:
-    """The beginning of a response that is still generated, n tokens. ids: int32 [n]. log_probs: float32 [n], of the
-    weights `versions`, int32 [n], that sampled each."""
+    """The beginning of an unfinished response. ids, versions (of weights): int32 [n]. log_probs: float32 [n]."""
 
     ids: np.ndarray
     log_probs: np.ndarray
@@ -40,9 +39,9 @@ class PartialResponse:
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """A request for one response. prompt_ids: int32 [prompt tokens]; the samples of a group share the array. start: set
-    if an environment answers the policy's turns; otherwise there is one turn. begun: its first tokens, where an engine
-    sampled them before. priority: engines that are short of memory serve the lowest first."""
+    """A request for one response. prompt_ids: int32 [prompt tokens], shared by a group. start: of an episode; None for
+    one turn. begun: tokens sampled before by another engine. priority: engines short of memory serve the lowest first.
+    """
 
     uid: str
     sample: int
@@ -76,16 +75,14 @@ COUNTS = (
 class SampleResult:
     """The result of one request.
 
-    response_tokens: those of the policy. observation_tokens: those that an environment put between its turns.
-    prompt_hash: int64, equal for equal prompts. prefix_hashes: see `workers.rollout.prefix_hashes`. read_tokens: those
-    before its turns, of which the engine had `cached_tokens` from requests that begin with the same ones.
-    finish_reason: `stop` (end of sequence, or the environment was done), `length` (sampling.max_new_tokens,
-    rollout.max_episode_tokens or the engine's longest sequence), `turns` (rollout.max_turns) or `error`, with the
-    reason in `error`. weight_version, newest_weight_version: the oldest and the newest weights that any of its tokens
-    was sampled with. version_tokens: (version, number of tokens sampled with it), oldest first. environment: its
-    reward, or why it has none; None without one. row: its row in the DataProto that came with it; -1 after an error.
-    replica: the engine it ran on, from `start`, seconds since 1970 by the clock there, for `seconds`, waiting for its
-    turn included.
+    response_tokens: the policy's. observation_tokens: the environment's. prompt_hash: int64, the same in every process.
+    prefix_hashes: see `workers.rollout.prefix_hashes`. read_tokens: tokens before each turn, summed; `cached_tokens` of
+    them were in the prefix cache. finish_reason: `stop` (end of sequence, or the environment was done), `length`
+    (sampling.max_new_tokens, rollout.max_episode_tokens or the engine's longest sequence), `turns` (rollout.max_turns)
+    or `error`, explained in `error`. weight_version, newest_weight_version: oldest and newest weights that sampled a
+    token. version_tokens: (version, tokens), oldest first. environment: its reward or failure; None without an
+    environment. row: in the DataProto that came along; -1 after an error. replica: the engine. start: seconds since
+    1970 by its clock. seconds: duration including waiting.
     """
 
     uid: str
@@ -111,24 +108,20 @@ class SampleResult:
 
     @property
     def key(self) -> tuple[str, int]:
-        """Identifies the sample within a round."""
         return self.uid, self.sample
 
     @property
     def length(self) -> int:
-        """All tokens of the sequence."""
         return self.prompt_tokens + self.response_tokens + self.observation_tokens
 
     @property
     def failed(self) -> bool:
-        """True if there is no response."""
         return self.finish_reason == ERROR
 
 
 @dataclass(frozen=True)
 class WeightLoad:
-    """One update of weights in one engine, including the time that requests are paused. start: seconds since 1970 by
-    its clock."""
+    """One weight update of an engine, including its pause. start: seconds since 1970 by its clock."""
 
     version: int
     start: float
@@ -136,12 +129,12 @@ class WeightLoad:
 
 
 def sample_seed(run_seed: int, step: int, uid: str, sample: int) -> int:
-    """A seed in [0, 2^63) that is the same on every machine and in every process, unlike `hash`."""
+    """A seed in [0, 2^63), the same on every machine and in every process, unlike `hash`."""
     return _seed(f"{run_seed}/{step}/{sample}/{uid}")
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """The seed of a sample's turn, counted from 0, derived from the sample's: the first turn has that itself."""
+    """Seed of a sample's turn, counted from 0; the first turn uses the sample's seed."""
     return _seed(f"{seed}/{turn}") if turn else seed
 
 

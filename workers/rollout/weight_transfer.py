@@ -1,4 +1,4 @@
-"""Sends new weights to the engines. On CPU they travel as one array of safetensors bytes, through shared memory:
+"""Sends new weights to engines on CPUs: one array of safetensors bytes in shared memory.
 
     payload = pack_weights(policy.named_weights())        # policy rank 0; uint8 [bytes], a Ray object
     with private_file(payload) as path:                   # every rollout actor; in memory, mode 0600
@@ -8,16 +8,8 @@
         await engine.finish_weight_update(version)
         await engine.resume_generation()                  # they continue with the new weights, KV cache recomputed
 
-On GPUs the bytes never leave the devices: see `workers.rollout.gpu_transfer`. This module imports neither torch nor
-vLLM until it is used, because every process of vLLM imports it as a plugin.
-
-Processes of an engine end with the actor that started them, however that ends.
-
-    RolloutWorker --spawn--> VLLM::EngineCore --spawn--> VLLM::Worker, where several share a model
-       SIGKILL -------------------> SIGKILL ------------------> SIGKILL
-
-Otherwise vLLM's scheduler outlives a killed actor and keeps its memory (on a GPU: nearly all of it), which the engine
-started in its place then lacks.
+GPUs use `workers.rollout.gpu_transfer`. Torch and vLLM are imported late, because every vLLM process loads this module
+as a plugin. Here is also `end_with_actor`: without it vLLM's processes outlive a killed actor and keep its memory.
 """
 
 import functools
@@ -43,7 +35,7 @@ def mark_actor() -> None:
 
 
 def end_with_actor() -> None:
-    """Below a marked actor: let the kernel kill this process when the one that started it ends."""
+    """Below a marked actor, let the kernel kill this process when its parent ends."""
     if os.environ.get(ACTOR) not in (None, str(os.getpid())):
         end_with_parent()
 
@@ -59,7 +51,7 @@ ENGINE_OF_BACKEND = dict(zip(BACKENDS.values(), ENGINES, strict=True))
 
 @functools.cache  # vLLM may load a plugin more than once in a process, and its factory refuses a name that it knows
 def register() -> None:
-    """Register our engines with vLLM: the entry point that its processes call when they start."""
+    """Register our engines with vLLM; its processes call this entry point at start."""
     end_with_actor()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
@@ -72,7 +64,7 @@ def register() -> None:
 
 
 def pack_weights(named_tensors: "Iterable[tuple[str, Tensor]]") -> np.ndarray:
-    """All tensors as safetensors bytes, uint8 [bytes]. Tied weights come under both names, each with its own bytes."""
+    """All tensors as safetensors bytes, uint8 [bytes]. Tied weights are stored under both names."""
     from safetensors.torch import save
 
     tensors: dict[str, Tensor] = {}
@@ -87,7 +79,7 @@ def pack_weights(named_tensors: "Iterable[tuple[str, Tensor]]") -> np.ndarray:
 
 
 def unpack_weights(payload: np.ndarray) -> "dict[str, Tensor]":
-    """The tensors by name. Raises safetensors.SafetensorError if the bytes are not a safetensors file."""
+    """Tensors by name. Raises safetensors.SafetensorError for other bytes."""
     from safetensors.torch import load
 
     return load(payload.tobytes())
@@ -95,10 +87,9 @@ def unpack_weights(payload: np.ndarray) -> "dict[str, Tensor]":
 
 @contextmanager
 def private_file(payload: np.ndarray) -> Iterator[str]:
-    """`payload` as a file in memory that processes of this user can open by its path, gone when the block ends.
+    """Path to `payload` as a file in memory, for processes of this user, until the block ends.
 
-    A file without a name, unlike one in /dev/shm: it goes with this process even if that is killed, and containers,
-    which often have 64 MiB of /dev/shm, do not limit it.
+    Unlike a file in /dev/shm, it vanishes with a killed process, and containers' small /dev/shm does not limit it.
     """
     with os.fdopen(os.memfd_create("ballast-weights"), "wb") as file:
         os.fchmod(file.fileno(), 0o600)

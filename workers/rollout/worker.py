@@ -1,13 +1,12 @@
 """RolloutWorker: the actor around one vLLM engine.
 
     requests --generate--> [vLLM: scheduler, model, sampler] --every 0.25 s--> DataProto, list[SampleResult], ...
-                               turn | ^ observation              an environment's, where there is one
+                               turn | ^ observation              with an environment
                                     v |
                             [EnvironmentPool: a process an episode]
-    payload --update_weights--> pause, load, resume (requests in flight go on)
+    payload --update_weights--> pause, load, resume (requests in flight continue)
 
-On GPUs an `AsyncLLM` runs its model in separate processes, and this one only passes requests on and packs the results;
-on a CPU the model runs in a thread of this process.
+On GPUs `AsyncLLM` runs its model in separate processes; on a CPU the model runs in a thread of this process.
 """
 
 import asyncio
@@ -64,7 +63,7 @@ Sample = tuple[SampleResult, Row | None]
 
 
 class RolloutWorker:
-    """One engine. Wrapped by `ray.remote`; every method but `__init__` is a coroutine or an async generator."""
+    """One engine. Wrapped by `ray.remote`; its methods are coroutines or async generators."""
 
     def __init__(
         self,
@@ -78,10 +77,10 @@ class RolloutWorker:
         environment: bytes = b"",
         environment_timeout_s: float = 0.0,
     ) -> None:
-        """`placement`: one of `workers.rollout.placement.BACKENDS`. The engine comes with `start`. `environment`,
-        `environment_timeout_s`: see EnvironmentPool; without one every sample is one turn.
+        """`placement`: one of `workers.rollout.placement.BACKENDS`. `environment`: see EnvironmentPool; empty for one
+        turn.
 
-        Raises ConfigError if this process's device cannot receive weights the placement's way.
+        Raises ConfigError if this device cannot have the placement.
         """
         prepare_environment(rollout, placement)
         use_rays_interface()  # between an engine's GPUs, and for new weights from the policy's node
@@ -100,7 +99,6 @@ class RolloutWorker:
         self._loads: list[WeightLoad] = []
 
     def __repr__(self) -> str:
-        """The actor's name on Ray's dashboard, and before what it prints."""
         return f"rollout {self.index}"
 
     @property
@@ -146,10 +144,8 @@ class RolloutWorker:
     ) -> AsyncIterator[DataProto | list[SampleResult]]:
         """Yield a DataProto and then the list of its results, repeatedly, as samples finish.
 
-        The block comes first, so that a caller with the list knows that the block exists. Its columns are `input_ids`
-        int32, `loss_mask` bool (True where the policy sampled) and `rollout_log_probs` float32 (0 elsewhere), and
-        others of `Episode.row`; failed samples have no row. A failed sample does not affect others; if the engine dies,
-        RolloutError ends the stream.
+        The block comes first, so that it exists when a caller gets the list. Its columns are those of `Episode.row`;
+        failed samples have no row and do not affect others. If the engine dies, RolloutError ends the stream.
         """
         pending = {asyncio.create_task(self._timed(request, sampling)) for request in requests}
         try:
@@ -183,7 +179,6 @@ class RolloutWorker:
             return _failure(request, f"{type(error).__name__}: {error.__cause__ or error}")
 
     async def _play(self, request: SampleRequest, sampling: SamplingConfig) -> Sample:
-        """One turn, or several with an environment."""
         limits = Limits(self.config.max_turns, self.config.response_limit(sampling))
         episode, sample = Episode(request.prompt_ids, limits), partial(self._turn, request, sampling)
         if request.start is None:
@@ -198,7 +193,7 @@ class RolloutWorker:
         )
 
     async def _response(self, request: SampleRequest, sampling: SamplingConfig) -> Turn:
-        """Sample the response to a prompt, or what is missing of one that was begun."""
+        """Sample a response, or the rest of one."""
         begun = request.begun
         if begun is None:
             return await self._sampled(request, sampling, request.prompt_ids, request.seed)
@@ -208,12 +203,10 @@ class RolloutWorker:
         return after(begun, rest)
 
     async def _turn(self, request: SampleRequest, sampling: SamplingConfig, episode: Episode) -> Turn:
-        """Sample a turn after the episode's tokens."""
         limited = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, episode.room))
         return await self._sampled(request, limited, episode.ids, turn_seed(request.seed, len(episode.turns)))
 
     async def _sampled(self, request: SampleRequest, sampling: SamplingConfig, ids: np.ndarray, seed: int) -> Turn:
-        """Sample after `ids`, int32."""
         from vllm.inputs.engine import tokens_input
 
         name = f"{request.uid}/{request.sample}/{next(self._numbers)}"
@@ -227,7 +220,7 @@ class RolloutWorker:
         return _as_turn(output)
 
     async def partial_responses(self) -> dict[int, PartialResponse]:
-        """The responses that are being generated and have tokens, by their requests' seeds; none of an environment."""
+        """Unfinished responses with tokens, by their requests' seeds; without episodes."""
         found = {}
         for name, response in partial_responses(self.engine).items():
             request = self._under_way.get(name)
@@ -236,10 +229,10 @@ class RolloutWorker:
         return found
 
     async def update_weights(self, payload: np.ndarray, version: int) -> None:
-        """Load `payload` (see `pack_weights`); samples of this engine carry `version` from the next token on.
+        """Load `payload` (see `pack_weights`); tokens carry `version` from the next one on.
 
-        Requests in flight continue with the new weights. Raises RolloutError, naming the weights, if they do not fit
-        the model or are incomplete, and LostError if the engine dies.
+        Requests in flight continue with the new weights. Raises RolloutError if they do not fit the model or are
+        incomplete, and LostError if the engine dies.
         """
         with private_file(payload) as path:
             try:
@@ -267,22 +260,22 @@ class RolloutWorker:
         await self._answer("make ready for new weights", self.engine.start_weight_update())
 
     async def receive_update(self, update_info: dict[str, Any]) -> None:
-        """Let the engine's processes fetch weights; `update_info` is the backend's own. Raises as `update_weights`."""
+        """Fetch weights; `update_info` is the backend's. Raises as `update_weights`."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         await self._answer("load the weights", self.engine.update_weights(WeightTransferUpdateRequest(update_info)))
 
     async def finish_update(self, version: int) -> None:
-        """Put the new weights in place under `version` and resume the requests in flight.
+        """Put the new weights in place under `version` and resume requests.
 
-        Raises as `update_weights` does; requests then stay paused.
+        Raises as `update_weights`; requests then stay paused.
         """
         await self._answer(f"take version {version}", self.engine.finish_weight_update(str(version)))
         await self._answer("go on", self.engine.resume_generation())
         self._loads.append(WeightLoad(version, self._update_began, time.time() - self._update_began))
 
     async def _answer(self, doing: str, call: Awaitable[None]) -> None:
-        """Wait for the engine. Raises LostError if it dies, even while it is waited for, RolloutError for the rest."""
+        """Wait for the engine. Raises LostError if it dies meanwhile, RolloutError for other errors."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         task, engine = asyncio.ensure_future(call), self.engine
@@ -301,20 +294,18 @@ class RolloutWorker:
             task.cancel()
 
     async def take_weight_loads(self) -> list[WeightLoad]:
-        """The updates of weights since the last call."""
+        """Weight updates since the last call."""
         loads, self._loads = self._loads, []
         return loads
 
     async def weight_version(self) -> int:
-        """Version of the weights that the engine samples with."""
         return int(await self.engine.get_weight_version())
 
     async def weight_checksums(self) -> dict[str, str]:
-        """SHA-256 of the bytes of every parameter, as hexadecimal digits, by `RANKS:NAME` with vLLM's own names.
+        """Hexadecimal SHA-256 of every parameter, by `RANKS:NAME` with vLLM's names.
 
-        Two engines of one shape can be compared whole. With the trainer only what vLLM neither fuses nor shares can:
-        with one GPU an engine norms, embedding, and outputs of attention and MLP. What a CPU arranges anew (linear
-        layers, experts) is not covered there.
+        Two engines of one shape compare fully. The trainer compares only with weights that vLLM neither fuses, shards
+        nor rearranges.
         """
         every: dict[str, str] = {}
         for rank in await self.engine.compute_weight_checksums():
@@ -322,40 +313,40 @@ class RolloutWorker:
         return every
 
     async def sleep(self) -> None:
-        """Free the GPU for training: weights and KV cache are dropped. For a colocated engine without requests."""
+        """Free a colocated engine's GPU for training: drop weights and KV cache. Needs an engine without requests."""
         # Level 1 would copy the weights to pinned host memory, in buffers rounded up to powers of two; the policy sends
         # its weights at the next wake anyway.
         await self.engine.sleep(level=2)
 
     async def wake_for_weights(self) -> None:
-        """Take the memory of the weights back, whose values are undefined until an update of weights."""
+        """Allocate the weights again; their values are undefined until an update."""
         await self.engine.wake_up(["weights"])
 
     async def wake_kv_cache(self) -> None:
-        """Take the memory of the KV cache back, after the update; the engine may then serve."""
+        """Allocate the KV cache again, after the update; the engine may then serve."""
         await self.engine.wake_up(["kv_cache"])
 
     async def alive(self) -> None:
-        """Return at once, also while weights are being loaded; raises vLLM's error if one of its processes died."""
+        """Return at once, even while weights load; raises vLLM's error if a process died."""
         await self.engine.check_health()
 
     async def health(self) -> None:
-        """Return when the engine's scheduler has answered; with one that hangs, it does not return.
+        """Return when the engine's scheduler answers; never returns if it hangs.
 
-        Raises vLLM's error if the engine is dead, RolloutError if there is none.
+        Raises vLLM's error if the engine is dead, RolloutError without an engine.
         """
         await self.engine.check_health()  # knows of processes that died
         await self.weight_version()
 
     async def pids(self) -> list[int]:
-        """This process and all below it."""
+        """Ids of this process and all below it."""
         import psutil
 
         process = psutil.Process()
         return [process.pid, *(child.pid for child in process.children(recursive=True))]
 
     async def stop(self) -> None:
-        """End the engine; returns when none of its processes is left. May be called at any time, and again."""
+        """End the engine and all its processes. May be called at any time, and repeatedly."""
         engine, self._engine = self._engine, None
         if self._environments is not None:
             await self._environments.stop()
@@ -363,7 +354,7 @@ class RolloutWorker:
 
 
 def _reason(death: Exception) -> str:
-    """The error that ended the engine, or where to look if that was in another process."""
+    """The error that ended the engine, or where to look for it."""
     cause = death.__cause__
     return f"{type(cause).__name__}: {cause}" if cause else "its log is in Ray's session folder, logs/worker-*."
 
@@ -381,7 +372,7 @@ def _end_engine(engine: "AsyncLLM | None") -> None:
 
 
 def _flush(samples: list[Sample]) -> tuple[DataProto, list[SampleResult]]:
-    """One block of the rows, and the results with their row numbers, in the order of (uid, sample)."""
+    """One block of the rows, and the results with their row numbers, sorted by (uid, sample)."""
     rows: list[Row] = []
     results = []
     for result, row in sorted(samples, key=lambda sample: sample[0].key):

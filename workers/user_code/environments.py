@@ -1,6 +1,6 @@
-"""Users' environments, each in a process of its own: one that raises, hangs or dies costs its episode, not the engine.
+"""Users' environments, each in its own process: a failure costs one episode, not the engine.
 
-EnvironmentPool.episode --a Fork of the process that has imported it--> RemoteEnvironment --reset, step--> Player
+EnvironmentPool.episode --fork of a process that imported it--> RemoteEnvironment --reset, step--> Player
 """
 
 import asyncio
@@ -25,26 +25,26 @@ MOST_EPISODES = 4096  # threads, each of which waits for a process
 
 
 class RemoteEnvironment:
-    """The environment of one episode, in a process of the pool. call: sends a method's name and argument there."""
+    """The environment of one episode. call: sends a method's name and argument to its process."""
 
     def __init__(self, call: Callable[[str, Any], Any]) -> None:
         self._call = call
 
     async def reset(self, record: dict[str, Any]) -> Text:
-        """Returns the text or messages to add to the record's prompt. Raises EpisodeError."""
+        """Text or messages to append to the record's prompt. Raises EpisodeError."""
         opening: Text = await self._call("reset", record)
         return opening
 
     async def step(self, response: str) -> Observation:
-        """Returns the answer to a turn. Raises EpisodeError."""
+        """The answer to a turn. Raises EpisodeError."""
         return Observation(**await self._call("step", response))
 
 
 class EnvironmentPool:
-    """Processes that play episodes of one environment class; as many as are played at a time."""
+    """Processes that play episodes of one environment class, one each."""
 
     def __init__(self, environment: bytes, timeout_s: float) -> None:
-        """environment: the pickled class, which only its processes unpickle. timeout_s: limit of one call."""
+        """environment: the pickled class, which only its processes unpickle. timeout_s: of one call."""
         self._environment, self._timeout_s = environment, timeout_s
         self._source: UserProcess | None = None
         self._starting = Lock()
@@ -53,9 +53,9 @@ class EnvironmentPool:
 
     @asynccontextmanager
     async def episode(self) -> AsyncIterator[RemoteEnvironment]:
-        """An environment in a process that plays nothing else meanwhile.
+        """Reserve a process for one episode. It is dropped if the episode fails.
 
-        Raises EpisodeError if none can be started. A process whose episode failed is not used again.
+        Raises EpisodeError if none can be started.
         """
         try:
             process = await self._in_thread(self._take)
@@ -99,14 +99,14 @@ class EnvironmentPool:
 
 @dataclass(frozen=True)
 class Answered:
-    """An environment's opening of an episode, and its answer to an empty response."""
+    """An environment's opening, and its answer to an empty response."""
 
     opening: Text
     observation: Observation
 
 
 def try_environment(packed: bytes, record: dict[str, Any], timeout_s: float) -> Answered:
-    """Play one turn, an empty response to a record. Raises ConfigError with what went wrong."""
+    """Answer a record with an empty response. Raises ConfigError on failure."""
     source = UserProcess(PLAYER, packed, quiet=True)
     try:
         source.receive(START_SECONDS)
@@ -138,7 +138,6 @@ class Player:
         self._runner = asyncio.Runner()  # its event loop comes with the first run, after the fork
 
     def __call__(self, request: tuple[str, Any], reply: Callable[[Any], None]) -> None:
-        """Reply with the opening, or the Observation's fields."""
         method, argument = request
         if method == "reset":
             self._environment = self._class()

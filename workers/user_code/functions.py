@@ -1,10 +1,10 @@
-"""Users' functions and classes are imported, described and pickled in a process of their own, never in ours.
+"""Finds users' functions and classes: imported, described and pickled in another process, never in ours.
 
     find_function(key, "module:function" or "path/file.py:function") --process--> import, signature, cloudpickle
         --> UserFunction(packed, signature), which only the processes that run it unpickle
     call(packed, arguments) --process--> unpickle, call --JSON--> value
 
-An import that raises, hangs, exits, reads the command line or kills its process is a ConfigError in one sentence.
+An import that raises, hangs, exits, reads the command line or kills its process is a ConfigError.
 """
 
 import base64
@@ -30,8 +30,7 @@ AS_A_PROGRAM = 'keep what only a program does behind `if __name__ == "__main__":
 
 @dataclass(frozen=True)
 class Signature:
-    """names: parameters that can be given by name, in order. required: those without a default. takes_all: whether
-    there is a `**` parameter."""
+    """names: parameters that can be given by name, in order. required: those without a default. takes_all: has `**`."""
 
     names: tuple[str, ...]
     required: tuple[str, ...]
@@ -40,8 +39,9 @@ class Signature:
 
 @dataclass(frozen=True)
 class UserFunction:
-    """packed: the function, pickled by value, so that other nodes and processes need no copy of its file. version: of a
-    function that is in no file, a text that changes with its code; a pickle may differ from time to time."""
+    """packed: the function pickled by value, so that other nodes need no copy of its file. version: changes with the
+    code of a function that is not in a file; pickles may differ between runs.
+    """
 
     packed: bytes
     signature: Signature
@@ -49,17 +49,14 @@ class UserFunction:
 
 
 def find_function(key: str, name: str, *, timeout_s: float) -> UserFunction:
-    """The function that `module:function` or `path/file.py:function`, the value of setting `key`, names.
-
-    timeout_s: seconds that its import may take. Raises ConfigError with what was wrong.
-    """
+    """The function `module:function` or `path/file.py:function` of setting `key`. Raises ConfigError."""
     found = _imported("workers.user_code.functions:describe", key, name, timeout_s)
     signature = Signature(tuple(found["names"]), tuple(found["required"]), found["takes_all"])
     return UserFunction(base64.b64decode(found["packed"]), signature)
 
 
 def find_class(key: str, name: str, methods: tuple[str, ...], *, timeout_s: float) -> bytes:
-    """The class that setting `key` names, pickled by value. Raises ConfigError, also if it lacks one of `methods`."""
+    """The class of setting `key`, pickled by value. Raises ConfigError, also if a method is missing."""
     found = _imported("workers.user_code.functions:describe", key, name, timeout_s)
     if not found["is_class"] or not set(methods) <= set(found["methods"]):
         raise ConfigError(f"{key}={name!r} must be a class with the methods {' and '.join(methods)}.")
@@ -67,17 +64,14 @@ def find_class(key: str, name: str, methods: tuple[str, ...], *, timeout_s: floa
 
 
 def check_loss(key: str, name: str, *trial: Any, timeout_s: float) -> None:
-    """Raise ConfigError if the workers could not take the policy loss `module:function` that setting `key` names.
-
-    trial: see `workers.trials.try_loss`.
-    """
+    """Raise ConfigError if workers could not use the policy loss of setting `key`; see `workers.trials.try_loss`."""
     _imported("workers.trials:try_loss", key, name, timeout_s, *trial)
 
 
 def call(packed: bytes, *arguments: Any, key: str, timeout_s: float) -> Any:
-    """The value of a packed function, as JSON gives it back; NumPy arrays and tensors are lists.
+    """A packed function's value, through JSON; arrays and tensors become lists.
 
-    Raises ConfigError if it raises, ends its process, or takes more than `timeout_s` seconds.
+    Raises ConfigError if it raises, ends its process, or exceeds `timeout_s`.
     """
     run = "workers.user_code.functions:run"
     try:
@@ -87,7 +81,6 @@ def call(packed: bytes, *arguments: Any, key: str, timeout_s: float) -> Any:
 
 
 def signature_of(function: Callable[..., Any]) -> Signature:
-    """A function's parameters, as a call by name sees them."""
     parameters = inspect.signature(function).parameters.values()
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     required = tuple(p.name for p in named if p.default is p.empty)
@@ -102,7 +95,7 @@ def _imported(function: str, key: str, name: str, timeout_s: float, *trial: Any)
 
 
 def pickled(found: Any, *modules: ModuleType | None) -> bytes:
-    """Pickle a function or class by value: processes elsewhere need no copy of the files of users' `modules`."""
+    """Pickle by value, with the files of users' `modules`."""
     users = {module for module in modules if module is not None and _is_users(module)}
     for module in users:
         cloudpickle.register_pickle_by_value(module)
@@ -122,7 +115,7 @@ def _is_users(module: ModuleType) -> bool:
 
 
 def describe(key: str, name: str) -> dict[str, Any]:
-    """The function or class that `name` names: its signature, methods and `packed`, its pickle in base 64."""
+    """In the process: signature and methods of `name`, and its base-64 pickle `packed`."""
     module, found = load(key, name)
     try:
         packed = pickled(found, module, sys.modules.get(found.__module__))
@@ -142,7 +135,7 @@ def describe(key: str, name: str) -> dict[str, Any]:
 
 
 def run(packed: bytes, arguments: tuple[Any, ...], key: str) -> Any:
-    """The value of a packed function, in a form for JSON. Raises ConfigError, naming setting `key`, if it raises."""
+    """In the process: the function's value for JSON. Raises ConfigError, naming setting `key`."""
     try:
         return _plain(cloudpickle.loads(packed)(*arguments))
     except RAISED as error:
@@ -150,7 +143,7 @@ def run(packed: bytes, arguments: tuple[Any, ...], key: str) -> Any:
 
 
 def load(key: str, name: str) -> tuple[ModuleType, Callable[..., Any]]:
-    """The module and the function that `name` names. Raises ConfigError naming what is missing, or what it raised."""
+    """The module and the function `name`. Raises ConfigError if it is missing or raises."""
     place, separator, function_name = name.rpartition(":")
     if not separator:
         raise ConfigError(f"{key}={name!r} must be module:function or path/file.py:function.")
@@ -184,7 +177,7 @@ def _import_module(name: str) -> ModuleType:
 
 
 def _not_picklable(module: ModuleType) -> list[str]:
-    """Names of values in the module that cannot be pickled, such as a thread pool or an open file."""
+    """Names in the module that cannot be pickled, such as a thread pool or an open file."""
     code = (ModuleType, type)
     return [
         f"{name} ({type(value).__name__})"
@@ -203,7 +196,7 @@ def _can_be_pickled(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """`value` for JSON; a value that JSON cannot hold becomes its repr, which no caller takes for a number."""
+    """Convert for JSON; other values become their repr, which cannot be mistaken for a number."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, (list, tuple, range)):
         return [_plain(item) for item in value]

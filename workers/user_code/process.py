@@ -1,13 +1,13 @@
-"""UserProcess: a process that runs users' code, which may raise, hang or die there without harm to ours.
+"""UserProcess: a process for users' code, which may raise, hang or die there.
 
-process = UserProcess("module:function", *arguments)     in the process: found = function(*arguments)
-process.receive(timeout_s)         <--JSON---            found, or None where it answers requests:
-process.send(request)              --pickle-->           found(request, reply)
-process.receive(timeout_s)         <--JSON---            reply(value), as often as it likes
-process.fork()                     --socket-->           a copy of the process, with a connection of its own
-process.end()                                            killed, with all that it has started
+    process = UserProcess("module:function", *arguments)     in the process: found = function(*arguments)
+    process.receive(timeout_s)         <--JSON---            found, or None if it answers requests:
+    process.send(request)              --pickle-->           found(request, reply)
+    process.receive(timeout_s)         <--JSON---            reply(value), repeatedly
+    process.fork()                     --socket-->           a copy of the process, with its own connection
+    process.end()                                            killed, with all that it has started
 
-Nothing of the user's is unpickled beside ours. A process ends with its parent and ignores Ctrl-C.
+Our process never unpickles users' data. A UserProcess ends with its parent and ignores Ctrl-C.
 """
 
 import ctypes
@@ -48,7 +48,7 @@ class NoAnswerError(Exception):
 
 
 class Connection:
-    """Our end of the connection to a process."""
+    """Our end of the connection."""
 
     def __init__(self) -> None:
         self._socket, self._theirs = socket.socketpair()
@@ -56,7 +56,7 @@ class Connection:
         self._ending, self._ended = Lock(), False
 
     def send(self, request: Any) -> None:
-        """Send an object, pickled. Raises NoAnswerError if the process has ended, or does not read it."""
+        """Send an object, pickled. Raises NoAnswerError if the process has ended or does not read."""
         packed = pickle.dumps(request)
         try:
             self._socket.settimeout(START_SECONDS)
@@ -69,9 +69,9 @@ class Connection:
     ) -> Any:
         """The next answer.
 
-        setting: names the time limit. late_s: added to it. Raises NoAnswerError if the function raised, the process
-        ended, or was killed because it took too long, wrote to our connection or answered with more than `longest`
-        bytes. Raises ConfigError with the text of a BallastError.
+        setting: names the time limit. late_s: added to it. Raises NoAnswerError if the function raised, or the process
+        ended or was killed for being late, writing to the connection, or answering more than `longest` bytes. Raises
+        ConfigError for a BallastError.
         """
         try:
             self._socket.settimeout(timeout_s + late_s)
@@ -103,7 +103,7 @@ class Connection:
 
     @property
     def alive(self) -> bool:
-        """Whether the process, which is not answering a request, still has its end of the connection."""
+        """Whether the idle process still holds its end of the connection."""
         try:
             self._socket.settimeout(0)
             return self._socket.recv(1, socket.MSG_PEEK) != b""
@@ -113,7 +113,7 @@ class Connection:
             return False
 
     def end(self, exit_s: float = 0.0) -> str:
-        """Kill the process and all that it has started, unless it exits within `exit_s`; returns how it ended."""
+        """Kill the process and its children, unless it exits within `exit_s`; returns how it ended."""
         with self._ending:
             if not self._ended:
                 self._ended = True
@@ -126,10 +126,8 @@ class Connection:
 
 
 class UserProcess(Connection):
-    """A new process of `target`."""
-
     def __init__(self, target: str, *arguments: Any, quiet: bool = False) -> None:
-        """target: `module:function`, ours. quiet: whether its stderr is kept, for `errors`, instead of shown."""
+        """target: our `module:function`. quiet: keep stderr for `errors` instead of showing it."""
         super().__init__()
         self._kept = io.StringIO() if quiet else None
         with self._theirs:
@@ -157,7 +155,7 @@ class UserProcess(Connection):
 
     @property
     def errors(self) -> str:
-        """What a quiet process has written to stderr."""
+        """The stderr of a quiet process."""
         return self._kept.getvalue() if self._kept else ""
 
     def _kill(self, exit_s: float) -> str:
@@ -174,7 +172,7 @@ class UserProcess(Connection):
 
 
 class Fork(Connection):
-    """A process that another one has forked: in milliseconds, and with the memory of its imports."""
+    """A forked process: starts in milliseconds, with its parent's imports."""
 
     def __init__(self, source: socket.socket) -> None:
         super().__init__()
@@ -197,9 +195,9 @@ class Fork(Connection):
 
 
 def ask(function: str, *arguments: Any, timeout_s: float, setting: str) -> Any:
-    """Call `module:function` of ours in a new process; returns its value.
+    """Call our `module:function` in a new process; returns its value.
 
-    What it writes to stderr is shown only with a value. Raises as `UserProcess.receive` does.
+    Its stderr is shown only on success. Raises as `UserProcess.receive` does.
     """
     process = UserProcess(function, *arguments, quiet=True)
     try:
@@ -211,7 +209,7 @@ def ask(function: str, *arguments: Any, timeout_s: float, setting: str) -> Any:
 
 
 def _show(stream: BufferedReader, shown: TextIO) -> None:
-    """Pass lines on, but not more than SHOWN_BYTES within SHOWN_SECONDS."""
+    """Pass lines on, at most SHOWN_BYTES within SHOWN_SECONDS."""
     room, until = 0, 0.0
     with stream:
         # What is dropped need not be split into lines, which would hold the process up.
@@ -232,10 +230,9 @@ def _show(stream: BufferedReader, shown: TextIO) -> None:
 
 
 class Channel:
-    """The process's end. No process that it starts or forks has it."""
+    """The process's end; its own children do not inherit it."""
 
     def __init__(self, descriptor: int) -> None:
-        """descriptor: of the socket; it is closed."""
         self._socket = socket.socket(fileno=fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, FIRST_DESCRIPTOR))
         os.close(descriptor)
         os.register_at_fork(after_in_child=self._socket.close)
@@ -254,12 +251,12 @@ class Channel:
         return pickle.loads(packed) if packed else None, descriptors
 
     def reply(self, value: Any, kind: str = "value") -> None:
-        """Send an answer, with `?` for halves of characters, which no file or terminal takes."""
+        """Send an answer; lone surrogates become `?`."""
         self._socket.sendall(json.dumps({kind: value}, ensure_ascii=False).encode(errors="replace") + b"\n")
 
 
 def main() -> None:
-    """Call the target that the command line names, where users' code finds no arguments of ours."""
+    """Call the target named by the command line, and hide our arguments from users' code."""
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     descriptor, target = int(sys.argv.pop()), sys.argv.pop()
@@ -278,7 +275,7 @@ def main() -> None:
 
 
 def _serve(channel: Channel, answer: Any) -> None:
-    """Answer requests, and fork for every descriptor that comes, until the other side is gone."""
+    """Answer requests and fork on request, until the other side is gone."""
     while True:
         request, descriptors = channel.receive()
         if descriptors:
@@ -301,11 +298,10 @@ def _serve(channel: Channel, answer: Any) -> None:
 
 
 def end_with_parent() -> None:
-    """Let the kernel kill this process when the thread that started it ends, however that happens."""
+    """Let the kernel kill this process when the thread that started it ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def resolve(target: str) -> Any:
-    """The function `module:function`, of ours."""
     module, _, name = target.partition(":")
     return getattr(importlib.import_module(module), name)

@@ -1,4 +1,4 @@
-"""Users' reward functions in a process of their own: one that raises, hangs or dies costs a sample, not the run.
+"""Users' reward functions in their own process: a failure costs a sample, not the run.
 
     RewardProcess.run(calls) --calls--> Scorer: functions, sample by sample --(number, score)--> RewardProcess
             |                                                                                  |
@@ -24,11 +24,10 @@ RAW = "response_raw"  # stands among the columns: the response with its special 
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A user's function as drivers and actors hold it: `packed` by cloudpickle, and unpickled by RewardProcess alone.
+    """A user's function, `packed` by cloudpickle and unpickled only by RewardProcess.
 
-    name: the short one, that metrics carry. weight: in the reward. It is called with `response` (a text) and the
-    `columns` of the sample's record that it takes by name; or, if it takes `responses`, once with lists of all of
-    these. It may be a coroutine function.
+    name: short, for metrics. weight: in the reward. It is called with `response` (a text) and the record's `columns`
+    that it takes; with a `responses` parameter, once with lists of them. It may be a coroutine function.
     """
 
     name: str
@@ -39,7 +38,7 @@ class RewardFunction:
 
 @dataclass(frozen=True)
 class Call:
-    """One sample to score; `columns` has at least what the functions take."""
+    """One sample to score; `columns` has at least the functions' parameters."""
 
     number: int
     response: str
@@ -47,19 +46,18 @@ class Call:
 
 
 class RewardProcess:
-    """Runs reward functions on samples, in a process that is started again whenever a sample ends it."""
+    """Runs reward functions on samples; restarted whenever a sample ends it."""
 
     def __init__(
         self, functions: Sequence[RewardFunction], *, timeout_s: float, concurrency: int, quiet: bool = False
     ) -> None:
-        """timeout_s: seconds that one call may take. concurrency: samples under way at a time, of coroutine functions.
-        quiet: whether what the functions write to stderr is not shown."""
+        """timeout_s: of one call. concurrency: of coroutine functions. quiet: hide the functions' stderr."""
         self._functions, self._timeout_s, self._concurrency = list(functions), timeout_s, concurrency
         self._quiet = quiet
         self._process: UserProcess | None = None
 
     def run(self, calls: Sequence[Call]) -> dict[int, Score]:
-        """A score for every call, by number, or with the reason in `failure`. Never raises for what a function does."""
+        """A score for every call, by number; failures are in `failure`, never raised."""
         scores: dict[int, Score] = {}
         if len(calls) > 1:
             self._try(calls, scores)
@@ -69,7 +67,7 @@ class RewardProcess:
         return scores
 
     def _try(self, calls: Sequence[Call], scores: dict[int, Score]) -> str:
-        """Add scores until all are there, or until the process ends or stays silent; then returns why."""
+        """Add scores; returns why, if the process ends or stays silent before all are there."""
         responses = {call.number: call.response for call in calls}
         try:
             process = self._started()
@@ -98,7 +96,7 @@ class RewardProcess:
 
 
 def try_rewards(functions: Sequence[RewardFunction], record: Mapping[str, Any], timeout_s: float) -> Score:
-    """Score an empty response to a record. Raises ConfigError with what went wrong: a function must score any text."""
+    """Score an empty response to a record. Raises ConfigError: a function must score any text."""
     process = RewardProcess(functions, timeout_s=timeout_s, concurrency=1, quiet=True)
     try:
         score = process.run([Call(0, "", {**record, RAW: ""})])[0]
@@ -114,7 +112,7 @@ def try_rewards(functions: Sequence[RewardFunction], record: Mapping[str, Any], 
 
 
 class Scorer:
-    """Scores samples; each score is sent as soon as it is there."""
+    """Scores samples and sends each score at once."""
 
     def __init__(self, functions: list[RewardFunction], timeout_s: float, concurrency: int) -> None:
         self._functions = {each: cloudpickle.loads(each.packed) for each in functions}
@@ -137,7 +135,7 @@ class Scorer:
         await asyncio.gather(*(score(position, call) for position, call in enumerate(calls)))
 
     async def _score(self, call: Call, batched: dict[RewardFunction, Any]) -> Score:
-        """The sample's score over all functions; `batched` has the values of those that take all samples at once."""
+        """The sample's score over all functions; `batched` has the values of batch functions."""
         scores: dict[str, Score] = {}
         for function in self._functions:
             try:
@@ -154,7 +152,7 @@ class Scorer:
         return await self._result(function, {"response": call.response} | columns)
 
     async def _score_batch(self, function: RewardFunction, calls: list[Call]) -> list[Any]:
-        """One value or _FunctionError for each call; where the whole batch fails, each call is tried alone."""
+        """One value or _FunctionError per call; if the batch fails, each call is tried alone."""
         columns = {name: [call.columns.get(name) for call in calls] for name in function.columns}
         try:
             values = await self._result(function, {"responses": [call.response for call in calls]} | columns)
@@ -171,7 +169,7 @@ class Scorer:
             value = self._functions[function](**arguments)
             if not isawaitable(value):
                 return value
-            # Not wait_for: it makes a task, and what of RAISED is no Exception would end the loop from there.
+            # Not wait_for: it makes a task, whose BaseExceptions of RAISED would end the loop.
             async with asyncio.timeout(self._timeout_s):
                 return await value
         except TimeoutError:
@@ -181,4 +179,4 @@ class Scorer:
 
 
 class _FunctionError(Exception):
-    """The reason why a function returned no score."""
+    """Why a function returned no score."""
