@@ -10,9 +10,9 @@ import pytest
 NEXT = "5.24.0"
 TESTS = (
     "tests/test_contracts.py",
-    "tests/workers/model/test_families.py",
+    "tests/workers/model/rules/test_families.py",
     "tests/workers/model/test_exactness.py",
-    "tests/workers/model/test_expert_parallel.py",
+    "tests/workers/model/moe/test_expert_parallel.py",
     "tests/controller/preflight/test_measure.py::test_the_estimate_of_shared_experts_holds[1-2-8192]",
 )
 

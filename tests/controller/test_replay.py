@@ -19,9 +19,9 @@ from controller.observability.run_folder import recorded_steps, step_file
 from controller.preflight.checks import check_layout
 from controller.replay import Request, Start, comparison, main, prepared, settings, start_before
 from controller.replayer import Replayer, replay
+from tests.controller.checkpoints.test_progress import write
 from tests.controller.stand_ins.roles import TOKENS, LocalRun
 from tests.controller.stand_ins.run import StandInRun, StandIns
-from tests.controller.test_checkpoint import write
 from workers.dataproto import DataProto
 from workers.errors import DataError, MismatchError
 from workers.remote_batch import RemoteBatch

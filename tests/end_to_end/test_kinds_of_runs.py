@@ -55,7 +55,7 @@ def test_a_run_in_stages_hands_on_its_weights_and_goes_on_without_stages(setting
 PPO = (
     *UNVALIDATED,
     "run.steps=2",
-    "policy.ranks=1",  # two ranks are those of `tests/workers/test_critic.py`
+    "policy.ranks=1",  # two ranks are those of `tests/workers/roles/test_critic.py`
     "batch.mini_batches=2",
     "algorithm.advantage=gae",
     "critic.warmup_steps=1",

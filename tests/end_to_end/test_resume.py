@@ -93,7 +93,7 @@ def check_stopped(found: Stopped, folder: Path, last_said: str) -> None:
     assert [path.name for path, _ in complete(folder / "checkpoints" / "policy")][-1] == f"step-{last}"
 
 
-@pytest.mark.slow  # tests/controller/test_continuous_collector.py has the rules
+@pytest.mark.slow  # tests/controller/rollout/test_async_buffer.py has the rules
 def test_a_killed_run_that_generates_ahead_trains_every_prompt_once_on_the_tokens_that_it_had(
     settings: list[str], workspace: Path
 ) -> None:

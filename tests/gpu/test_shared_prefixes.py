@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.gpu.test_invariance import learned
-from tests.workers.model.test_shared_prefixes import by_mask, computed, groups, random_inputs, stairs
+from tests.workers.model.rows.test_prefix_rows import by_mask, computed, groups, random_inputs, stairs
 from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model
 from workers.model.attention.shared_attention import SharedAttention
 from workers.model.rows.prefix_rows import pack_shared

@@ -12,7 +12,7 @@ from controller.algorithm.advantages import estimate
 from tests.controller.stand_ins.gpus import StandInEngine
 from tests.controller.stand_ins.run import StandIns, write_stand_in_workspace
 from tests.workers.model.tiny import save_tiny_model
-from tests.workers.test_critic import plan_of_this_rank, scored_sequences, worker_on_this_rank
+from tests.workers.roles.test_critic import plan_of_this_rank, scored_sequences, worker_on_this_rank
 from workers.config import OptimizerConfig
 from workers.dataproto import DataProto
 from workers.model.losses.returns import KlPenalty, discounted_returns

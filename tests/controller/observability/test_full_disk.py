@@ -16,7 +16,7 @@ from controller.config import load
 from controller.observability.console import Console
 from controller.observability.metrics import RunWriter
 from controller.observability.trackers import TensorBoardTracker
-from tests.controller.test_checkpoint import write
+from tests.controller.checkpoints.test_progress import write
 from workers.errors import OutputError
 
 FULL = "/dev/full"  # opens, and takes nothing

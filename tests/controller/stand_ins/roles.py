@@ -32,7 +32,7 @@ from controller.observability.run_record import RunRecord
 from controller.run import Run
 from controller.step import step
 from controller.training_loop import Callback, Outcome, Step, train
-from tests.controller.test_checkpoint import write
+from tests.controller.checkpoints.test_progress import write
 from workers.config import SamplingConfig
 from workers.dispatch import PlanResult
 from workers.errors import CheckpointError

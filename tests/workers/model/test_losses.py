@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.workers.model.loss_cases import computed_in_parts, predictions_of, tokens_of, with_log_probs
+from tests.workers.model.losses.loss_cases import computed_in_parts, predictions_of, tokens_of, with_log_probs
 from tests.workers.model.tiny import random_sequences
 from workers.config import POLICY_LOSS_NAMES, LossConfig
 from workers.dataproto import DataProto

@@ -9,7 +9,7 @@ attention, the backward kernel of one block returns the exact share of the gradi
 
 torch's public functions hide the log-sum-exp or drop its gradient, so the operators below them are used: on CUDA one
 call for all segments (half precision only), on the CPU one call a segment.
-tests/workers/model/test_context_parallel.py compares them with scaled_dot_product_attention.
+tests/workers/model/attention/test_context_parallel.py compares them with scaled_dot_product_attention.
 
 Shapes: Q query tokens, T key tokens of all segments; H query heads, K key-value heads (K divides H), D head dimension.
 """

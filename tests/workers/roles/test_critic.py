@@ -9,7 +9,7 @@ import torch.distributed as dist
 from transformers import AutoModelForSequenceClassification
 
 from balancing import RankPlan, plan_batch
-from tests.workers.model.test_credit import gae_by_paper
+from tests.workers.model.losses.test_returns import gae_by_paper
 from tests.workers.model.tiny import random_sequences, reward_model, save_tiny_model, unpacked_values
 from workers.config import GaeConfig, ModelConfig, OptimizerConfig, ParallelConfig, ValueLossConfig
 from workers.dataproto import DataProto

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from tests.workers.model.checkpoint.test_checkpoint import train, weights
 from tests.workers.model.ranks import RankPool
-from tests.workers.model.test_checkpoint import train, weights
 from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model, unpacked_log_probs
 from workers.config import LoraConfig, ModelConfig, OptimizerConfig
 from workers.errors import CheckpointError, ConfigError, OutputError

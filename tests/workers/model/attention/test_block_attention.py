@@ -5,7 +5,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.workers.model.reference_attention import reference_attention
+from tests.workers.model.attention.reference_attention import reference_attention
 from tests.workers.model.tiny import relative_error
 from workers.model.attention.block_attention import FEWEST_QUERIES, block_attention, query_blocks
 from workers.model.attention.flash_kernels import Segments

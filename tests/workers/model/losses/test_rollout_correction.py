@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tests.workers.model.loss_cases import computed_in_parts, tokens_of, with_log_probs
+from tests.workers.model.losses.loss_cases import computed_in_parts, tokens_of, with_log_probs
 from tests.workers.model.tiny import random_sequences
 from workers.config import LossConfig, RolloutCorrectionConfig
 from workers.dataproto import DataProto

@@ -9,7 +9,7 @@ import torch
 from torch.nn.attention import current_flash_attention_impl
 from transformers import AutoModelForCausalLM
 
-from tests.workers.model.reference_attention import reference_attention
+from tests.workers.model.attention.reference_attention import reference_attention
 from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model, unpacked_log_probs
 from workers.dataproto import DataProto
 from workers.errors import ConfigError, UnsupportedModelError

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.workers.model.checkpoint.test_checkpoint import train
 from tests.workers.model.ranks import RankPool
-from tests.workers.model.test_checkpoint import train
 from tests.workers.model.tiny import random_sequences, save_tiny_model
 from workers.config import LoraConfig, ModelConfig, OptimizerConfig
 from workers.errors import ConfigError

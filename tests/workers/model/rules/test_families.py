@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tests.workers.model.reference_attention import REFERENCE_ATTENTION
+from tests.workers.model.attention.reference_attention import REFERENCE_ATTENTION
 from tests.workers.model.tiny import (
     FAMILIES,
     VOCABULARY,

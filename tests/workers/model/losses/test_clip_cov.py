@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.workers.model.loss_cases import tokens_of, with_log_probs
+from tests.workers.model.losses.loss_cases import tokens_of, with_log_probs
 from tests.workers.model.ranks import RankPool
 from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model
 from workers.config import LossConfig, ModelConfig, OptimizerConfig

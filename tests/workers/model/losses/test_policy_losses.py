@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.workers.model.loss_cases import computed_in_parts, tokens_of, with_log_probs
+from tests.workers.model.losses.loss_cases import computed_in_parts, tokens_of, with_log_probs
 from tests.workers.model.tiny import random_sequences
 from workers.config import POLICY_LOSS_NAMES, LossConfig
 from workers.dataproto import DataProto

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from controller.config import load
-from tests.workers.model.test_policy_losses import CONFIGS, REFERENCES, Reference
+from tests.workers.model.losses.test_policy_losses import CONFIGS, REFERENCES, Reference
 from tests.workers.model.tiny import random_sequences, save_tiny_model
 from workers.config import LossConfig, ModelConfig, OptimizerConfig, RolloutCorrectionConfig
 from workers.dataproto import DataProto

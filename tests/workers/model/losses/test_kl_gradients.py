@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from controller.config import load
-from tests.workers.model.loss_cases import tokens_of
+from tests.workers.model.losses.loss_cases import tokens_of
 from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model
 from workers.config import LossConfig, ModelConfig, OptimizerConfig
 from workers.dataproto import DataProto
