@@ -1,10 +1,10 @@
 """Compute lower bounds that plans are measured against.
 
-fewest_bins        number of micro-batches       the caps; Martello and Toth (1990)
-mean_bound         heaviest of k sets            the mean, or the heaviest weight
-pigeonhole_bound   heaviest of k sets            as above, or sets that heavy weights have to share
-step_time_bound    time of a mini-batch          workload / ranks, or steps that long sequences prolong
-prefix_...         the same for groups           as above, with every prefix in each part that the caps force
+    fewest_bins        number of micro-batches       the caps; Martello and Toth (1990)
+    mean_bound         heaviest of k sets            the mean, or the heaviest weight
+    pigeonhole_bound   heaviest of k sets            as above, or sets that heavy weights have to share
+    step_time_bound    time of a mini-batch          workload / ranks, or steps that long sequences prolong
+    prefix_...         the same for groups           as above, with every prefix in each part that the caps force
 
 No plan within the caps is better, whatever algorithm made it.
 """
