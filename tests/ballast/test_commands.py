@@ -26,8 +26,8 @@ def test_a_command_is_the_modules_with_its_arguments(name: str, monkeypatch: pyt
 
 def test_a_command_runs_as_its_module_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write_workspace(tmp_path)
-    assert main(["fit", "--config", str(config), "run.stepz=1"]) == 2
-    assert "run.stepz is not a setting; did you mean run.steps?" in capsys.readouterr().err
+    assert main(["fit", "--config", str(config), "run.stepps=1"]) == 2
+    assert "run.stepps is not a setting; did you mean run.steps?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
