@@ -1,1 +1,1 @@
-"""Checkpoints of a run: `progress` says what they hold and where, `checkpoint_writer` saves and resumes."""
+"""Checkpoints of a run: `progress` defines content and folders, `checkpoint_writer` saves and resumes."""

@@ -1,7 +1,7 @@
-"""Saves a run's checkpoints, and resumes from them; a failed save is logged and counted.
+r"""Save a run's checkpoints and resume from them; a failed save is logged and counted.
 
 complete step --begin--> copied, training goes on --behind--> step-30 --prune--> the last run.keep_checkpoints
-                                                        \\--full disk--> logged, counted; the one before stays
+                                                        \--full disk--> logged, counted; the one before stays
 """
 
 from collections.abc import Callable
@@ -30,12 +30,15 @@ SAVE_SECONDS = 1800.0  # an interrupt may have reached ranks unequally: then a s
 
 
 def nothing(path: Path, progress: Progress) -> None:
-    """Write nothing beside the checkpoint at `path`."""
+    """Write nothing else with the checkpoint at `path`."""
 
 
 class CheckpointWriter:
-    """Saves every role that learns. A save that fails, such as on a full disk, is logged and counted in `failures`; the
-    run continues, and earlier checkpoints stay."""
+    """Saves every role that learns.
+
+    A failed save, for example on a full disk, is logged and counted in `failures`; the run continues, and earlier
+    checkpoints stay.
+    """
 
     def __init__(self, roles: TrainingRoles, run_folder: Path, keep: int, log: Callable[[str], None]) -> None:
         self.failures = 0
@@ -43,9 +46,9 @@ class CheckpointWriter:
         self._begun = 0
 
     def begin(self, progress: Progress, beside: Beside = nothing) -> None:
-        """Begin to save the state after `progress.step`; files are written while training continues.
+        """Begin to save the state after `progress.step`; files are written during training.
 
-        beside: writes what else belongs to the checkpoint, at once. Its failure is counted too, and the rest is saved.
+        beside: writes the checkpoint's other files at once. Its failure is counted, and the rest is saved.
         """
         path = checkpoint_path(self._folder, progress.step)
         try:
@@ -69,8 +72,7 @@ class CheckpointWriter:
         self._prune()
 
     def at_stop(self, progress: Progress, beside: Beside = nothing) -> None:
-        """Save `progress`, and what is `beside`, if it is not saved yet, and wait. Does not raise if a rank cannot: the
-        run ends anyway."""
+        """Save `progress` and `beside` if not saved yet, and wait. Never raises, because the run is ending."""
         try:
             if progress.step > self._begun:
                 self._log(f"saving a checkpoint of step {progress.step}")
@@ -96,11 +98,10 @@ class CheckpointWriter:
 
 
 def resume(config: TrainingConfig, roles: TrainingRoles, log: Callable[[str], None], data: dict[str, Any]) -> Progress:
-    """Load the newest good checkpoint that run.resume asks for; a fresh Progress where it asks for none.
+    """Load the newest good checkpoint for run.resume; return a fresh Progress if none is requested.
 
-    data: identity of the run's training data; run.other_data decides what happens if the checkpoint's differs. A
-    checkpoint that fails to load is logged and the one before it is tried. Raises CheckpointError if there are
-    checkpoints and none loads: starting from scratch would overwrite them.
+    data: identity of the training data; run.other_data decides what happens if it differs. If a checkpoint fails to
+    load, the one before is tried. Raises CheckpointError if none loads, because a fresh start would overwrite them.
     """
     if config.run.resume == "never":
         return Progress(data=data)
@@ -128,7 +129,7 @@ def resume(config: TrainingConfig, roles: TrainingRoles, log: Callable[[str], No
 def _with_data(
     progress: Progress, data: dict[str, Any], config: TrainingConfig, log: Callable[[str], None]
 ) -> Progress:
-    """The progress with this run's data; at their first prompt if they differ and run.other_data=restart."""
+    """Set the progress's data; restart at the first prompt if they differ and run.other_data=restart."""
     if config.run.other_data == "restart" and differences(data, progress.data):
         log("the training data are not those of the checkpoint: they are taken from their first prompt")
         progress = replace(progress, position=0, active=[], samples="")
@@ -136,7 +137,7 @@ def _with_data(
 
 
 def _remove_later(roles: TrainingRoles, path: Path, step: int) -> None:
-    """Remove checkpoints of later steps, which failed to load or lack a role: new ones will take their names."""
+    """Remove later checkpoints that failed to load or lack a role; new ones will reuse their names."""
     for role in roles.trained:
         for found, manifest in complete(role_path(path, role).parent):
             if manifest.step > step:

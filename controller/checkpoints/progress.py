@@ -1,11 +1,11 @@
 """Checkpoints of a run: the driver's state, the folders, and how a run resumes.
 
     runs/NAME/checkpoints/policy/step-30     the policy's state; its manifest carries the driver's Progress
-    runs/NAME/checkpoints/critic/step-30     the critic's, where there is one
-    runs/NAME/checkpoints/samples/step-30.npz    samples that no step has trained on, where they are made ahead
+    runs/NAME/checkpoints/critic/step-30     the critic's, if any
+    runs/NAME/checkpoints/samples/step-30.npz    untrained samples that were made ahead
     run.resume --checkpoints_at--> newest first --the first that loads--> Progress
 
-The workers' half is the room `workers.model.checkpoint`. A run can resume from a step whose folders are all complete.
+`workers.model.checkpoint` is the workers' half. A run can resume from a step whose folders are all complete.
 """
 
 from dataclasses import asdict, dataclass, field
@@ -22,14 +22,13 @@ FOLDER = Path("checkpoints") / "policy"
 
 @dataclass
 class Progress:
-    """State that the driver needs to resume after a step; the rest follows from the configuration and the seed.
+    """The driver's state after a step; the rest follows from configuration and seed.
 
-    step: the last one that is complete. position: the next prompt's place in the stream. active: places of prompts
-    before it whose samples no step has trained on. samples: the file that has these, as far as they are there; empty
-    where there is none. weight_version: of the policy's weights. best: highest value of validation.keep_best so far.
-    before, latest: validations. kl_coefficient: weight of the KL in the reward, where it is adapted. trackers: the
-    run's id in each tracker that has one. refit: the cost model fitted to this run, see `CostModelFitter.state`. data:
-    identity of the training data in which `position` is a place, see `controller.data.identity`.
+    step: the last complete one. position: index of the next prompt in the stream. active: earlier indices whose samples
+    are untrained. samples: file with these samples, or empty. weight_version: of the policy. best: highest
+    validation.keep_best so far. before, latest: validations. kl_coefficient: adapted KL weight in the reward. trackers:
+    the run's id in each tracker. refit: fitted cost model, see `CostModelFitter.state`. data: identity of the training
+    data, see `controller.data.identity`.
     """
 
     step: int = 0
@@ -46,7 +45,7 @@ class Progress:
     data: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as JSON, for the manifest of a checkpoint."""
+        """The fields as JSON, for a checkpoint's manifest."""
         return asdict(self)
 
 
@@ -61,12 +60,12 @@ def role_path(policy_checkpoint: Path, role: str) -> Path:
 
 
 def samples_path(policy_checkpoint: Path) -> Path:
-    """Path of the samples that belong to a checkpoint."""
+    """Path of a checkpoint's samples."""
     return role_path(policy_checkpoint, "samples").with_suffix(".npz")
 
 
 def remove_old_samples(run_folder: Path, step: int) -> None:
-    """Remove files of samples that belong neither to a complete checkpoint nor to that of `step`, which is begun."""
+    """Remove sample files without a complete checkpoint, except those of the running save of `step`."""
     kept = {step, *(manifest.step for _, manifest in complete(run_folder / FOLDER))}
     for path in samples_path(checkpoint_path(run_folder, step)).parent.glob("step-*.npz"):
         if path not in {samples_path(checkpoint_path(run_folder, one)) for one in kept}:
@@ -74,9 +73,9 @@ def remove_old_samples(run_folder: Path, step: int) -> None:
 
 
 def checkpoints_at(path: Path) -> list[Path]:
-    """Complete checkpoints, newest first: `path` itself if it is one, else those of the run in that folder.
+    """List complete checkpoints, newest first: `path` itself, or those of the run in that folder.
 
-    Raises CheckpointError for a checkpoint that is not complete, naming what is wrong with it.
+    Raises CheckpointError for an incomplete checkpoint, naming the problem.
     """
     if (path / MANIFEST).exists():
         read_manifest(path)
@@ -85,7 +84,7 @@ def checkpoints_at(path: Path) -> list[Path]:
 
 
 def check_same_data(config: TrainingConfig, data: dict[str, Any]) -> None:
-    """Raise ConfigError if run.resume would use a checkpoint of other data and run.other_data does not allow it.
+    """Raise ConfigError if run.other_data does not allow resuming with other data than the checkpoint's.
 
     data: identity of the training data, see `controller.data.identity`.
     """

@@ -1,4 +1,4 @@
-"""The start and the end of a run, around the loop.
+"""Start and end a run, around its loop.
 
 settings --inputs--> data, rewards --model_checks--> model --session--> Ray, actors, record --interrupts--> end
 """

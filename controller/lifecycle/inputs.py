@@ -1,9 +1,9 @@
-"""Inputs of a run besides its configuration: read, tried and checked before anything starts.
+"""Read, try and check a run's inputs before anything starts.
 
     files --> records | users' code --process of its own--> packed, tried once | first prompts --process--> rendered
     these are Tried, with which a dry run ends --tokenizer--> Inputs, with which a run starts
 
-Users' code and chat templates are programs: this process neither imports nor, before they have ended once, runs them.
+Users' code and chat templates are programs: this process runs them only after they have ended once in another.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -55,9 +55,11 @@ LONGEST_SHOWN = 2_000  # characters of a prompt in a dry run
 
 @dataclass(frozen=True)
 class Tried:
-    """Inputs that need no tokenizer. train, held_out: records by path. environment, step: the pickled class of
-    rollout.environment and function of run.step, empty without one. score: of an empty response to the first record, by
-    the reward functions; None without any. answered: by the environment, tried on the first record; None without one.
+    """Inputs that need no tokenizer.
+
+    train, held_out: records by path. environment, step: pickled class of rollout.environment and function of run.step;
+    may be empty. score: reward of an empty response to the first record, or None. answered: the environment's answer to
+    the first record, or None.
     """
 
     train: Records
@@ -74,8 +76,11 @@ class Tried:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Inputs of a run. identity: of the training data, for its checkpoints. environment, step: as in `Tried`.
-    first_prompt: its ids, decoded. warnings: lines for the user."""
+    """Inputs of a run.
+
+    identity: of the training data, for checkpoints. environment, step: as in `Tried`. first_prompt: its decoded ids.
+    warnings: lines for the user.
+    """
 
     sources: list[PromptDataset]
     validation: PromptDataset | None
@@ -90,15 +95,14 @@ class Inputs:
 
     @property
     def prompts(self) -> Prompts:
-        """The training prompts: those of the only source, or a mixture."""
+        """Training prompts: of the only source, or a mixture."""
         return self.sources[0] if len(self.sources) == 1 else PromptMixture(self.sources, list(self.weights.values()))
 
 
 def try_inputs(config: Config, say: Say = print, given: GivenFunctions = NONE_GIVEN) -> Tried:
-    """Read all data, and try users' code and the chat template in processes of their own.
+    """Read all data, and try users' code and the chat template in separate processes.
 
-    say: gets a line about a trial that takes long. given: functions that the settings do not name but stand for.
-    Raises ConfigError or DataError for inputs that cannot be used.
+    say: called with a line if a trial takes long. given: functions passed to the call. Raises ConfigError or DataError.
     """
     data = config.data
     train = {path: read_records(path, data.prompt_key, say) for path in data.weights}
@@ -126,7 +130,7 @@ def try_inputs(config: Config, say: Say = print, given: GivenFunctions = NONE_GI
 
 
 def loss_trial(config: Config, records: Sequence[Record]) -> tuple[Any, ...]:
-    """What a policy loss is tried with: its settings, and columns like those of a step; see `check_loss`."""
+    """Return what a policy loss is tried with: its settings, and columns like a step's; see `check_loss`."""
     first = [records[0], records[-1]]
     columns = {name: record_column([record[name] for record in first]) for name in config.loss_columns}
     columns |= dict.fromkeys(COUNTS, np.array([2, 3])) | {"uid": np.array(["0", "1"]), "sample": np.array([0, 0])}
@@ -144,7 +148,7 @@ def loss_trial(config: Config, records: Sequence[Record]) -> tuple[Any, ...]:
 
 
 def tried_lines(config: Config, tried: Tried) -> list[str]:
-    """Lines of a dry run about what was tried."""
+    """Write the dry run's lines about trials."""
     code = [*config.reward.weights, *filter(None, [config.rollout.environment])]
     return [
         *(f"{path}: {counted(len(rows), 'record')}" for path, rows in (tried.train | tried.held_out).items()),
@@ -156,7 +160,7 @@ def tried_lines(config: Config, tried: Tried) -> list[str]:
 
 
 def _episode_lines(answered: Answered) -> list[str]:
-    """The first observation of an episode, and the environment's answer to an empty response."""
+    """Show an episode's first observation, and the environment's answer to an empty response."""
     observation = answered.observation
     parts = "".join(f", {name} {value:g}" for name, value in observation.parts.items())
     end = ", which ends the episode" if observation.done else ""
@@ -168,7 +172,7 @@ def _episode_lines(answered: Answered) -> list[str]:
 
 
 def quoted(title: str, text: str) -> list[str]:
-    """A title and the text below it, indented; nothing of an empty text."""
+    """Indent a text below its title; nothing for an empty text."""
     shown = shortened(redacted(text), LONGEST_SHOWN)
     return [title, *(f"    {line}" for line in shown.split("\n"))] if text else []
 
@@ -180,7 +184,7 @@ def _score_line(score: Score) -> str:
 
 
 def prompt_lines(inputs: Inputs) -> list[str]:
-    """Lines of a dry run about prompts in tokens."""
+    """Write the dry run's lines about tokenized prompts."""
     datasets = [*inputs.sources, *([inputs.validation] if inputs.validation else [])]
     shown = quoted("the first prompt, as engines read it:", inputs.first_prompt)
     return [*shown, *(_tokens_line(dataset) for dataset in datasets), *(f"warning: {line}" for line in inputs.warnings)]
@@ -196,12 +200,12 @@ def _tokens_line(dataset: PromptDataset) -> str:
 
 
 def read_inputs(config: Config, say: Say = print, given: GivenFunctions = NONE_GIVEN) -> Inputs:
-    """The tokenized inputs; raises as `try_inputs` does, and for prompts that cannot be tokenized."""
+    """Return tokenized inputs. Raises as `try_inputs`, and for prompts that cannot be tokenized."""
     return tokenized(config, try_inputs(config, say, given), say)
 
 
 def tokenized(config: Config, tried: Tried, say: Say = print) -> Inputs:
-    """The inputs, tokenized; raises ConfigError or DataError for prompts that cannot be."""
+    """Tokenize the inputs. Raises ConfigError or DataError for unusable prompts."""
     data = config.data
     renderer = replace(load_renderer(config, say), continue_last=data.continue_last_message)
     if config.rollout.environment:
@@ -232,10 +236,9 @@ def tokenized(config: Config, tried: Tried, say: Say = print) -> Inputs:
 def reward_functions(
     config: Config, example: Record, say: Say = print, given: GivenFunctions = NONE_GIVEN
 ) -> tuple[list[RewardFunction], Score | None]:
-    """The reward functions, tried on `example`, the first record, and an empty response, whose score is None without a
-    function.
+    """Try the reward functions on `example`, the first record, with an empty response; the score may be None.
 
-    Raises ConfigError for one that is not there or fails.
+    Raises ConfigError for a missing or failing function.
     """
     functions, score = [], None
     key = "reward.functions" if config.reward.functions else "reward.function"
@@ -252,7 +255,7 @@ def reward_functions(
 
 
 def _environment(config: Config, example: Record, say: Say) -> tuple[bytes, Answered | None]:
-    """The packed environment, tried on the first record, and what it answered; empty and None without one."""
+    """Try the environment on the first record; return it pickled with its answer, or empty and None."""
     key, name = "rollout.environment", config.rollout.environment
     if not name:
         return b"", None
@@ -264,7 +267,7 @@ def _environment(config: Config, example: Record, say: Say) -> tuple[bytes, Answ
 
 
 def find_step(config: Config, say: Say = print, given: GivenFunctions = NONE_GIVEN) -> bytes:
-    """Return the packed function that run.step names. Raises ConfigError for one that does not take the run alone."""
+    """Pickle the function of run.step. Raises ConfigError unless it takes only the run."""
     key, name, timeout_s = "run.step", config.run.step, config.resources.user_code_timeout_s
     with _waiting(say, f"the import of {name}, {key}", config):
         found = given.get(name) or find_function(key, name, timeout_s=timeout_s)
@@ -274,7 +277,7 @@ def find_step(config: Config, say: Say = print, given: GivenFunctions = NONE_GIV
 
 
 def _curriculum(config: Config, train: Records, say: Say) -> IsolatedCurriculum | None:
-    """The curriculum, tried on the first epoch of every source."""
+    """Try the curriculum on the first epoch of every source."""
     key, name, timeout_s = "data.curriculum", config.data.curriculum, config.resources.user_code_timeout_s
     if not name:
         return None
@@ -294,7 +297,7 @@ def _check_records(path: str, rows: list[Record], functions: Sequence[RewardFunc
 
 
 def _check_lengths(config: Config, path: str, rows: list[Record]) -> None:
-    """Raise DataError for prompts that are too long with any tokenizer, as data.over_long says."""
+    """Apply data.over_long to prompts that are too long with any tokenizer. May raise DataError."""
     data = config.data
     short = [not is_too_long(row[data.prompt_key], data.max_prompt_tokens) for row in rows]
     if data.over_long != "truncate" and not any(short):
@@ -311,7 +314,7 @@ def _check_lengths(config: Config, path: str, rows: list[Record]) -> None:
 
 
 def _first_chats(config: Config, data: Mapping[str, list[Record]]) -> list[Any]:
-    """The first prompts of every data set that are chat messages."""
+    """Return each data set's first prompts that are chat messages."""
     found: list[Any] = []
     for path, rows in data.items():
         chats = [row[config.data.prompt_key] for row in rows if isinstance(row[config.data.prompt_key], list)]
@@ -320,9 +323,9 @@ def _first_chats(config: Config, data: Mapping[str, list[Record]]) -> list[Any]:
 
 
 def try_template(config: TrainingConfig, chats: Sequence[Any], say: Say = print, *, answered: bool = False) -> None:
-    """Render `chats`, lists of messages, by the template of model.path in a process of its own; none needs none.
+    """Render `chats`, lists of messages, by model.path's template in a separate process.
 
-    answered: whether they end with a response. Raises DataError without a template, ConfigError for one that fails.
+    answered: whether they end with a response. Raises DataError without a template, ConfigError if it fails.
     """
     if not chats:
         return
@@ -339,9 +342,9 @@ def try_template(config: TrainingConfig, chats: Sequence[Any], say: Say = print,
 
 
 def load_renderer(config: TrainingConfig, say: Say = print) -> Renderer:
-    """The tokenizer of model.path, whose template has the time of resources.user_code_timeout_s.
+    """Load model.path's tokenizer, with resources.user_code_timeout_s for its template.
 
-    say: gets a line if loading takes long, as it does where torch is imported for the first time.
+    say: called with a line if loading takes long, for example while torch is first imported.
     """
     with told_if_slow(say, f"loading torch, and the tokenizer of model.path={config.model.path}"):
         from workers.model.model import load_tokenizer
@@ -355,7 +358,7 @@ def load_renderer(config: TrainingConfig, say: Say = print) -> Renderer:
 
 
 def turn_end_warnings(config: TrainingConfig, renderer: Renderer) -> tuple[str, ...]:
-    """A line about a chat template that ends turns with a token at which engines do not stop."""
+    """Warn of a chat template that ends turns with a token at which engines do not stop."""
     end, ends = renderer.turn_end(), read_model_files(config.model.path, "model.path").ends
     if end is None or end in (renderer.tokenizer.eos_token_id, *ends):
         return ()
@@ -375,6 +378,6 @@ def _check_continuing(config: Config, renderer: Renderer, train: Records) -> Non
 
 @contextmanager
 def _waiting(say: Say, what: str, config: TrainingConfig, setting: str = TIMEOUT_SETTING) -> Iterator[None]:
-    """Say what is waited for, and the setting of its time limit, if the block lasts."""
+    """Log what is awaited, with its time limit's setting, if the block is slow."""
     with told_if_slow(say, f"waiting for {what} (at most {setting}={value_of(config, setting):g} s)"):
         yield

@@ -1,4 +1,4 @@
-"""Interrupts: Ctrl-C, the SIGTERM of `ray job stop`, a terminal that is closed stop a run where it can resume.
+"""Interrupts: Ctrl-C, SIGTERM of `ray job stop` or a closed terminal stop a run where it can resume.
 
 rollout, log-probs | update, weights, metrics, checkpoint |
   stops at once    |       hold: stops at its end         | release      a second interrupt always stops at once
@@ -16,18 +16,18 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def heeded() -> list[signal.Signals]:
-    """Those of `SIGNALS` that this process was not told to ignore, as `nohup` does with SIGHUP."""
+    """Return `SIGNALS` except those ignored on purpose, as `nohup` ignores SIGHUP."""
     return [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def in_main_thread() -> bool:
-    """Whether signals are delivered here, and handlers may be set."""
+    """Whether signals are delivered here and handlers may be set."""
     return threading.current_thread() is threading.main_thread()
 
 
 @contextmanager
 def handlers_kept() -> Iterator[None]:
-    """Put the handlers of `SIGNALS` back at the end of the block, as Ray sets its own; nothing in other threads."""
+    """Restore the handlers of `SIGNALS` after the block, because Ray sets its own; main thread only."""
     found = {number: signal.getsignal(number) for number in SIGNALS} if in_main_thread() else {}
     try:
         yield
@@ -38,14 +38,13 @@ def handlers_kept() -> Iterator[None]:
 
 
 class Interrupts:
-    """While entered, an interrupt raises KeyboardInterrupt; between `hold` and `release` it waits for `release`.
+    """Turn interrupts into KeyboardInterrupt; between `hold` and `release`, delay them until `release`.
 
-    Outside of the main thread, where Python delivers no signals, it changes nothing.
+    Has no effect outside the main thread, where Python delivers no signals.
     """
 
     def __init__(self, log: Callable[[str], None]) -> None:
-        """`log`: receives one line when a run will stop at the end of its step; in a thread of its own, because the
-        main thread may hold a lock of the log when the interrupt comes."""
+        """log: called when a run will stop after its step, in a new thread: the main thread may hold the log's lock."""
         self.held = False
         self._pending = False
         self._log = log
@@ -53,15 +52,15 @@ class Interrupts:
         self._handlers: dict[signal.Signals, Any] = {}
 
     def hold(self) -> None:
-        """Call before the first model changes: until `release` the state is between two steps, not for checkpoints.
+        """Call before the first model changes; until `release`, the state is between two steps.
 
-        Raises KeyboardInterrupt if one was lost before: Python drops what is raised in a destructor or a callback.
+        Raises KeyboardInterrupt if one was lost, because Python drops exceptions in destructors and callbacks.
         """
         self._raise_pending()
         self.held = True
 
     def release(self) -> None:
-        """Call when a step is complete. Raises KeyboardInterrupt if one arrived meanwhile."""
+        """Call after a complete step. Raises KeyboardInterrupt if one arrived meanwhile."""
         self.held = False
         self._raise_pending()
 

@@ -1,4 +1,4 @@
-"""The card of a saved model, README.md: what it was trained from, on and with. A card of its source is kept.
+"""Write a saved model's card, README.md: source, data and settings. A card copied from the source model is kept.
 
 settings --> runs/NAME/model/README.md
 """
@@ -32,7 +32,7 @@ Trained with {versions}. These settings differ from their defaults:
 
 
 def write_card(config: TrainingConfig, folder: Path) -> None:
-    """Write the card of the model in `folder`, unless it has one that is not ours."""
+    """Write the card into `folder`, unless it holds a card that is not ours."""
     card = folder / "README.md"
     if card.is_file() and MARK not in card.read_text(encoding="utf-8", errors="replace"):
         return

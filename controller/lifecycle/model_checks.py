@@ -1,10 +1,9 @@
-"""Checks of the models of a run that need transformers: each is built without numbers, and a small one computed.
+"""Check a run's models with transformers: build each without numbers, and compute small ones.
 
     Config --roles--> skeleton of each model --> nothing, or ConfigError     before anything is started
                   '-> whole model, up to 2 GiB --> "numerics: ..."           the last lines of `--dry-run`
 
-torch and transformers are imported here for the first time, after all checks that do without them. The driver needs
-them for the tokenizer in any case.
+First import of torch and transformers, after all checks without them; the driver needs both for the tokenizer anyway.
 """
 
 import math
@@ -33,8 +32,10 @@ KV_BLOCK_TOKENS = 32  # of an engine on CPU, see workers.rollout.engine
 
 @dataclass(frozen=True)
 class Role:
-    """A model that the run trains or reads. key: the setting that names it. head: as in `TrainingEngine`. trained:
-    whether a value head may be new."""
+    """A model that the run trains or reads.
+
+    key: setting that names it. head: as in `TrainingEngine`. trained: whether a value head may be new.
+    """
 
     key: str
     model: ModelConfig
@@ -43,7 +44,7 @@ class Role:
 
 
 def _roles(config: TrainingConfig) -> list[Role]:
-    """The models of the training roles, each once."""
+    """Return the models of the training roles, each once."""
     roles = {"policy": Role("model.path", config.model)}
     if isinstance(config, ReferenceSettings):
         roles["reference"] = Role("reference.path", config.reference_model)
@@ -55,8 +56,10 @@ def _roles(config: TrainingConfig) -> list[Role]:
 
 
 def check_models(config: TrainingConfig) -> None:
-    """Raise ConfigError or UnsupportedModelError unless every model of the run can be built from its files, computed
-    by the training engine and held by the inference engines."""
+    """Check that every model can be built, and that both engines support it.
+
+    Raises ConfigError or UnsupportedModelError.
+    """
     policy = _model(config, Role("model.path", config.model))
     _check_ends(config, policy)
     _check_positions(config, "model.path", config.model.path, policy)
@@ -75,7 +78,7 @@ def check_models(config: TrainingConfig) -> None:
 
 
 def _model(config: TrainingConfig, role: Role) -> "PreTrainedModel":
-    """The model without numbers. Raises as `check_models` does, naming the role's setting."""
+    """Build the model without numbers. Raises as `check_models`, naming the role's setting."""
     from workers.model.checkpoint.lora import add_adapters
     from workers.model.rules.model_rules import check_model
     from workers.model.skeleton import build_sampled, build_skeleton
@@ -111,7 +114,7 @@ def _check_ends(config: TrainingConfig, model: "PreTrainedModel") -> None:
 
 
 def _check_positions(config: TrainingConfig, key: str, path: str, model: "PreTrainedModel") -> None:
-    """Raise ConfigError for a model that takes shorter sequences than the run may have."""
+    """Raise ConfigError for a model with shorter sequences than the run may have."""
     positions, longest, lower = _positions(model.config.get_text_config()), config.longest_sequence, ""
     if isinstance(config, Config):
         lower = f"data.max_prompt_tokens, {response_limit(config)} or rollout.max_model_tokens"
@@ -124,7 +127,7 @@ def _check_positions(config: TrainingConfig, key: str, path: str, model: "PreTra
 
 
 def _positions(text: Any) -> int | None:
-    """The longest sequence that a model takes; None if its configuration does not say."""
+    """Return the model's longest sequence, or None if unknown."""
     positions: int | None = getattr(text, "max_position_embeddings", None)
     scaling = getattr(text, "rope_parameters", None) or {}
     factor = scaling.get("factor")
@@ -134,7 +137,7 @@ def _positions(text: Any) -> int | None:
 
 
 def _check_engine(config: Config, model: "PreTrainedModel") -> None:
-    """Raise ConfigError if an inference engine cannot split the model over its GPUs, or compute it on CPUs."""
+    """Raise ConfigError if an inference engine cannot split the model over GPUs, or run it on CPUs."""
     from workers.model.rules.families import head_size, kv_bytes_per_token
 
     text, key = model.config.get_text_config(), f"model.path={config.model.path}"
@@ -169,10 +172,10 @@ def _check_engine(config: Config, model: "PreTrainedModel") -> None:
 
 
 def numerics_lines(config: TrainingConfig) -> Iterator[str]:
-    """Yield a line for each model of the run that is small enough to be computed here, and for each that is not.
+    """Yield a line per model: its check against the reference if it is small enough, else the reason.
 
-    Raises UnsupportedModelError for a model that the training engine would not compute as the model itself does,
-    ConfigError for weights that cannot be loaded or are not finite.
+    Raises UnsupportedModelError if the training engine's numbers differ from the model's own, ConfigError for weights
+    that cannot be loaded or are not finite.
     """
     for role in _roles(config):
         size, limit = weight_bytes(role.model.path, role.key), _most_bytes()

@@ -1,12 +1,11 @@
-"""The parts of every training command around its training: exit codes, Ray, the run's folder, recovery.
+"""Common parts of every training command: exit codes, Ray, run folder, recovery.
 
     read, check --wrong: 2--> Ray --> roles, trackers, folder --> train --failed, stopped: 1--> report, hub --> 0
                                   ^                                 |
                                   '-- run.resume=auto <--LostError--'
 
-A run that loses an actor resumes from its last checkpoint, in the same process. All roles restart, because the
-surviving ranks cannot use a process group that lost a member. Prompts, samples and mini-batches follow from the seed,
-so the repeated steps equal the lost ones.
+After losing an actor, a run resumes from its last checkpoint in the same process. All roles restart, because surviving
+ranks cannot reuse their process group. Data order follows from the seed, so repeated steps equal the lost ones.
 """
 
 import math
@@ -57,9 +56,9 @@ BESIDE = ("adapters", "critic")  # the model, in a repository of the hub
 
 
 def exit_code(prepare: Callable[[], Callable[[], None] | None]) -> int:
-    """Run a command: 0 it ended, 1 it failed or was stopped, 2 it was refused before anything was started.
+    """Run a command: 0 success, 1 failed or stopped, 2 refused before anything started.
 
-    prepare: reads and checks, and returns what starts the run; None where there is nothing to start.
+    prepare: reads, checks, and returns the function that starts the run, or None.
     """
     for number in heeded():
         signal.signal(number, interrupt)
@@ -80,7 +79,7 @@ def exit_code(prepare: Callable[[], Callable[[], None] | None]) -> int:
 
 @dataclass(frozen=True)
 class Session(Generic[Roles]):
-    """The surroundings of a trainer: its roles, its progress, and the record of its run."""
+    """A trainer's surroundings: roles, progress and run record."""
 
     roles: Roles
     progress: "Progress"
@@ -94,7 +93,7 @@ def session(
     console: "Console",
     data: dict[str, Any],
 ) -> Iterator[Session[Roles]]:
-    """Start the roles on a connected Ray, resume as run.resume says, open the run's folder; end all of it afterwards.
+    """Start the roles on a connected Ray, resume by run.resume, and open the run's folder; close all afterwards.
 
     start: starts the roles. data: identity of the training data, see `controller.data.identity`.
     """
@@ -120,10 +119,8 @@ def session(
 
 
 def finished(config: TrainingConfig, last_step: int, setting: str) -> str:
-    """The message for a run to resume that has made all its steps; empty if there are steps left.
-
-    setting: `key=value` that `last_step` follows from.
-    """
+    """Return a message if the resumed run has no steps left, else "". setting: `key=value` that determines
+    `last_step`."""
     steps = RunFolder(config.run_folder).finished_steps if config.run.resume == "auto" else 0
     if steps < last_step:
         return ""
@@ -136,9 +133,9 @@ def run_training(
     lines: Iterable[str],
     attempt: Callable[[Settings, RestartBudget], object],
 ) -> None:
-    """Start Ray, train, write `runs/NAME/` with its log and report, push the model, end what was started.
+    """Start Ray, train, write `runs/NAME/`, push the model, and stop everything started.
 
-    lines: for the user, at the start. attempt: see `recovering`.
+    lines: printed at the start. attempt: see `recovering`.
     """
     with run_log(config.run_folder, console):
         for line in (f"the run is written to {config.run_folder}", *lines):
@@ -152,9 +149,9 @@ def run_training(
 def recovering(
     attempt: Callable[[Settings, RestartBudget], Result], config: Settings, log: Callable[[str], None]
 ) -> Result:
-    """Return `attempt(config, budget)`; after a LostError it is called again, with a config that resumes.
+    """Return `attempt(config, budget)`, repeated after each LostError with a config that resumes.
 
-    Raises LostError, the cause first, where run.checkpoint_every is 0 or run.max_restarts are used up.
+    Raises LostError, the cause first, if run.checkpoint_every is 0 or run.max_restarts are used up.
     """
     budget = RestartBudget(config.run.max_restarts)
     while True:
@@ -171,7 +168,7 @@ def recovering(
 
 
 def resuming(config: Settings) -> Settings:
-    """Return the configuration to resume with: from the run's own last checkpoint or, without one, as it started."""
+    """Return the configuration to resume from the run's last checkpoint, or to start again without one."""
     if not checkpoints_at(config.run_folder):
         return config
     going_on = copy(config)
@@ -180,7 +177,7 @@ def resuming(config: Settings) -> Settings:
 
 
 def what_is_left(config: TrainingConfig) -> str:
-    """Describe the last checkpoint and the saved models of a run that stopped."""
+    """Describe the last checkpoint and saved models of a stopped run."""
     checkpoints = checkpoints_at(config.run_folder)
     models = sorted(path.parent.name for path in config.run_folder.glob("model*/config.json"))
     kept = f"saved are {', '.join(models)}" if models else "no model is saved"
@@ -191,7 +188,7 @@ def what_is_left(config: TrainingConfig) -> str:
 
 @contextmanager
 def naming_what_is_left(config: TrainingConfig) -> Iterator[None]:
-    """Add to an OutputError of the block, and to an interrupt, what the run leaves behind."""
+    """Add what the run leaves behind to an OutputError or interrupt of the block."""
     try:
         yield
     except OutputError as error:
@@ -201,7 +198,7 @@ def naming_what_is_left(config: TrainingConfig) -> Iterator[None]:
 
 
 def report(config: TrainingConfig, console: "Console") -> None:
-    """Write the run's report; a failure is logged, and the run has succeeded all the same."""
+    """Write the run's report; a failure is logged, and the run still succeeds."""
     from controller.observability.report import write_report
 
     try:
@@ -214,9 +211,9 @@ def report(config: TrainingConfig, console: "Console") -> None:
 
 
 def push_to_hub(config: TrainingConfig, log: Callable[[str], None]) -> None:
-    """Upload the run's model, and its adapters and critic where there are any; nothing without run.push_to_hub.
+    """Upload the run's model, adapters and critic if run.push_to_hub is set.
 
-    A repository that does not exist is made, private. Raises OutputError, with the command that uploads it later.
+    Creates a missing repository, private. Raises OutputError with the command for a later upload.
     """
     repository = config.run.push_to_hub
     if not repository:
@@ -244,9 +241,9 @@ def push_to_hub(config: TrainingConfig, log: Callable[[str], None]) -> None:
 
 @contextmanager
 def ray_session(config: TrainingConfig, console: "Console") -> Iterator[None]:
-    """A Ray connection: to resources.ray_address or RAY_ADDRESS, else to a local Ray that ends with the run.
+    """Connect to resources.ray_address or RAY_ADDRESS, else start a local Ray that ends with the run.
 
-    One that this process has already, as a notebook may, is used and kept.
+    An existing connection, for example a notebook's, is used and kept.
     """
     import ray
 
@@ -295,7 +292,7 @@ def _shut_down(console: "Console") -> None:
 
 
 def _warn_of_idle_gpus(config: TrainingConfig, console: "Console") -> None:
-    """Of those that other jobs on the cluster leave free."""
+    """Count only GPUs that other jobs leave free."""
     import ray
 
     gpus = int(ray.available_resources().get("GPU", 0)) if config.uses_gpus else 0
@@ -305,7 +302,7 @@ def _warn_of_idle_gpus(config: TrainingConfig, console: "Console") -> None:
 
 @contextmanager
 def _on_loopback(address: str) -> Iterator[None]:
-    """Lets a local Ray listen on 127.0.0.1 alone. Asked for that address, ray.init takes the machine's own instead."""
+    """Make a local Ray listen only on 127.0.0.1; ray.init replaces this address with the machine's."""
     from ray._private import ray_constants
 
     before = ray_constants.ENABLE_RAY_CLUSTER
@@ -317,7 +314,7 @@ def _on_loopback(address: str) -> Iterator[None]:
 
 
 def _keep_to_this_user(session: Path) -> None:
-    """Close the folder of Ray's logs and sockets, which Ray opens to everybody, and keep others from moving it."""
+    """Make Ray's folder of logs and sockets private, and prevent others from moving it."""
     session.chmod(0o700)
     with suppress(PermissionError):  # another user's
         session.parent.chmod(0o1777)
@@ -325,7 +322,7 @@ def _keep_to_this_user(session: Path) -> None:
 
 @contextmanager
 def _raylet_watched(config: TrainingConfig) -> Iterator[None]:
-    """Print an error when the raylet of a local Ray ends in the block: Ray then ends this process without a word."""
+    """Print an error if a local raylet ends in the block, because Ray then ends this process silently."""
     import psutil
 
     raylets = [child.pid for child in psutil.Process().children() if child.name() == "raylet"]
@@ -355,6 +352,6 @@ def _fail(error: Exception, code: int) -> int:
 
 
 def interrupt(signum: int, frame: Any) -> None:
-    """SIGTERM (what `ray job stop` sends) and SIGHUP (of a terminal that is closed) end a run as Ctrl-C does."""
+    """Treat SIGTERM (`ray job stop`) and SIGHUP (closed terminal) like Ctrl-C."""
     del signum, frame
     raise KeyboardInterrupt

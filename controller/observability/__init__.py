@@ -1,4 +1,4 @@
-"""Everything that shows or keeps a run, while it works and after; nothing here affects training.
+"""Show and record a run, during and after it; nothing here affects training.
 
     trainer, roles --run_record: console--> the terminal
                    --live_metrics, trackers--> Ray (Prometheus, grafana_dashboard.json); TensorBoard, W&B, MLflow

@@ -1,13 +1,13 @@
-"""Console: the terminal of a run, with a row a step, a line that is alive below it, and completions on request.
+"""Console: the terminal of a run, with a row per step, a live line below, and completions on request.
 
     step, validation, log, completions    rows, lines and tables that stay
-    phase, samples, say                   the line that is alive, on a terminal alone:
+    phase, samples, say                   the live line, only on a terminal:
 
       step  elapsed    left  reward  exact_match  response  tokens/s       s
       6/60     0:09    1:21   0.812        0.812      24.1     5,321    1.98
     ⠹ 7/60  0:10, 1:20 left  rollout  1.4 s  ━━━━━━━━━━━━━━──────  180/256  ▁▂▄▅▇█
 
-In a log, a pipe or a notebook there are only lines; one a minute tells of a step that lasts.
+In a log, a pipe or a notebook there are only lines, one a minute during a slow step.
 
     metrics --cells--> [Cell] --fitted--> [Cell] that fit the width --StepTable, labelled--> a row, or a plain line
 """
@@ -53,7 +53,7 @@ Entry = TypeVar("Entry")
 
 @dataclass(frozen=True)
 class Column:
-    """rank: columns of the highest rank are dropped first. shown: whether the step has something to show there."""
+    """rank: the highest rank is dropped first. shown: whether the step has something to show."""
 
     label: str
     metric: str
@@ -109,7 +109,7 @@ COLUMNS = (
 
 
 def cells(metrics: Metrics, also: Callable[[str], bool]) -> list[Cell]:
-    """The cells of a step in order. also: labels of columns that are shown even if nothing is bad there."""
+    """Return a step's cells in order. also: labels to show even if their values are good."""
     parts = [
         Column(name.removeprefix("reward/"), name, ".3f", 3)
         for name in metrics
@@ -126,7 +126,7 @@ def cells(metrics: Metrics, also: Callable[[str], bool]) -> list[Cell]:
 
 
 def fitted(found: Sequence[Cell], width: int, length: Callable[[Cell], int]) -> list[Cell]:
-    """The cells that fit `width` characters. length: characters of a cell."""
+    """Return the cells that fit `width` characters. length: characters of a cell."""
     kept = list(found)
     while len(kept) > 1 and sum(map(length, kept)) + len(GAP) * (len(kept) - 1) > width:
         kept.remove(max(reversed(kept), key=lambda cell: cell.rank))
@@ -134,14 +134,14 @@ def fitted(found: Sequence[Cell], width: int, length: Callable[[Cell], int]) -> 
 
 
 def labelled(found: Sequence[Cell], width: int | None = None) -> str:
-    """A line of labels and values; without `width` of all cells."""
+    """Write labels and values in a line; without `width`, all of them."""
     form = "{0.label} {0.value}".format
     shown = found if width is None else fitted(found, width, lambda cell: len(form(cell)))
     return GAP.join(map(form, shown))
 
 
 class StepTable:
-    """The table of a terminal, a row a step. A column stays as wide as it was; one that was shown once stays."""
+    """The terminal's table, a row per step. Columns keep their width, and stay once shown."""
 
     def __init__(self) -> None:
         self.widths: dict[str, int] = {}
@@ -149,7 +149,7 @@ class StepTable:
         self._header = ""
 
     def lines(self, found: Sequence[Cell], width: int) -> list[str]:
-        """The row of a step, below a header where columns have changed."""
+        """Return a step's row, with a header if the columns have changed."""
         for cell in found:
             self.widths[cell.label] = max(self.widths.get(cell.label, NARROWEST), len(cell.label), len(cell.value))
         shown = fitted(found, width, lambda cell: self.widths[cell.label])
@@ -163,7 +163,7 @@ class StepTable:
 
 @dataclass
 class Samples:
-    """A round of generation under way."""
+    """A generation round in progress."""
 
     total: int
     done: int = 0
@@ -171,9 +171,10 @@ class Samples:
 
 @dataclass
 class Status:
-    """Contents of the line that is alive. phases: (name, start), the innermost last; rewards: of the last steps.
+    """Contents of the live line.
 
-    note: what is waited for. began, ends: when the run began and, by the steps so far, will end.
+    phases: (name, start), the innermost last. rewards: of the last steps. note: what is awaited. began, ends: start of
+    the run and its estimated end.
     """
 
     step: str = ""
@@ -185,7 +186,7 @@ class Status:
     ends: float | None = None
 
     def row(self, now: float) -> Text:
-        """The innermost phase; `now` by the clock of `phases`."""
+        """Return the innermost phase; `now` by the clock of `phases`."""
         name, began = self.phases[-1] if self.phases else ("", now)
         left = "" if self.ends is None else f", {clock(max(self.ends - now, 0.0))} left"
         parts = [(self.step, "bold"), (clock(now - self.began) + left, ""), (name, ""), (f"{now - began:.1f} s", "")]
@@ -197,7 +198,7 @@ class Status:
         return row.append_text(Text("  ").join(Text(text, style) for text, style in parts if text))
 
     def line(self) -> str:
-        """The step and phase in a line, for a log."""
+        """Write step and phase in a line, for a log."""
         phases = list(self.phases)
         rounds = "".join(f", {found.done:,} of {found.total:,} samples" for found in list(self.rounds)[-1:])
         return f"{f'step {self.step}: ' if self.step else ''}{phases[-1][0] if phases else ''}{rounds}"
@@ -207,7 +208,7 @@ class Console:
     """Prints to standard output. Phases and rounds may come from several threads."""
 
     def __init__(self, console: rich.console.Console | None = None, *, verbose: bool = False) -> None:
-        """`console`: where to print instead. verbose: show imbalances and mismatch of every step."""
+        """console: where to print instead. verbose: show imbalances and mismatch at every step."""
         # The stream of now: while a run is kept in its log, sys.stdout is another, that would keep the live line too.
         self._console = console or plain_console(sys.stdout, force_terminal=sys.stdout.isatty())
         self._verbose, self._table = verbose, StepTable()
@@ -220,7 +221,7 @@ class Console:
 
     @contextmanager
     def kept_in(self, log: TextIO) -> Iterator[None]:
-        """Keep lines and tables in `log` too, as plain text, while the block runs."""
+        """Also write lines and tables to `log`, as plain text, during the block."""
         self.kept = log
         try:
             yield
@@ -228,11 +229,11 @@ class Console:
             self.kept = None
 
     def log(self, text: str) -> None:
-        """One line."""
+        """Print one line."""
         self._print(text)
 
     def say(self, text: str) -> None:
-        """What lasts: a part of the live line where there is one, else a line."""
+        """Show slow work in the live line if there is one, else in a line."""
         if self._live is None:
             self.log(text)
             return
@@ -249,7 +250,7 @@ class Console:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Keeps, and does not show, the block's output on the standard streams; shows it if nothing is kept."""
+        """Capture the block's output on the standard streams; show it if no log keeps it."""
         if self.kept is None:
             yield
             return
@@ -257,19 +258,19 @@ class Console:
             yield
 
     def begin_step(self, step: int, steps: int) -> None:
-        """Name the step that the live line shows."""
+        """Name the step in the live line."""
         self._status.step = f"{step}/{steps}"
         self._first = self._first or (step, time.monotonic())
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Show phase `name` while the block runs."""
+        """Show phase `name` during the block."""
         with self._shown(self._status.phases, (name, time.monotonic())):
             yield
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Show what the block waits for: alive on a terminal, elsewhere, and in the log, in lines if it lasts."""
+        """Show what the block waits for: live on a terminal, else in lines if it is slow."""
         text, alive = f"waiting for {what}", self._console.is_interactive
         say = self._keep if alive else self.log
         with self.phase(text) if alive else nullcontext(), told_if_slow(say, text):
@@ -277,7 +278,7 @@ class Console:
 
     @contextmanager
     def samples(self, total: int) -> Iterator[Callable[[int], None]]:
-        """Show a round of `total` samples; yields a function to call with the number of newly finished ones."""
+        """Show a round of `total` samples; yields a function to call with each number of new ones."""
         found = Samples(total)
 
         def advance(finished: int) -> None:
@@ -322,7 +323,7 @@ class Console:
         self._live.start()
 
     def step(self, step: int, steps: int, metrics: Metrics) -> None:
-        """The row of one step, with its main metrics: of a table on a terminal, else a line. The log keeps them all."""
+        """Print a step's row with its main metrics, on a terminal in a table. The log keeps all."""
         if math.isfinite(metrics.get("reward/mean", math.nan)):
             self._status.rewards.append(metrics["reward/mean"])
         now, status = time.monotonic(), self._status
@@ -343,7 +344,7 @@ class Console:
         self._keep(labelled(times + cells(metrics, lambda label: True)))
 
     def validation(self, step: int, scores: Mapping[str, float]) -> None:
-        """The line of one validation."""
+        """Print a validation's line."""
         self.log(f"validation at step {step}  " + "  ".join(f"{name} {score:.3f}" for name, score in scores.items()))
 
     def completions(
@@ -352,10 +353,10 @@ class Console:
         trained_on: "RemoteBatch",
         asked: Callable[[str], dict[str, str]],
     ) -> None:
-        """Print a table of samples: prompt, response, reward, and advantage if samples have one.
+        """Print a table of samples: prompt, response, reward, and advantage if known.
 
-        scores: by (uid, sample). trained_on: the trained samples, with a column `advantages` [B]; others show none.
-        asked: the texts of the prompt with a uid.
+        scores: by (uid, sample). trained_on: trained samples, with a column `advantages` [B]. asked: texts of a uid's
+        prompt.
         """
         if not scores:
             return
@@ -372,7 +373,7 @@ class Console:
 
 
 def _advantages(batch: "RemoteBatch") -> dict[tuple[str, int], float]:
-    """By (uid, sample); empty where advantages are of tokens."""
+    """By (uid, sample); empty if advantages are per token."""
     if "advantages" not in batch.columns:
         return {}
     keys = zip(batch["uid"].tolist(), batch["sample"].tolist(), strict=True)
@@ -380,12 +381,12 @@ def _advantages(batch: "RemoteBatch") -> dict[tuple[str, int], float]:
 
 
 def plain_console(file: TextIO, **options: Any) -> rich.console.Console:
-    """One that prints to `file` alone: left to itself, rich shows everything in a notebook's cell, a second time."""
+    """Create a console that prints only to `file`; rich would also print into a notebook's cell."""
     return rich.console.Console(file=file, highlight=False, soft_wrap=True, force_jupyter=False, **options)
 
 
 def sparkline(values: Sequence[float] | deque[float]) -> str:
-    """One character a value, from the lowest to the highest."""
+    """Draw one character per value, scaled from lowest to highest."""
     if not values:
         return ""
     low, high = min(values), max(values)
@@ -395,6 +396,6 @@ def sparkline(values: Sequence[float] | deque[float]) -> str:
 
 
 def bar(share: float) -> str:
-    """A line that is filled from the left."""
+    """Draw a line filled from the left."""
     full = round(share * BAR)
     return "━" * full + "─" * (BAR - full)

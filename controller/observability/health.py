@@ -1,8 +1,8 @@
-"""Warnings about a run that does not learn, from the metrics of its steps.
+"""Warn about a run that does not learn, from its steps' metrics.
 
     metrics of a step --Symptom by symptom--> seen in `STEPS` steps in a row? --> once: what is seen, and what to try
 
-The run says it on the terminal when it happens; the report finds it again in metrics.jsonl.
+Printed during the run; the report recomputes it from metrics.jsonl.
 """
 
 import math
@@ -22,11 +22,10 @@ GROWN, LEAST_MISMATCH = 10.0, 0.01
 
 @dataclass(frozen=True)
 class Symptom:
-    """Something that a metric shows in steps that teach little.
+    """A sign in a metric that steps teach little.
 
-    seen: (value, that of the first step that had the metric, not 0) -> whether it shows. told: what is seen, with
-    {value} and {first}, and what to try. sampling: a symptom of runs that sample from the policy alone: the entropy of
-    supervised fine-tuning falls because it learns.
+    seen: (value, first nonzero value) -> whether it shows. told: description with {value} and {first}, and advice.
+    sampling: applies only to runs that sample from the policy, because entropy falls when fine-tuning learns.
     """
 
     metric: str
@@ -72,7 +71,7 @@ SYMPTOMS = (
 
 
 class Health:
-    """Watches the steps of a run. samples: whether engines sample from the policy while it learns."""
+    """Watches a run's steps. samples: whether engines sample from the policy while it learns."""
 
     def __init__(self, *, samples: bool = True) -> None:
         self._symptoms = tuple(symptom for symptom in SYMPTOMS if samples or not symptom.sampling)
@@ -80,14 +79,14 @@ class Health:
         self._in_a_row = dict.fromkeys((symptom.metric for symptom in self._symptoms), 0)
 
     def see(self, step: int, metrics: Mapping[str, float | None]) -> list[str]:
-        """A sentence about each symptom that has now shown for `STEPS` steps; again only after it was gone.
+        """Describe each symptom that has now shown for `STEPS` steps; again only after it was gone.
 
-        A step without the metric, such as one that updates nothing, neither shows a symptom nor ends it.
+        A step without the metric neither shows a symptom nor ends it.
         """
         return list(self.see_by_metric(step, metrics).values())
 
     def see_by_metric(self, step: int, metrics: Mapping[str, float | None]) -> dict[str, str]:
-        """The same sentences by the metric that shows the symptom."""
+        """Return the same sentences by metric."""
         return {symptom.metric: told for symptom in self._symptoms if (told := self._of(symptom, step, metrics))}
 
     def _of(self, symptom: Symptom, step: int, metrics: Mapping[str, float | None]) -> str:
@@ -106,9 +105,9 @@ class Health:
 
 
 def warnings(steps: Iterable[Mapping[str, Any]], *, samples: bool = True) -> list[str]:
-    """The warnings of `Health` for the metrics of all steps of a run, in order; each has its `step`, and None for NaN.
+    """Return `Health`'s warnings for all steps of a run, in order; each has its `step`, and None for NaN.
 
-    A symptom that came again is told once, with how often and when it was last told.
+    A repeated symptom is listed once, with its count and last step.
     """
     health = Health(samples=samples)
     told: dict[str, list[tuple[int, str]]] = {}

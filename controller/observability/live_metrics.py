@@ -1,10 +1,10 @@
-"""LiveMetrics: metrics that Prometheus gets while a step runs, or that are finer than a step.
+"""LiveMetrics: metrics exported to Prometheus during a step, or in finer detail than steps.
 
     phases of the driver ------------+
     states of engines, their queues -+--> LiveMetrics --Export--> gauges and histograms of Ray (metrics.yaml)
     samples, micro-steps of ranks ---+
 
-Decides which values are exported; the exporter (`ray_metrics`) sends them.
+Decides which values are exported; `ray_metrics` sends them.
 """
 
 from collections import defaultdict
@@ -28,7 +28,7 @@ QUANTILES = (0.0, 0.1, 0.5, 0.9, 1.0)
 
 
 def no_export(name: str, value: float) -> None:
-    """An Export that drops all values."""
+    """Drop all values."""
     del name, value
 
 
@@ -42,7 +42,7 @@ class LiveMetrics:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """The block is phase `name`; at its end the phase around it is current again."""
+        """Set phase `name` during the block, then restore the outer phase."""
         self._show_phase(False)
         self._phases.append(name)
         self._show_phase(True)
@@ -55,7 +55,7 @@ class LiveMetrics:
 
     @contextmanager
     def entering(self, name: str, manager: AbstractContextManager[Entered]) -> Iterator[Entered]:
-        """As `with manager`; entering it is phase `name`, the block is not."""
+        """Enter `manager` in phase `name`; the block itself is outside the phase."""
         with ExitStack() as stack:
             with self.phase(name):
                 entered = stack.enter_context(manager)
@@ -66,24 +66,24 @@ class LiveMetrics:
             self._export(f"phase/{self._phases[-1]}", float(entered))
 
     def engine_state(self, replica: int, state: Enum) -> None:
-        """The engine is in that state, and in no other."""
+        """Set an engine's only state."""
         for known in type(state):
             self._gauge(f"engine/state/{replica}/{known.name.lower()}", float(known is state))
 
     def queues(self, waiting: int, in_flight: Sequence[int]) -> None:
-        """Requests that wait for an engine, and those that each engine works on."""
+        """Export requests waiting for an engine, and those in each engine."""
         self._gauge("rollout/requests_waiting", waiting)
         for replica, requests in enumerate(in_flight):
             self._gauge(f"engine/requests_in_flight/{replica}", requests)
 
     def _gauge(self, name: str, value: float) -> None:
-        """Export a changed value. Unchanged ones are common: each answer of one engine reports the queues of all."""
+        """Export a changed value. Unchanged ones are common: each engine's answer reports all queues."""
         if self._exported.get(name) != value:
             self._exported[name] = value
             self._export(name, value)
 
     def samples(self, batch: RemoteBatch) -> None:
-        """The samples of a step: columns `response_tokens`, `seconds`, `reward` [B]."""
+        """Export a step's samples: columns `response_tokens`, `seconds`, `reward` [B]."""
         for name, column in (("sample/response_tokens", "response_tokens"), ("sample/generation_s", "seconds")):
             for value in batch[column].tolist():
                 self._export(name, value)
@@ -91,7 +91,7 @@ class LiveMetrics:
             self._export(f"sample/reward/{quantile:g}", value)
 
     def micro_steps(self, times: Mapping[str, Sequence["MicroStepTime"]], cost_model: CostModel) -> None:
-        """The micro-steps of a step, by the name of the rank's actor, and the costs that they were planned with."""
+        """Export a step's micro-steps by the rank's actor, with their planned costs."""
         for actor, found in times.items():
             for time in found:
                 if time.tokens:
@@ -102,17 +102,17 @@ class LiveMetrics:
 
 
 def rank_of(actor: str) -> str:
-    """ROLE/RANK of an actor of a `WorkerGroup`: `policy dp=1 cp=0` is `policy/dp=1 cp=0`."""
+    """Return ROLE/RANK of a `WorkerGroup` actor: `policy dp=1 cp=0` is `policy/dp=1 cp=0`."""
     return actor.replace(" ", "/", 1)
 
 
 def rank_seconds(
     times: Mapping[str, Sequence["MicroStepTime"]], cost_model: CostModel
 ) -> dict[tuple[str, str], tuple[float, float]]:
-    """{(actor, pass): (seconds measured, seconds predicted)} of all micro-steps together.
+    """Sum micro-steps: {(actor, pass): (seconds measured, seconds predicted)}.
 
-    Predictions are of any unit: those of a role's pass are scaled by one factor, so that over its ranks they add up to
-    what was measured. They differ from it where a rank took another share of the time than the plan gave it.
+    Predictions of each pass are scaled so that their sum over ranks equals the measured sum. Differences then show
+    ranks whose share of the time differs from the plan's.
     """
     ranks: dict[tuple[str, str], np.ndarray] = defaultdict(lambda: np.zeros(2))
     roles: dict[tuple[str, str], np.ndarray] = defaultdict(lambda: np.zeros(2))

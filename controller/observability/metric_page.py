@@ -1,4 +1,4 @@
-"""Prints docs/metrics.md from metrics.yaml: `python -m controller.observability.metric_page > docs/metrics.md`."""
+"""Print docs/metrics.md from metrics.yaml: `python -m controller.observability.metric_page > docs/metrics.md`."""
 
 from controller.observability.metric_table import LIVE, SECTIONS, MetricSpec
 
@@ -26,7 +26,7 @@ paragraph."""
 
 
 def page() -> str:
-    """The whole page, in Markdown."""
+    """Write the whole page in Markdown."""
     return INTRODUCTION + "".join(f"\n## {title}\n{_table(title, specs)}" for title, specs in SECTIONS.items())
 
 

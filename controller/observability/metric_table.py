@@ -1,4 +1,4 @@
-"""Every metric of a run, from metrics.yaml: its unit, meaning and kind, and its name in Prometheus.
+"""Every metric of a run, from metrics.yaml: unit, meaning, kind, and name in Prometheus.
 
 name of a metric --spec_of--> MetricSpec, labels --> Ray, Prometheus (`ray_metrics`)
 SECTIONS --------------------------------------> docs/metrics.md (`metric_page`); grafana_dashboard.json (a test)
@@ -21,8 +21,7 @@ BUCKETS = {"s": SECONDS, "tokens": [float(2**power) for power in range(3, 18)]}
 
 
 class Kind(StrEnum):
-    """GAUGE: the last value stands. COUNTER: values add up over steps. TOTAL: a counter's value is the run's so far.
-    HISTOGRAM: values are counted by size."""
+    """GAUGE: last value. COUNTER: sum over steps. TOTAL: counter of the run so far. HISTOGRAM: counts by size."""
 
     GAUGE = "gauge"
     COUNTER = "counter"
@@ -32,7 +31,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class MetricSpec:
-    """One metric, or a family of metrics whose names match one with `{label}`. See metrics.yaml for the fields."""
+    """One metric, or a family whose names match one with `{label}`. metrics.yaml documents the fields."""
 
     name: str
     unit: str = ""
@@ -48,7 +47,7 @@ class MetricSpec:
 
     @cached_property
     def exported_name(self) -> str:
-        """The name for Ray: `ballast_policy_loss`. Units are written out: https://prometheus.io/docs/practices/naming.
+        """Name in Ray: `ballast_policy_loss`, with units written out: https://prometheus.io/docs/practices/naming.
 
         Labels leave the name: `time/{phase}_s` is `ballast_time_seconds` with the label `phase`.
         """
@@ -66,12 +65,12 @@ class MetricSpec:
 
     @property
     def series(self) -> str:
-        """The name in Prometheus; a histogram's has `_bucket`, `_sum` or `_count` behind it."""
+        """Name in Prometheus; a histogram's continues with `_bucket`, `_sum` or `_count`."""
         return f"ray_{self.exported_name}{'_total' if self.prometheus_kind == 'counter' else ''}"
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
-        """Matches the family's names; its groups are the labels."""
+        """Regular expression for the family's names; its groups are the labels."""
         parts = re.split(r"\{(\w+)\}", self.name)
         return re.compile("".join(f"(?P<{part}>.+)" if i % 2 else re.escape(part) for i, part in enumerate(parts)))
 
@@ -91,7 +90,7 @@ METRICS = {spec.name: spec for specs in SECTIONS.values() for spec in specs}
 
 @cache
 def spec_of(name: str) -> tuple[MetricSpec, dict[str, str]] | None:
-    """The spec of metric `name` and its labels, or None. An exact name precedes a family."""
+    """Find the spec of metric `name` and its labels, or None. An exact name precedes a family."""
     if name in METRICS:
         return METRICS[name], {}
     for spec in METRICS.values():

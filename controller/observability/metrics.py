@@ -1,5 +1,6 @@
-"""RunWriter: the files of a run - config.yaml, validation/, summary.json, and for every step metrics, lengths, some
-samples and the timeline."""
+"""RunWriter: write a run's files - config.yaml, validation/, summary.json, and each step's metrics, lengths, samples
+and timeline.
+"""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +21,7 @@ SHOWN_RESPONSES = 32  # of a validation, in trackers
 
 
 class RunWriter:
-    """Writes `runs/NAME/`, and hands the metrics of every step to the trackers."""
+    """Writes `runs/NAME/`, and passes each step's metrics to the trackers."""
 
     def __init__(
         self,
@@ -31,8 +32,8 @@ class RunWriter:
         timeline: bool = True,
         after: int = 0,
     ) -> None:
-        """`trackers`: receive the metrics, and are closed with this. `after`: the step that a run resumes from; records
-        of later steps are removed. 0 keeps nothing."""
+        """trackers: receive the metrics, and are closed with this. after: step to resume from; later records are
+        removed. 0 keeps nothing."""
         self.folder = folder
         with writing(folder / "config.yaml"):
             folder.mkdir(parents=True, exist_ok=True)
@@ -47,26 +48,23 @@ class RunWriter:
         self._timeline = JsonLines(folder / "timeline.jsonl", after=after) if timeline else None
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the metrics of one step (from 1; 0 is the validation before training).
-
-        NaN and infinity, for which JSON has no number, become null.
-        """
+        """Record a step's metrics (from 1; 0 is the validation before training); NaN and infinity become null."""
         self._metrics.write({"step": step} | {name: finite(value) for name, value in metrics.items()})
         for tracker in self._trackers:
             tracker.log(step, metrics)
 
     def lengths(self, step: int, plan: Mapping[str, Any] | None = None, **columns: np.ndarray) -> None:
-        """Record the lengths of the sequences that a step trains on, for `python -m balancing runs/NAME`.
+        """Record the lengths of a step's training sequences, for `python -m balancing runs/NAME`.
 
-        plan: `plan_record` of the step's plan, with several epochs the first one's. columns: int64 [B] each: `lengths`,
-        and what else a plan of them needs, under the names of `plan_batch`.
+        plan: `plan_record` of the step's plan, of the first epoch. columns: int64 [B] each: `lengths`, and the other
+        inputs of `plan_batch` by name.
         """
         self._lengths.write(
             {"step": step} | {name: column.tolist() for name, column in columns.items()} | dict(plan or {})
         )
 
     def samples(self, step: int, examples: Iterable[Mapping[str, Any]]) -> None:
-        """Record some samples of a step, for the report and as tables of the trackers."""
+        """Record some samples of a step, for the report and the trackers' tables."""
         rows = list(examples)
         for example in rows:
             numbers = {k: finite(v) if isinstance(v, float) else v for k, v in example.items()}
@@ -78,12 +76,12 @@ class RunWriter:
             tracker.table(name, step, rows)
 
     def timeline(self, step: int, record: Mapping[str, Any]) -> None:
-        """Record the times of phases, samples and micro-steps, for `python -m controller.timeline runs/NAME`."""
+        """Record times of phases, samples and micro-steps, for `python -m controller.timeline runs/NAME`."""
         if self._timeline is not None:
             self._timeline.write({"step": step, **record}, separators=(",", ":"))
 
     def validation(self, step: int, responses: Sequence[ScoredResponse]) -> None:
-        """Record every held-out response of one validation in validation/step-N.jsonl, the first in trackers too."""
+        """Record a validation's responses in validation/step-N.jsonl, and the first ones in trackers."""
         path = self.folder / "validation" / f"step-{step}.jsonl"
         rows = []
         for response in responses:
@@ -104,7 +102,7 @@ class RunWriter:
         return self
 
     def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
-        """Close files and trackers, even if one of them raises; trackers learn whether the run succeeded."""
+        """Close files and trackers, even if one raises; tell trackers whether the run succeeded."""
         with ExitStack() as closing:
             for tracker in self._trackers:
                 closing.callback(tracker.close, succeeded=failure is None)
@@ -116,7 +114,7 @@ class RunWriter:
 def staleness(
     oldest: np.ndarray, newest: np.ndarray, version_tokens: Mapping[int, int], current: int
 ) -> dict[str, float]:
-    """Age of the samples, and of their tokens, in versions of the weights.
+    """Measure the age of samples and their tokens, in weight versions.
 
     oldest, newest: versions that sampled a token of each [B]. version_tokens: tokens by version. current: the policy's.
     """
@@ -130,9 +128,9 @@ def staleness(
 
 
 def waiting(idle_seconds: float, queued: int, seconds: Mapping[str, float]) -> dict[str, float]:
-    """Shares of the step in which the trainer waited for samples, and engines had none to make.
+    """Measure the shares of a step in which the trainer waited for samples, and engines were idle.
 
-    idle_seconds: of engines without a request, mean over engines. queued: requests that no engine works on. seconds: by
+    idle_seconds: of engines without a request, mean over engines. queued: requests without an engine. seconds: by
     phase.
     """
     return {
@@ -145,8 +143,10 @@ def waiting(idle_seconds: float, queued: int, seconds: Mapping[str, float]) -> d
 def throughput(
     generated: RemoteBatch, trained: RemoteBatch, seconds: Mapping[str, float], epochs: int = 1
 ) -> dict[str, float]:
-    """Tokens of a step's rollout and update, and tokens/s: of the step, of its wait for samples, and of its update,
-    from `seconds` by phase. epochs: times that the update reads its tokens."""
+    """Compute a step's rollout and update tokens, and tokens/s of step, wait for samples and update.
+
+    seconds: by phase. epochs: how often the update reads its tokens.
+    """
     rates = {
         "tokens/rollout": float(generated["response_tokens"].sum()),
         "throughput/tokens_per_s": float(generated["length"].sum()) / seconds["step"],
@@ -159,7 +159,7 @@ def throughput(
 
 
 def update_throughput(trained: RemoteBatch, seconds: Mapping[str, float], epochs: int = 1) -> dict[str, float]:
-    """Tokens of a step's update, in all its epochs, and tokens/s of it and of the step, from `seconds` by phase."""
+    """Compute a step's update tokens over all epochs, and tokens/s of update and step, from `seconds` by phase."""
     tokens = float(epochs * trained["length"].sum())
     return {
         "tokens/update": tokens,

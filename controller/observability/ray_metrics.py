@@ -1,4 +1,4 @@
-"""Exports every metric of metrics.yaml through Ray, from where Prometheus scrapes it.
+"""Export every metric of metrics.yaml through Ray, where Prometheus scrapes it.
 
 a step's metrics, live metrics --spec_of--> ray.util.metrics --> each node's /metrics --> Prometheus, Grafana
 """
@@ -18,13 +18,13 @@ _so_far: dict[tuple[str, str], float] = {}
 
 
 class RayMetrics:
-    """Exports under `MetricSpec.exported_name` with the labels of the family and `run`, the run's name.
+    """Exports under `MetricSpec.exported_name`, with the family's labels and `run`, the run's name.
 
     with RayMetrics(run) as metrics: ...        gauges keep their values while the block lasts
     """
 
     def __init__(self, run: str) -> None:
-        """Ray must be up: metrics made before are lost."""
+        """Ray must be up; metrics made before are lost."""
         self._run = run
         self._exported: dict[str, Gauge | Counter | Histogram] = {}
         self._values: dict[str, tuple[Gauge, dict[str, str], float]] = {}
@@ -32,7 +32,7 @@ class RayMetrics:
         self._thread = Thread(target=self._repeat, name="metrics", daemon=True)
 
     def export(self, name: str, value: float) -> None:
-        """Set, add or count a value; takes some microseconds. Not finite or not in metrics.yaml: no effect."""
+        """Set, add or count a value, in microseconds. Values not finite or not in metrics.yaml are ignored."""
         if not math.isfinite(value) or (found := spec_of(name)) is None:
             return
         spec, labels = found[0], {"run": self._run} | found[1]
@@ -51,7 +51,7 @@ class RayMetrics:
                     metric.inc(value, labels)
 
     def _repeat(self) -> None:
-        """Ray forgets a gauge that was not set since its last two reports: that of a long step would have gaps."""
+        """Repeat gauges: Ray forgets those not set since its last two reports, so a long step would have gaps."""
         while not self._ended.wait(REPEAT_SECONDS):
             with self._lock:
                 for gauge, labels, value in self._values.values():
@@ -83,18 +83,18 @@ class RayTracker:
         self._metrics = metrics
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Takes about a millisecond."""
+        """Export a step's metrics, in about a millisecond."""
         for name, value in {"run/step": step, "run/steps": float(step > 0), **metrics}.items():
             self._metrics.export(name, value)
 
     def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """No effect: Prometheus has numbers alone."""
+        """No effect: Prometheus stores only numbers."""
 
     def close(self, *, succeeded: bool) -> None:
-        """No effect: the maker of `metrics` closes it."""
+        """No effect: the owner of `metrics` closes it."""
         del succeeded
 
 
 def growth(before: float, now: float) -> float:
-    """Increase of a cumulative value; all of it after a restart."""
+    """Return the increase of a cumulative value; all of it after a restart."""
     return now - before if now >= before else now
