@@ -1,8 +1,8 @@
-"""`python -m ballast NAME ...`, which is also the script `ballast`: a command by its short name, with its arguments.
+"""`python -m ballast NAME ...`, or the script `ballast`: run a command by its short name.
 
     ballast fit --config mine.yaml  -->  controller.fit.main(["--config", "mine.yaml"])
 
-A command's module is imported only when it is called, so that the list of commands appears at once.
+Command modules are imported only when called, so that the list appears at once.
 """
 
 import difflib
@@ -18,7 +18,7 @@ from ballast.packages import check_controller
 
 @dataclass(frozen=True)
 class Command:
-    """module: has `main(arguments)`, which returns the exit code, or None for 0. does: in a few words."""
+    """module: its `main(arguments)` returns the exit code, or None for 0. does: short description."""
 
     module: str
     does: str
@@ -42,9 +42,9 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command, by default the process's command line, and return its exit code.
+    """Run a command, by default from the process's command line, and return its exit code.
 
-    2, with one line, for an unknown name, and where a user's file hides one of our packages.
+    2, with one line, for an unknown name or if a user's file hides one of our packages.
     """
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("-h", "--help"):
@@ -63,13 +63,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def main_of(command: Command) -> Callable[[Sequence[str]], int | None]:
-    """Return the command's `main`. Raises ImportError where a user's file hides one of our packages."""
+    """Return the command's `main`. Raises ImportError if a user's file hides one of our packages."""
     check_controller()
     return cast(Callable[[Sequence[str]], int | None], importlib.import_module(command.module).main)
 
 
 def help_page() -> str:
-    """Return the commands, a line each."""
+    """List the commands, one per line."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:{width}}  {command.does}" for name, command in COMMANDS.items()]
     last = "`ballast COMMAND --help` explains a command's arguments."

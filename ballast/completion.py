@@ -1,4 +1,4 @@
-"""`eval "$(ballast completion)"`: words that the Tab key completes in bash and zsh: commands, options, settings."""
+"""`eval "$(ballast completion)"`: Tab completion of commands, options and settings in bash and zsh."""
 
 from collections.abc import Sequence
 

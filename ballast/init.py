@@ -1,4 +1,4 @@
-"""`ballast init FOLDER [--recipe grpo]`: a configuration, data and a reward to start from.
+"""`ballast init FOLDER [--recipe grpo]`: write a starting configuration, data and reward.
 
 configs/RECIPE.yaml, examples/gsm8k of the package --> FOLDER/config.yaml, reward.py, data/train.jsonl, data/test.jsonl
 """
@@ -15,7 +15,7 @@ HELD_OUT = 2  # of the eight sample problems
 
 
 def starter(recipe: str) -> dict[str, str]:
-    """Return the content of each file by its name: a recipe, GSM8K's reward, and problems of its form."""
+    """Return the files by name: a recipe, GSM8K's reward, and similar problems."""
     package = files("ballast")
     config = (package / "configs" / f"{recipe}.yaml").read_text(encoding="utf-8")
     example = package / "examples" / "gsm8k"
@@ -29,7 +29,7 @@ def starter(recipe: str) -> dict[str, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the files. Exit code: 0, or 2 with one line where a file is there or cannot be written."""
+    """Write the files. Return 0, or 2 with one line if a file exists or cannot be written."""
     parser = argparse.ArgumentParser(
         prog="ballast init", description="A configuration, data and a reward to start from."
     )

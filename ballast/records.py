@@ -1,4 +1,4 @@
-"""Data sets in memory, as files that a run reads, records and resumes with.
+"""Write data sets in memory to files, which a run reads, records and resumes with.
 
 [{"prompt": ...}, ...] or datasets.Dataset --data_file--> runs/.data/3f0c....jsonl, named by its content
 """
@@ -17,7 +17,7 @@ Records = str | Path | Iterable[Mapping[str, Any]]
 
 
 def data_file(records: Records, name: str, run_dir: str) -> str:
-    """Write `records` to a file in `run_dir` and return the value of a data setting; a path is kept.
+    """Write `records` to a file in `run_dir`, and return the data setting's value; a path is returned unchanged.
 
     name: of the argument, for messages. Raises DataError unless they are records with JSON values.
     """
@@ -47,7 +47,7 @@ def _line(record: Any, where: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers and arrays of NumPy, torch and pandas as Python has them."""
+    """Convert numbers and arrays of NumPy, torch and pandas to Python's."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"a value of type {type(value).__name__}")

@@ -1,4 +1,4 @@
-"""`controller.evaluate` and `controller.generate` as functions: settings in, an Evaluation or a file of samples out."""
+"""`controller.evaluate` and `controller.generate` as functions: settings in, an Evaluation or a samples file out."""
 
 import json
 from collections.abc import Mapping
@@ -24,8 +24,10 @@ from controller.sampling.running import Finish, prepare_job
 
 @dataclass(frozen=True)
 class Evaluation:
-    """metrics, intervals: by name; a metric without an interval has none in `intervals`. folder: with samples.jsonl,
-    every response, and metrics.json, whose content is `facts`."""
+    """metrics, intervals: by name; some metrics lack an interval.
+
+    folder: holds samples.jsonl, with every response, and metrics.json, whose content is `facts`.
+    """
 
     folder: Path
     metrics: dict[str, float | None]
@@ -34,7 +36,7 @@ class Evaluation:
 
     @classmethod
     def read(cls, folder: Path) -> "Evaluation":
-        """The evaluation in a folder. Raises OSError where there is none."""
+        """Read the evaluation in a folder. Raises OSError if there is none."""
         facts = json.loads((folder / METRICS).read_text(encoding="utf-8"))
         found = facts["metrics"]
         intervals = {
@@ -53,13 +55,12 @@ def evaluate(
     data: Records | None = None,
     trust_run: bool = False,
 ) -> Evaluation:
-    """Measure a model on data.validation, as `python -m controller.evaluate` does; trains nothing.
+    """Measure a model on data.validation without training, as `python -m controller.evaluate` does.
 
-    config: as for `fit`, a configuration of a training; None takes that of the run which `model` is of. model: a
-    folder, a hub name, a run, or a checkpoint of a run; empty takes model.path. output: a folder; samples that are
-    there are not made again. None takes one in the model's run, or beside the runs. data: records in place of
-    data.validation. trust_run: run the functions that the run's settings name. reward, overrides, and what is raised:
-    as for `fit`. An override without effect is refused.
+    config: as for `fit`, a training configuration; None uses the one of `model`'s run. model: a folder, hub name, run,
+    or checkpoint of a run; empty uses model.path. output: a folder, whose existing samples are kept; None uses one in
+    the model's run, or next to the runs. data: records instead of data.validation. trust_run: run the functions in the
+    run's settings. reward, overrides and exceptions: as for `fit`. An override without effect is refused.
     """
     given = {"model": str(model), "reward": reward, "output": _path("output", output), "trust_run": trust_run}
     return Evaluation.read(_run(EvaluateConfig, finish_evaluation, config, overrides, "data.validation", data, **given))
@@ -76,10 +77,10 @@ def generate(
     trust_run: bool = False,
     prompts: int = 0,
 ) -> Path:
-    """Sample with token ids and log-probs, as `python -m controller.generate`; returns the file, a line a sample.
+    """Sample with token ids and log-probs, as `python -m controller.generate`; return the file, a line per sample.
 
-    data: records in place of data.train. prompts: only so many, from the first; 0 takes all. Otherwise as `evaluate`;
-    there need not be a reward.
+    data: records instead of data.train. prompts: number of prompts, from the first; 0 uses all. Otherwise as
+    `evaluate`; a reward is optional.
     """
     check_type("prompts", prompts, int)
     given = {"model": str(model), "reward": reward, "output": _path("output", output), "trust_run": trust_run}
@@ -96,7 +97,7 @@ def _run(
     data: Records | None,
     **options: Any,
 ) -> Path:
-    """Make the samples and return their folder. key: the setting in whose place `data` are. options: of Request."""
+    """Make the samples and return their folder. key: setting that `data` replaces. options: of Request."""
     given = tuple(as_overrides(overrides, known_keys(schema)))
     if data is not None:
         run_dir = BaseRunConfig().dir if config is None else load_settings(schema, config, given).run.dir

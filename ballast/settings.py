@@ -1,4 +1,4 @@
-"""Settings given as Python values, turned into the form of a command line.
+"""Convert settings given as Python values into command-line form.
 
 {"policy": {"ranks": 2}} or {"policy.ranks": 2} --as_overrides--> ["policy.ranks=2"]
 """
@@ -19,7 +19,7 @@ Values = Mapping[str, Any] | Sequence[str]
 
 
 def load_settings(schema: type[Schema], config: str | Path | Mapping[str, Any] | None, overrides: Values) -> Schema:
-    """Read a file, a mapping, or (None) the overrides alone. Raises ConfigError as `load` does."""
+    """Read a file, a mapping, or (None) only the overrides. Raises ConfigError as `load`."""
     known = known_keys(schema)
     check_type("config", config, str, Path, Mapping, type(None))
     if isinstance(config, Mapping):
@@ -33,9 +33,9 @@ def known_keys(schema: type[TrainingConfig]) -> set[str]:
 
 
 def as_overrides(values: Values, known: Collection[str]) -> list[str]:
-    """Return each value as `key=value`, in YAML. known: all keys; a mapping below one of them is its value.
+    """Return each value as `key=value`, in YAML. known: all keys; a mapping below a key is its value.
 
-    Raises ConfigError for a value that YAML does not have, such as an object.
+    Raises ConfigError for a value that YAML cannot represent.
     """
     if isinstance(values, Mapping):
         try:
@@ -46,7 +46,7 @@ def as_overrides(values: Values, known: Collection[str]) -> list[str]:
 
 
 def listed(name: str, values: Any, allowed: Callable[[Any], bool], wanted: str) -> list[Any]:
-    """Return an argument as a list. Raises ConfigError unless it is one and each item is allowed."""
+    """Return an argument as a list. Raises ConfigError unless each item is allowed."""
     found = list(values) if isinstance(values, Iterable) and not isinstance(values, (str, bytes)) else [None]
     if not all(map(allowed, found)):
         raise ConfigError(f"{name}={shown(values)}: expected {wanted}.")
@@ -70,7 +70,7 @@ def _leaves(values: Mapping[str, Any], known: Collection[str], prefix: str = "")
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes every text: OmegaConf reads `1e3` as a number, and PyYAML would write it as it is."""
+    """Quotes every text: OmegaConf reads `1e3` as a number, and PyYAML would not quote it."""
 
 
 _Dumper.add_representer(str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"'))

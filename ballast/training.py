@@ -2,8 +2,8 @@
 
     fit(settings, reward=f) --controller.fit.prepare--> the run --> runs/NAME/ --> Result
 
-The run is the same as the command's, in this process. Where a command prints one line and exits with 2 or 1, a
-function raises an error of `workers.errors`.
+Runs in this process. Instead of printing one line and exiting with 1 or 2, functions raise an error of
+`workers.errors`.
 """
 
 import json
@@ -32,9 +32,9 @@ Settings = str | Path | Mapping[str, Any] | None
 class Result:
     """A finished run.
 
-    folder: runs/NAME. summary: the content of summary.json: `steps`, `validation` before and after, medians of
-    `seconds_per_step` and `tokens_per_second`. metrics: a row per step, with its number under `step`; None for a value
-    that is not finite. After a resume they cover the whole run.
+    folder: runs/NAME. summary: content of summary.json: `steps`, `validation` before and after, median
+    `seconds_per_step` and `tokens_per_second`. metrics: a row per step, with its number under `step`; None if not
+    finite; complete even after a resume.
     """
 
     folder: Path
@@ -43,12 +43,12 @@ class Result:
 
     @property
     def model(self) -> Path:
-        """The trained model's folder, in Hugging Face format."""
+        """Folder of the trained model, in Hugging Face format."""
         return self.folder / "model"
 
     @classmethod
     def read(cls, folder: Path) -> "Result":
-        """Read the result of a finished run. Raises OSError or DataError where no run has finished."""
+        """Read a finished run's result. Raises OSError or DataError if no run has finished."""
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
         return cls(folder, summary, RunFolder(folder).metrics)
 
@@ -66,17 +66,16 @@ def fit(
     train: Records | None = None,
     validation: Records | None = None,
 ) -> Result:
-    """Train a policy by reinforcement learning, as `python -m controller.fit` does; returns when the run is over.
+    """Train a policy by reinforcement learning, as `python -m controller.fit` does; return when the run is over.
 
-    config: a YAML file, or settings as a mapping. reward: a function, or several with weights, in place of
-    reward.function: closures, lambdas, or names as in the settings. They run pickled in other processes, and cannot
-    change variables here. step: a function that makes each step, in place of run.step; it runs in this process, see
-    `controller.step`. callbacks: see `controller.training_loop.Callback`; one may raise StopTraining. overrides:
-    settings that replace those of `config`. train, validation: records in place of data.train and data.validation,
-    such as a list of mappings or a `datasets.Dataset`.
+    config: a YAML file, or settings as a mapping. reward: a function, or several with weights, instead of
+    reward.function: closures, lambdas, or names as in the settings. They are pickled into other processes, and cannot
+    change variables here. step: replaces run.step, in this process; see `controller.step`. callbacks: see
+    `controller.training_loop.Callback`; may raise StopTraining. overrides: settings that replace `config`'s. train,
+    validation: records instead of data.train and data.validation, such as a list of mappings or a `datasets.Dataset`.
 
     Raises ConfigError, DataError or ResourceError before anything starts, and later the error that ends the run, such
-    as RolloutError; all are BallastError. On KeyboardInterrupt the run stops as the command does.
+    as RolloutError; all are BallastError. KeyboardInterrupt stops the run as for the command.
     """
     from controller.fit import prepare
 
@@ -127,7 +126,7 @@ def _offline(
 
 
 def _give_data(settings: Config | OfflineConfig, train: Records | None, validation: Records | None) -> None:
-    """Put the files of `train` and `validation` into the settings; None is no change."""
+    """Put the files of `train` and `validation` into the settings; None changes nothing."""
     if train is not None:
         settings.data.train = data_file(train, "train", settings.run.dir)
         if isinstance(settings, Config):

@@ -2,8 +2,8 @@
 
     data.validation --validation.samples of each--> samples.jsonl --pass@k, maj@n, rewards, intervals--> metrics.json
 
-The metrics are those of a validation in training, with the same samples. A job that was stopped continues where it is
-started again. Exit codes are those of `controller.fit`.
+Metrics and samples are those of a validation in training. Start a stopped job again to continue it. Exit codes are
+those of `controller.fit`.
 """
 
 import json
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def finish(job: Job, lines: list[Line], given_up: int, console: "Console") -> None:
-    """Write metrics.json, and show it. Raises RolloutError if every reward failed and is left out."""
+    """Write and show metrics.json. Raises RolloutError if every reward failed and was dropped."""
     found, path = evaluation(job, lines, given_up), job.config.run_folder / METRICS
     with writing(path):
         path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -48,11 +48,10 @@ def finish(job: Job, lines: list[Line], given_up: int, console: "Console") -> No
 
 
 def evaluation(job: Job, lines: list[Line], given_up: int) -> dict[str, Any]:
-    """The content of metrics.json.
+    """Return the content of metrics.json.
 
-    metrics: by name {value, low, high, method}; without an interval low, high and method are null. samples, prompts:
-    how many the metrics are of. given_up: samples that no engine could make. failed_rewards: samples whose reward
-    failed, which count as reward.on_failure says.
+    metrics: by name {value, low, high, method}, null if there is no interval. samples, prompts: counts. given_up:
+    samples that no engine could make. failed_rewards: samples whose reward failed.
     """
     config = job.config
     kept = [line for line in lines if config.reward.on_failure != "drop" or "failure" not in line]

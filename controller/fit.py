@@ -1,8 +1,8 @@
 """`python -m controller.fit --config FILE [key.sub=value ...]`: a configuration in, an exit code out.
 
-    0 the run ended    1 it failed or was stopped    2 configuration, data or cluster were refused; nothing was started
+    0 success    1 failed or stopped    2 configuration, data or cluster refused; nothing was started
 
-Nothing heavy is imported before the configuration has been checked.
+Heavy imports wait until the configuration is checked.
 """
 
 import sys
@@ -64,10 +64,10 @@ def prepare(
     callbacks: Sequence["Callback"] = (),
     step: "Step | None" = None,
 ) -> Callable[[], None] | None:
-    """Check everything, and return what starts the run; None, with a line, for a run to resume that has ended.
+    """Check everything, and return the function that starts the run; None for a resumed run without steps left.
 
-    given: functions that the settings only stand for. step: that of run.step, where it is given. callbacks: see
-    `training_loop.train`. Raises ConfigError, DataError or ResourceError for what cannot work.
+    given: functions passed to the call. step: replaces run.step. callbacks: see `training_loop.train`. Raises
+    ConfigError, DataError or ResourceError.
     """
     check(config, given)
     if done := finished(config, config.run.steps, f"run.steps={config.run.steps}"):
@@ -86,7 +86,7 @@ def prepare(
 
 
 def dry_run(config: Config, request: Arguments) -> None:
-    """Print what would run and where, then try what a run tries; raises as that and `print_cluster` do."""
+    """Print what would run and where, then try its inputs; raises as that and `print_cluster` do."""
     print(describe(config, everything=request.everything))
     if request.cluster:
         print_cluster(config, request.cluster, measured=request.measure)
@@ -97,7 +97,7 @@ def dry_run(config: Config, request: Arguments) -> None:
 
 
 def input_lines(config: Config) -> Iterator[str]:
-    """Tries the inputs of a run, line by line; of a described cluster, those on this machine."""
+    """Try a run's inputs, line by line; on a described cluster, only those found here."""
     elsewhere = [path for path in [*config.data.weights, config.data.validation] if path and is_elsewhere(config, path)]
     if elsewhere:
         yield f"{', '.join(elsewhere)}: not on this machine, so neither read nor scored"
@@ -110,7 +110,7 @@ def input_lines(config: Config) -> Iterator[str]:
 
 
 def fetch_descriptions(config: Config) -> None:
-    """Ask the hub for config.json of every model that is not on this machine, which is all that a page needs."""
+    """Fetch config.json from the hub for every missing model; the page needs no other file."""
     for key, path in config.model_paths.items():
         fetch_description(path, key, print)
 
@@ -122,9 +122,9 @@ def run(
     callbacks: Sequence["Callback"] = (),
     step: "Step | None" = None,
 ) -> None:
-    """Start Ray and the roles, train, write `runs/NAME/`, end what was started.
+    """Start Ray and the roles, train, write `runs/NAME/`, and stop everything started.
 
-    step: see `training_loop.Step`; None is that of the settings.
+    step: see `training_loop.Step`; None uses the settings'.
     """
     from controller.training_loop import train
 
@@ -153,9 +153,9 @@ def step_of(inputs: Inputs) -> "Step":
 def training(
     config: Config, inputs: Inputs, console: "Console", budget: RestartBudget | None = None
 ) -> Iterator["Run"]:
-    """Start the roles of a run on a connected Ray and yield it, resumed as run.resume says; then end them.
+    """Start a run's roles on a connected Ray, resume by run.resume and yield the run; then end them.
 
-    budget: restarts of the run so far; None is a fresh budget.
+    budget: the run's restarts so far; None is a fresh budget.
     """
     from controller.actors.roles import start_roles
     from controller.run import Run

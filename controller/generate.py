@@ -2,7 +2,7 @@
 
     data.train, or data.sources --rollout.samples_per_prompt of each--> samples.jsonl: text, tokens, log-probs, reward
 
-A job that was stopped continues where it is started again. Exit codes are those of `controller.fit`.
+Start a stopped job again to continue it. Exit codes are those of `controller.fit`.
 """
 
 import sys
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def finish(job: Job, lines: list[Line], given_up: int, console: "Console") -> None:
-    """Name the file and its number of samples."""
+    """Print the file and its number of samples."""
     del given_up
     console.log(f"{job.config.run_folder / SAMPLES}: {counted(len(lines), 'sample')}")
 

@@ -1,4 +1,4 @@
-"""Our packages have common names: a file or folder of the user's with one of them is told, not imported in our place.
+"""Report a user's file or folder that hides one of our packages, which have common names.
 
 import controller --> `import workers`, `import balancing` would find ours? --> nothing, or ImportError in one line
 """
@@ -13,14 +13,14 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def distribution() -> str:
-    """The name under which our packages are installed."""
+    """Return the name under which our packages are installed."""
     return importlib.metadata.packages_distributions()["balancing"][0]
 
 
 def check_packages(names: Iterable[str] = ("workers", "balancing"), root: Path = ROOT) -> None:
-    """Raise ImportError if something else than the package in `root` is, or would be, imported by one of the names.
+    """Raise ImportError if a name imports, or would import, something other than the package in `root`.
 
-    The working directory counts wherever the program was started from: processes of ours look there first.
+    Also checks the working directory, because our processes look there first.
     """
     for name in names:
         for place in map(Path, _places(name)):
@@ -32,7 +32,7 @@ def check_packages(names: Iterable[str] = ("workers", "balancing"), root: Path =
 
 
 def _places(name: str) -> list[str]:
-    """The folders of the package that was or would be imported, or a module's file."""
+    """Return folders of the imported or importable package, or a module's file."""
     module = sys.modules.get(name)
     if module is not None:
         return [*getattr(module, "__path__", [str(module.__file__)])]
@@ -43,5 +43,5 @@ def _places(name: str) -> list[str]:
 
 
 def _adds_nothing(place: Path, ours: Path) -> bool:
-    """True for a folder without modules, beside which an editable installation finds those of `ours`."""
+    """True for a folder without modules; an editable installation then still finds `ours`."""
     return place.is_dir() and not any(place.glob("*.py")) and not (ours / "__init__.py").stat().st_size

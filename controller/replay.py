@@ -1,9 +1,9 @@
-"""`python -m controller.replay runs/NAME --step K [key.sub=value ...]`: a step of a run again, and what comes out now.
+"""`python -m controller.replay runs/NAME --step K [key.sub=value ...]`: train a recorded step again.
 
     checkpoint before it, samples of the steps since --training roles--> loss, gradient norm, beside those recorded
 
-For runs with run.record_samples=true. Overrides such as policy.ranks=1 change the layout. Nothing is written into the
-run's folder. Exit codes are those of `controller.fit`.
+Needs run.record_samples=true. Overrides such as policy.ranks=1 change the layout. Nothing is written into the run's
+folder. Exit codes are those of `controller.fit`.
 """
 
 import math
@@ -38,7 +38,7 @@ ROW = "{:30}{:>16}{:>16}{:>14}"
 
 @dataclass(frozen=True)
 class Request:
-    """The command line. folder: of the run. trust_run: run the functions that its settings name."""
+    """The command line. folder: of the run. trust_run: run the functions in its settings."""
 
     folder: Path
     step: int
@@ -48,7 +48,7 @@ class Request:
 
 @dataclass
 class ReplayConfig(Config):
-    """Settings of a run whose samples are there already."""
+    """Settings of a run whose samples exist already."""
 
     @property
     def engines(self) -> int:
@@ -58,14 +58,14 @@ class ReplayConfig(Config):
 
 @dataclass(frozen=True)
 class Start:
-    """The start of a replay. checkpoint: None for the models that the run began with. steps: those to train again, of
-    which the last is asked for."""
+    """Start of a replay. checkpoint: None for the run's initial models. steps: steps to train, the requested one
+    last."""
 
     checkpoint: Path | None
     steps: range
 
     def describe(self) -> str:
-        """The work before the step that is asked for, in words; empty if there is none."""
+        """Describe the work before the requested step; empty if none."""
         *before, last = self.steps
         if not before:
             return ""
@@ -93,9 +93,9 @@ def _prepare(arguments: Sequence[str] | None) -> Callable[[], None]:
 
 
 def settings(request: Request) -> Config:
-    """The settings that the run recorded, with the overrides.
+    """Read the run's recorded settings, with the overrides.
 
-    Raises DataError for a folder of no run, ConfigError for a run without samples or for settings that are wrong.
+    Raises DataError for a folder without a run, ConfigError for a run without samples or for wrong settings.
     """
     path = request.folder / "config.yaml"
     if not path.is_file():
@@ -114,9 +114,9 @@ def settings(request: Request) -> Config:
 
 
 def start_before(request: Request, resume: str) -> Start:
-    """The nearest checkpoint before the step, and the steps from there. resume: the run's run.resume.
+    """Find the nearest checkpoint before the step, and the steps from there. resume: the run's run.resume.
 
-    Raises DataError if there is no such checkpoint, or no record of one of these steps.
+    Raises DataError if a checkpoint or a step's record is missing.
     """
     folder, step = request.folder, request.step
     found = {path: manifest.step for path, manifest in complete(folder / FOLDER)}
@@ -145,7 +145,7 @@ def _check_recorded(folder: Path, step: int, steps: range) -> None:
 
 
 def prepared(config: Config, start: Start) -> Config:
-    """The settings of the replay: it loads the checkpoint, and neither makes nor scores nor records samples."""
+    """Return the replay's settings: load the checkpoint, without sampling, scoring or recording."""
     resume = str(start.checkpoint) if start.checkpoint else "never"
     run = replace(config.run, record_samples=False, resume=resume, other_data="keep_place")
     reward = replace(config.reward, model=replace(config.reward.model, path=""))  # samples have their rewards
@@ -153,7 +153,7 @@ def prepared(config: Config, start: Start) -> Config:
 
 
 def run(config: Config, folder: Path, start: Start, recorded: Mapping[str, float | None]) -> None:
-    """Start Ray and the training roles, train the steps, print the metrics of the last beside those `recorded`."""
+    """Start Ray and the training roles, train the steps, and print the last one's metrics with the `recorded` ones."""
     from controller.observability.console import Console
     from controller.replayer import replay
 
@@ -166,7 +166,7 @@ def run(config: Config, folder: Path, start: Start, recorded: Mapping[str, float
 
 
 def comparison(recorded: Mapping[str, float | None], replayed: Mapping[str, float]) -> list[str]:
-    """A table of the metrics in SHOWN that either has; null of metrics.jsonl is what is not finite."""
+    """Tabulate the metrics in SHOWN that either has; null in metrics.jsonl means not finite."""
     lines = [ROW.format("metric", "recorded", "replayed", "difference")]
     for name in SHOWN:
         if name in recorded or name in replayed:
@@ -178,7 +178,7 @@ def comparison(recorded: Mapping[str, float | None], replayed: Mapping[str, floa
 
 
 def _number(metrics: Mapping[str, float | None], name: str) -> float | None:
-    """The value, NaN for null, None where there is none."""
+    """Return the value, NaN for null, None if missing."""
     value = metrics.get(name, None)
     return math.nan if value is None and name in metrics else value
 

@@ -1,4 +1,4 @@
-"""Replayer: a run whose samples are there already. `controller.replay` is its command.
+"""Replayer: a run with recorded samples; `controller.replay` is its command.
 
 checkpoint --resume--> Replayer --read_step, step--> metrics of the step
 """
@@ -35,7 +35,7 @@ from workers.metrics import Metric
 
 
 class Replayer(Run):
-    """Trains steps on recorded samples. No engine samples, receives weights or proves them."""
+    """Trains steps on recorded samples, without engines."""
 
     def __init__(self, config: Config, session: Session[Roles], folder: Path, *, cost_model: CostModel) -> None:
         """folder: of the recorded run. cost_model: see `TrainingRun`. Raises ConfigError as `find_step`."""
@@ -45,19 +45,16 @@ class Replayer(Run):
         self.logprob_check = ToldMismatch(config, session.record)
 
     def new_collector(self, prompts: Prompts) -> RolloutBuffer:
-        """Return one that reads files."""
+        """Return a collector that reads files."""
         arguments = self.config, self.roles, prompts, self.planner, self.record, self.progress
         return RecordedSamples(self.recorded, *arguments)
 
     def asked(self, uid: str) -> dict[str, str]:
-        """The uid alone: the prompts are not read again."""
+        """Return only the uid, because prompts are not read again."""
         return {"prompt": uid}
 
     def replay(self, number: int) -> dict[str, float]:
-        """Train step `number`; returns its metrics.
-
-        Raises DataError as `read_step` does, and what a step raises.
-        """
+        """Train step `number` and return its metrics. Raises DataError as `read_step`, and what a step raises."""
         with self.record.step(number, self.last_step):
             self.make_step(self)
             self.step_finished()
@@ -67,19 +64,19 @@ class Replayer(Run):
 
 
 class RecordedSamples(RolloutBuffer):
-    """The samples that a run has recorded. folder: of the run."""
+    """Recorded samples of a run. folder: of the run."""
 
     def __init__(self, folder: Path, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.folder = folder
 
     def collect(self, step: int) -> Rollout:
-        """Read the samples of a step. Raises DataError as `read_step` does."""
+        """Read a step's samples. Raises DataError as `read_step`."""
         return read_step(step_file(self.folder, step))
 
 
 class ToldMismatch(LogProbCheck):
-    """Says where engines and trainer differ by more than they may, and goes on: a replay is to find out why."""
+    """Reports differences between engines and trainer without raising, so that a replay can find their cause."""
 
     def __init__(self, config: Config, record: RunRecord) -> None:
         super().__init__(config, first_version=0)
@@ -87,7 +84,7 @@ class ToldMismatch(LogProbCheck):
         self._log = record.console.log
 
     def judge(self, step: int, metrics: Mapping[str, Metric], proof: Proof = Proof.NONE) -> None:
-        """As `LogProbCheck.judge`, but that it does not raise."""
+        """Judge as `LogProbCheck.judge`, without raising."""
         try:
             super().judge(step, metrics, proof)
         except MismatchError as error:
@@ -95,7 +92,7 @@ class ToldMismatch(LogProbCheck):
 
 
 class NoPrompts:
-    """The prompts of a trainer that samples nothing."""
+    """Prompts of a trainer that does not sample."""
 
     def take(self, start: int, count: int) -> list[Prompt]:
         """Raises DataError."""
@@ -103,9 +100,9 @@ class NoPrompts:
 
 
 def replay(config: Config, folder: Path, steps: range, console: Console) -> dict[str, float]:
-    """Train the steps of a run again, from the state of run.resume; returns the metrics of the last.
+    """Train a run's steps again from the state of run.resume; return the last one's metrics.
 
-    folder: of the run. Ray is connected. Raises as `Replayer.replay` and `start_roles` do.
+    folder: of the run. Needs a connected Ray. Raises as `Replayer.replay` and `start_roles`.
     """
     metrics: dict[str, float] = {}
     with replaying(config, folder, console) as replayer:
@@ -116,9 +113,9 @@ def replay(config: Config, folder: Path, steps: range, console: Console) -> dict
 
 @contextmanager
 def replaying(config: Config, recorded: Path, console: Console) -> Iterator[Replayer]:
-    """Start the training roles on a connected Ray and yield a run with the state of run.resume; then end them.
+    """Start the training roles on a connected Ray and yield a run resumed by run.resume; then end them.
 
-    recorded: folder of the recorded run. What the replay writes goes to a folder that ends with it.
+    recorded: folder of the recorded run. The replay's files go to a temporary folder.
     """
     cost_model = CostModel.from_model_config(config.model_description())
     with (

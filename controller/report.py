@@ -1,4 +1,4 @@
-"""`python -m controller.report runs/NAME`: one page about a run, made by `controller.observability.report`."""
+"""`python -m controller.report runs/NAME`: write one page about a run, see `controller.observability.report`."""
 
 import sys
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from controller.preflight.arguments import OneLineParser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: 0, or 2 with one line that says what is wrong."""
+    """Return 0, or 2 with one line about the problem."""
     return exit_code(partial(_report, arguments))
 
 

@@ -1,4 +1,4 @@
-"""Run: a run of reinforcement learning, as its steps see it; and its validations, checkpoints and metrics."""
+"""Run: a reinforcement learning run as its steps see it, with validations, checkpoints and metrics."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,8 +26,8 @@ from workers.rollout.requests import VALIDATION_STEP
 
 
 class Run(TrainingRun[Config, Roles]):
-    """collector: makes the samples of steps. logprob_check: compares engines with the trainer. weight_version: of the
-    policy's weights. kl_coefficient: of the KL in the reward, for the next step, where it is adapted."""
+    """collector: makes the steps' samples. logprob_check: compares engines and trainer. weight_version: of the policy.
+    kl_coefficient: KL weight in the next step's reward, if adapted."""
 
     def __init__(
         self,
@@ -50,21 +50,18 @@ class Run(TrainingRun[Config, Roles]):
         return collector(self.config, self.roles, prompts, self.planner, self.record, self.progress)
 
     def begin(self) -> None:
-        """Send the policy's weights to the engines.
-
-        Also if they are those of the files, which the engines have: a transfer that fails or corrupts shows at once.
-        """
+        """Send the policy's weights to the engines, so that a failing or corrupt transfer shows at once."""
         self.roles.send_weights(self.weight_version)
         self.collector.begin()
 
     def step_finished(self) -> None:
-        """Let the collector go on with the step's weights, and show completions."""
+        """Let the collector continue with the step's weights, and show completions."""
         super().step_finished()
         self.record.completions(self.config.run.log_completions)
         self.collector.published()
 
     def state(self) -> dict[str, Any]:
-        """The places in the stream of prompts, and what weights and rewards have come to."""
+        """Return position in the prompt stream, and state of weights and rewards."""
         return {
             "position": self.collector.position,
             "active": self.collector.active,
@@ -74,24 +71,24 @@ class Run(TrainingRun[Config, Roles]):
         }
 
     def save_models(self) -> None:
-        """Save the policy, and the critic where there is one."""
+        """Save the policy, and the critic if any."""
         super().save_models()
         if self.roles.critic is not None:
             self.roles.critic.save_pretrained(str(self.folder / "critic"))
 
     def save(self, name: str) -> None:
-        """As `TrainingRun.save`; it gathers whole weights, so engines that share the policy's GPUs sleep before."""
+        """Save as `TrainingRun.save`; colocated engines sleep first, because whole weights are gathered."""
         self.roles.sleep_engines()
         super().save(name)
 
     def save_beside(self, checkpoint: Path, progress: Progress) -> None:
-        """Write samples that no step has trained on."""
+        """Write untrained samples."""
         if progress.active:
             self.collector.save(samples_path(checkpoint), progress.active)
         remove_old_samples(self.folder, progress.step)
 
     def validate(self, step: int) -> dict[str, float]:
-        """Score responses to the held-out prompts, record and show them; empty without data.validation."""
+        """Score responses to held-out prompts, record and show them; empty without data.validation."""
         if self.validation is None:
             return {}
         settings = self.config.validation
@@ -119,7 +116,7 @@ class Run(TrainingRun[Config, Roles]):
                 self.save("model-best")
 
     def record_samples(self, rollout: Rollout) -> None:
-        """Tell the record what a step's samples are, and keep them where run.record_samples asks for it."""
+        """Record a step's samples, and keep them with run.record_samples."""
         batch, record = rollout.trained, self.record
         samples, version = rollout.batch, self.weight_version
         record.samples(rollout, batch, self.asked)
@@ -135,13 +132,13 @@ class Run(TrainingRun[Config, Roles]):
                 write_step(step_file(self.folder, self.number), rollout)
 
     def asked(self, uid: str) -> dict[str, str]:
-        """The prompt of training samples with this uid, as text: `prompt`, and `record`, its other columns."""
+        """Return a uid's training prompt as text: `prompt`, and `record`, its other columns."""
         key = self.config.data.prompt_key
         (found,) = self.collector.prompts.take(int(uid), 1)
         return {"prompt": shown_prompt(found.columns[key]), "record": other_columns(found.columns, key)}
 
     def measure(self) -> dict[str, float]:
-        """Seconds, tokens/s, and the engines' part in the step."""
+        """Return seconds, tokens/s, and the engines' share of the step."""
         record, engines = self.record, self.roles.rollouts
         record.timeline.weight_loads(self.roles.take_weight_loads())
         found = record.times() | waiting(engines.take_idle_seconds(), engines.queued, record.seconds)

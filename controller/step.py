@@ -3,12 +3,11 @@
     prompts -> samples, rewards -> keep groups with signal -> plan -> old, reference log-probs -> advantages
             -> update, mini-batch by mini-batch: critic, policy -> weights to the engines
 
-A run without rollout.max_staleness makes the samples when `collect` asks for them; one with it has made them ahead,
-while it trained, and `collect` takes those that are ready. All else is the same.
+With rollout.max_staleness, samples are made ahead during training, and `collect` takes the ready ones; otherwise
+`collect` makes them.
 
-Each part takes the run and a batch, and returns the batch with more columns, or the metrics of an update. The driver
-works on lengths, ids and rewards; tokens stay in the object store (see `workers.remote_batch`). What parts tell
-`run.record` changes nothing.
+Each part takes the run and a batch, and returns the batch with more columns, or an update's metrics. The driver handles
+lengths, ids and rewards; tokens stay in the object store (see `workers.remote_batch`). `run.record` only observes.
 
 B sequences.
 """
@@ -41,7 +40,7 @@ PROOF_TOKENS = 32  # of samples that are compared and not trained
 
 
 def step(run: Run) -> None:
-    """Make one step of the picture above."""
+    """Make one step as shown above."""
     batch = collect(run)
     if len(batch):
         learn(run, batch)
@@ -61,7 +60,7 @@ def learn(run: Run, batch: RemoteBatch) -> None:
 
 @dataclass(frozen=True)
 class Epoch:
-    """A pass over a step's samples. mini_batches: rows of each, in the order of optimiser steps. plan: the policy's."""
+    """A pass over a step's samples. mini_batches: rows of each, in order. plan: the policy's."""
 
     mini_batches: list[np.ndarray]
     plan: Plan
@@ -70,7 +69,7 @@ class Epoch:
 def on_training_roles(
     phase: str,
 ) -> Callable[[Callable[Concatenate[Run, Arguments], Found]], Callable[Concatenate[Run, Arguments], Found]]:
-    """Mark a part that computes on training roles: engines that share their GPUs sleep; `phase` counts its seconds."""
+    """Mark a part that computes on training roles: colocated engines sleep, and `phase` is timed."""
 
     def mark(part: Callable[Concatenate[Run, Arguments], Found]) -> Callable[Concatenate[Run, Arguments], Found]:
         @wraps(part)
@@ -85,7 +84,7 @@ def on_training_roles(
 
 
 def collect(run: Run) -> RemoteBatch:
-    """Return the samples to train on in this step; none where no group has signal, see algorithm.groups_without_signal.
+    """Return the step's training samples; empty if no group has signal, see algorithm.groups_without_signal.
 
     Columns [B]: uid (equal for samples of one prompt), sample, reward, length, prompt_tokens, response_tokens,
     truncated, weight_version, and those of `Rollout`. Tokens: input_ids, loss_mask, rollout_log_probs.
@@ -97,7 +96,7 @@ def collect(run: Run) -> RemoteBatch:
 
 
 def plan_updates(run: Run, batch: RemoteBatch) -> list[Epoch]:
-    """Draw the mini-batches of batch.epochs passes, and assign their sequences to ranks and micro-steps."""
+    """Draw mini-batches of batch.epochs passes, and assign their sequences to ranks and micro-steps."""
     planner = run.planner
     with run.record.phase("plan"):
         drawn = [planner.draw(batch, run.number, epoch) for epoch in range(run.config.batch.epochs)]
@@ -111,13 +110,13 @@ def plan_updates(run: Run, batch: RemoteBatch) -> list[Epoch]:
 
 @on_training_roles("log_probs")
 def with_old_log_probs(run: Run, batch: RemoteBatch, *, recompute: bool = False) -> RemoteBatch:
-    """Add the tokens `old_log_probs`, to which the loss takes ratios, if they are needed before the update.
+    """Add the tokens `old_log_probs`, the loss ratios' denominator, if needed before the update.
 
-    With one optimiser step they are those of the update's own forward pass: a pass before it would compute the same
-    numbers. With samples of older weights they are those of the engines. recompute: compute them with the policy as it
-    is now, such as between two updates. With algorithm.loss.old_entropies also adds `old_entropies`.
+    A single optimiser step uses its own forward pass, which gives the same numbers. Stale samples use the engines'.
+    recompute: use the current policy, for example between two updates. With algorithm.loss.old_entropies also adds
+    `old_entropies`.
 
-    Raises MismatchError if a pass shows that engines and trainer differ by more than they may.
+    Raises MismatchError if engines and trainer differ too much.
     """
     config, check = run.config, run.logprob_check
     needed = recompute or config.has_forward_pass
@@ -139,7 +138,7 @@ def with_old_log_probs(run: Run, batch: RemoteBatch, *, recompute: bool = False)
 
 @on_training_roles("log_probs")
 def with_reference_log_probs(run: Run, batch: RemoteBatch) -> RemoteBatch:
-    """Add the tokens `reference_log_probs` where a KL needs them."""
+    """Add the tokens `reference_log_probs` if a KL needs them."""
     if not run.config.uses_reference:
         return batch
     plan = run.planner.whole(batch, "reference.log_probs")
@@ -148,8 +147,8 @@ def with_reference_log_probs(run: Run, batch: RemoteBatch) -> RemoteBatch:
 
 @on_training_roles("advantages")
 def with_advantages(run: Run, batch: RemoteBatch) -> RemoteBatch:
-    """Add `advantages`, as algorithm.advantage says: a column [B], or tokens; for a critic's update also the tokens
-    `returns` and `old_values`.
+    """Add `advantages` by algorithm.advantage: a column [B], or tokens; with a critic also tokens `returns`,
+    `old_values`.
 
     rewards - weight * KL to the reference --estimator, on the driver--> a column
     rewards, KL to the reference, critic's values --GAE, on the ranks that have the tokens--> tokens
@@ -177,7 +176,7 @@ def with_advantages(run: Run, batch: RemoteBatch) -> RemoteBatch:
 
 
 def _kl_in_reward(run: Run, batch: RemoteBatch) -> tuple[float, np.ndarray]:
-    """Return (weight, KL of each sequence [B]), and keep the next step's weight."""
+    """Return (weight, KL of each sequence [B]), and set the next step's weight."""
     settings = run.config.algorithm.kl_in_reward
     if not settings.coefficient:
         return 0.0, np.zeros(len(batch))
@@ -191,9 +190,9 @@ def _kl_in_reward(run: Run, batch: RemoteBatch) -> tuple[float, np.ndarray]:
 
 
 def update_critic(run: Run, batch: RemoteBatch, epochs: Sequence[Epoch]) -> dict[str, float]:
-    """Make the critic's optimiser steps, on the policy's mini-batches; nothing without a critic.
+    """Make the critic's optimiser steps on the policy's mini-batches; nothing without a critic.
 
-    batch: with `returns` and `old_values`, see `with_advantages`. Returns the metrics that it records under `critic/`.
+    batch: with `returns` and `old_values`, see `with_advantages`. Returns the metrics recorded under `critic/`.
     """
     if run.roles.critic is None:
         return {}
@@ -212,12 +211,10 @@ def update_policy(
     loss: LossConfig | None = None,
     recorded_as: str = "policy",
 ) -> dict[str, float]:
-    """Make the policy's optimiser steps.
+    """Make the policy's optimiser steps, and return the metrics recorded under `recorded_as`.
 
-    batch: with `advantages`, and the log-probs that the loss needs. Without `old_log_probs`, ratios are 1. loss: in
-    place of algorithm.loss. recorded_as: the section of the metrics, which it returns too.
-
-    Raises MismatchError as `with_old_log_probs`, if no pass of that has compared the log-probs in this step.
+    batch: with `advantages` and required log-probs; without `old_log_probs`, ratios are 1. loss: replaces
+    algorithm.loss. Raises MismatchError as `with_old_log_probs`, if log-probs are first compared here.
     """
     updated = _update(
         run, run.roles.policy, batch, epochs, [epoch.plan for epoch in epochs], loss or run.config.policy_loss
@@ -251,8 +248,8 @@ def _update(
 def send_weights(run: Run) -> None:
     """Send the policy's weights to every engine, under the next version.
 
-    Where samples are made ahead, compares engines and trainer at the first weights that an update has changed. Raises
-    MismatchError if they differ by more than rounding.
+    With samples made ahead, compares engines and trainer after the first update. Raises MismatchError if they differ by
+    more than rounding.
     """
     with run.record.phase("weights"):
         run.weight_version += 1

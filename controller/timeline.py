@@ -1,6 +1,6 @@
-"""`python -m controller.timeline runs/NAME [--steps 3-5] [--output trace.json]`: a trace of a run.
+"""`python -m controller.timeline runs/NAME [--steps 3-5] [--output trace.json]`: trace a run for Perfetto or Chrome.
 
-`controller.observability.timeline` makes it, for Perfetto or Chrome.
+`controller.observability.timeline` builds the trace.
 """
 
 import re
@@ -15,7 +15,7 @@ from controller.preflight.arguments import OneLineParser
 
 
 def parse_steps(text: str) -> range:
-    """`3-5` or `4` as a range that holds both ends; ValueError for anything else."""
+    """Parse `3-5` or `4` as an inclusive range; ValueError for anything else."""
     found = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
     if not found or int(found[2] or found[1]) < int(found[1]):
         raise ValueError(text)
@@ -23,7 +23,7 @@ def parse_steps(text: str) -> range:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: 0, or 2 with one line that says what is wrong."""
+    """Return 0, or 2 with one line about the problem."""
     return exit_code(partial(_trace, arguments))
 
 

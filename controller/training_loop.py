@@ -1,4 +1,4 @@
-"""The loop of all training commands, and what every run has.
+"""The loop of all training commands, and the base of every run.
 
 begin --> validate --> step --> validate, callbacks, records, checkpoint, each when due --> ... --> save the model
                         ^                                                        |
@@ -43,13 +43,15 @@ the first. Numbers that it adds to `metrics`, a dictionary, are recorded with th
 
 
 class StopTraining(Exception):  # noqa: N818 - no error, as StopIteration is none
-    """Raised by a callback: the run ends after this step as after its last one, with its model and its summary."""
+    """Raised by a callback to end the run normally after this step, with its model and summary."""
 
 
 @dataclass(frozen=True)
 class RunView:
-    """The run, for callbacks. folder: runs/NAME. model: the folder of the policy saved last, or model.path. samples: of
-    the step, a dictionary each: prompt, record, response, reward, response_tokens and others; none where none are made.
+    """The run, for callbacks.
+
+    folder: runs/NAME. model: folder of the policy saved last, or model.path. samples: the step's, a dictionary each:
+    prompt, record, response, reward, response_tokens and others; none if none are made.
     """
 
     folder: Path
@@ -59,8 +61,8 @@ class RunView:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a run. before, after: validation metrics. steps: metrics of the steps that this process made.
-    last_step: the number of the last one."""
+    """Result of a run. before, after: validation metrics. steps: metrics of this process's steps. last_step: its
+    number."""
 
     before: dict[str, float]
     after: dict[str, float]
@@ -68,7 +70,7 @@ class Outcome:
     last_step: int
 
     def summary(self) -> dict[str, Any]:
-        """Return the numbers of summary.json; seconds and tokens/s are medians over steps."""
+        """Return the content of summary.json; seconds and tokens/s are medians over steps."""
         speed = {}
         if self.steps:
             speed = {
@@ -82,12 +84,12 @@ class Outcome:
 class TrainingRun(ABC, Generic[Settings, RolesOf]):
     """A run in progress. Steps read it, and change its models through their parts.
 
-    record: receives what happens, and cannot change it. planner: assigns sequences to ranks. progress: the state after
-    the last complete step, which `advance` alone replaces. last_step: the number of steps.
+    record: receives events, and cannot change them. planner: assigns sequences to ranks. progress: state after the last
+    complete step, replaced only by `advance`. last_step: number of steps.
     """
 
     def __init__(self, config: Settings, session: Session[RolesOf], *, steps: int, cost_model: CostModel) -> None:
-        """cost_model: FLOPs of a sequence, which plans balance until measured times replace it."""
+        """cost_model: FLOPs of a sequence, used for plans until measured times replace it."""
         self.config, self.roles, self.record, self.progress = config, session.roles, session.record, session.progress
         self.last_step, self.model = steps, Path(config.model.path)
         self.cost_fitter = CostModelFitter(cost_model, enabled=config.refits_cost_model)
@@ -99,26 +101,26 @@ class TrainingRun(ABC, Generic[Settings, RolesOf]):
 
     @property
     def number(self) -> int:
-        """The step in progress, from 1."""
+        """Step in progress, from 1."""
         return self.progress.step + 1
 
     @abstractmethod
     def validate(self, step: int) -> dict[str, float]:
-        """Measure the policy on held-out data, record and show it; empty without held-out data."""
+        """Validate the policy, record and show the result; empty without held-out data."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """Return the fields of `Progress` that steps of this kind change."""
+        """Return the `Progress` fields that this kind of step changes."""
 
     @abstractmethod
     def measure(self) -> dict[str, float]:
-        """Return the metrics of a complete step beside those that its parts reported."""
+        """Return metrics of a complete step, in addition to its parts'."""
 
     def begin(self) -> None:
-        """Prepare for the first validation, or for the first step of a run that resumes."""
+        """Prepare for the first validation, or the first step of a resumed run."""
 
     def step_finished(self) -> None:
-        """Fit the cost model of the next plans to the times of this step's micro-steps."""
+        """Fit the next plans' cost model to this step's micro-steps."""
         times, fitter = self.roles.take_micro_step_times(), self.cost_fitter
         self.record.micro_steps(times, self.planner.cost_model)
         policy = {actor: found for actor, found in times.items() if actor.startswith("policy")}
@@ -126,15 +128,14 @@ class TrainingRun(ABC, Generic[Settings, RolesOf]):
         self.planner.cost_model, self.planner.stages = fitter.cost_model, fitter.stages
 
     def save_beside(self, checkpoint: Path, progress: Progress) -> None:
-        """Write what a checkpoint needs besides models and `progress`; called before the models are saved."""
+        """Write a checkpoint's files besides models and `progress`; called before the models are saved."""
 
     def save_models(self) -> None:
         """Save the result of the run."""
         self.save("model")
 
     def save(self, name: str) -> None:
-        """Save model and tokenizer in Hugging Face format as `name` in the run's folder, and LoRA adapters beside it:
-        `model-30`, `adapters-30`."""
+        """Save model and tokenizer in Hugging Face format as `name`, and LoRA adapters: `model-30`, `adapters-30`."""
         with self.record.phase("save"):
             self.model = self.folder / name
             self.roles.policy.save_pretrained(str(self.model))
@@ -144,10 +145,10 @@ class TrainingRun(ABC, Generic[Settings, RolesOf]):
 
 
 def train(run: TrainingRun[Any, Any], step: Step, callbacks: Sequence[Callback] = ()) -> Outcome:
-    """Validate, make all steps that are left, validate, save the model and write summary.json.
+    """Validate, make all remaining steps, validate, save the model and write summary.json.
 
-    An interrupt leaves a checkpoint of the last complete step, where run.checkpoint_every writes any. callbacks: see
-    `Callback`. What one raises ends the run when the step is recorded and saved, see `StopTraining`.
+    An interrupt leaves a checkpoint of the last complete step, if run.checkpoint_every is set. callbacks: see
+    `Callback`. An exception in one ends the run after the step is recorded and saved, see `StopTraining`.
     """
     tell = partial(run.record.console.say, "compiling the planner, once")
     rows = list[dict[str, float]]()
@@ -209,7 +210,7 @@ def _complete_step(
 
 
 def advance(run: TrainingRun[Any, Any], step: int, scores: dict[str, float]) -> None:
-    """Make `run.progress` the state after `step`. Nothing else writes it. scores: of the last validation."""
+    """Set `run.progress` to the state after `step`; the only writer. scores: of the last validation."""
     before = run.progress.before if step else scores
     state, refit = run.state(), run.cost_fitter.state()
     run.progress = replace(run.progress, step=step, before=before, latest=scores, refit=refit, **state)
@@ -225,7 +226,7 @@ def _save_what_is_due(run: TrainingRun[Any, Any], step: int) -> None:
 
 
 def _call(run: TrainingRun[Any, Any], step: int, callbacks: Sequence[Callback]) -> Exception | None:
-    """Call the callbacks before the step is recorded, record their numbers with it, and return what one raised."""
+    """Call the callbacks, record their numbers with the step, and return what one raised."""
     view = None
     try:
         for callback in callbacks:
@@ -244,7 +245,7 @@ def _call(run: TrainingRun[Any, Any], step: int, callbacks: Sequence[Callback]) 
 
 
 def takes_run(callback: Callback) -> bool:
-    """Whether a callback takes a third argument. Raises ConfigError for what does not take two or three."""
+    """Whether a callback takes a third argument. Raises ConfigError unless it takes two or three."""
     if callable(callback):
         for count in (3, 2):
             with suppress(TypeError, ValueError):  # ValueError: it has no signature
@@ -254,7 +255,7 @@ def takes_run(callback: Callback) -> bool:
 
 
 def as_metric(name: str, value: Any) -> float:
-    """Return the value of a metric. Raises ConfigError for what is not a number."""
+    """Return a metric's value. Raises ConfigError unless it is a number."""
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):

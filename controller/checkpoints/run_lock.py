@@ -1,11 +1,10 @@
-"""One process per run folder: it is locked before anything starts, until the run or its process ends.
+"""Lock a run's folder for one process, from before anything starts until the run or its process ends.
 
     mkdir runs/NAME --> lock runs/NAME/.lock --> the run --> unlock
                                              --> another process has it, or it holds a run: ConfigError,
                                                  or runs/NAME-2, if NAME was not given
 
-A POSIX record lock: the kernel releases it however the process ends, child processes do not inherit it, and NFS has it.
-A marker without a lock would stay behind after a kill.
+A POSIX record lock works on NFS, is not inherited by children, and is released by the kernel even after a kill.
 """
 
 import errno
@@ -26,7 +25,7 @@ LOCK = ".lock"
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether a run has written into the folder: anything beside a lock, and what a run said that did not start."""
+    """Whether a run has written into the folder, apart from a lock and the log of a run that did not start."""
     beside = (LOCK, LOG)
     return folder.exists() and (not folder.is_dir() or any(path.name not in beside for path in folder.iterdir()))
 
@@ -41,11 +40,10 @@ def check_folder_is_free(config: TrainingConfig) -> None:
 
 
 def locked(config: TrainingConfig, start: Callable[[], None]) -> Callable[[], None]:
-    """Lock the run's folder, which is made if it is missing; returns `start` followed by the release of the lock.
+    """Create and lock the run's folder; return `start` followed by the release of the lock.
 
-    A run that was given no name takes the next one that is free, in `config`, if another has taken its folder since
-    then. Raises ConfigError if another process has the lock, or as `check_folder_is_free`. A folder into which the run
-    has written nothing is removed with the lock.
+    An unnamed run takes the next free name, in `config`, if its folder was taken meanwhile. Raises ConfigError if
+    another process has the lock, or as `check_folder_is_free`. An unused folder is removed with the lock.
     """
     lock = _lock_one(config)
 
@@ -108,7 +106,7 @@ def _lock_file(file: TextIO, folder: Path) -> None:
 
 
 def _release(folder: Path, lock: TextIO) -> None:
-    """Remove the file while it is locked; a process that has opened it meanwhile finds that out, see `_lock`."""
+    """Remove the file while it is locked; a process that opened it meanwhile notices, see `_lock`."""
     with suppress(OSError):
         (folder / LOCK).unlink()
     lock.close()
