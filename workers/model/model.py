@@ -189,7 +189,7 @@ def read_config(path: str, **options: Any) -> PreTrainedConfig:
     _check_path(path)
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False, **options)
-    except Exception as error:  # of many types, for values of another type
+    except Exception as error:  # transformers raises many types
         raise ConfigError(f"model.path={path} cannot be loaded: {clause(error)}.") from error
 
 
@@ -215,24 +215,24 @@ def read_pretrained(
                 config=hf_config,
                 dtype=dtype,
                 local_files_only=True,
-                # transformers does not pass it on where it looks for adapters: without a network it would try for 24 s
+                # transformers does not pass it to its search for adapters: without a network that takes 24 s
                 adapter_kwargs={"local_files_only": True},
                 trust_remote_code=False,
                 output_loading_info=True,
             )
     except BallastError:
         raise
-    except Exception as error:  # transformers raises errors of many types for values of another type
+    except Exception as error:  # transformers raises many types
         raise ConfigError(f"model.path={config.path} cannot be loaded: {clause(error)}.") from error
     for name, found, expected in sorted(info["mismatched_keys"]):
         raise ConfigError(
             f"model.path={config.path}: {name} is {tuple(found)} in the weight files and {tuple(expected)} by "
-            "config.json. Put the config.json of these weights beside them."
+            "config.json. Use the config.json of these weights."
         )
     if left_out := [name for name in sorted(info["unexpected_keys"]) if _is_of_a_layer(model, name)]:
         raise ConfigError(
             f"model.path={config.path}: the model that config.json describes has no {left_out[0]}, which would be left "
-            "out. Put the config.json of these weights beside them."
+            "out. Use the config.json of these weights."
         )
     return model, sorted(info["missing_keys"])
 
@@ -334,8 +334,8 @@ def _check_shares(model: PreTrainedModel) -> None:
 def _check_positions(packed: PackedModel) -> None:
     if not packed.takes_positions:
         raise UnsupportedModelError(
-            f"{type(packed.model).__name__} takes no position_ids, so that in a packed row it would count on from one "
-            "sequence to the next; set model.layout=padded"
+            f"{type(packed.model).__name__} takes no position_ids, so in a packed row its positions would continue "
+            "from one sequence to the next; set model.layout=padded"
         )
 
 
@@ -343,7 +343,7 @@ def _use_packed_attention(model: PreTrainedModel) -> None:
     model.set_attn_implementation(ATTENTION_NAME)
     if model.config._attn_implementation != ATTENTION_NAME:
         raise UnsupportedModelError(
-            f"{type(model).__name__} does not take an attention function of ours, so its rows cannot be packed; set "
+            f"{type(model).__name__} does not take an attention function, so its rows cannot be packed; set "
             "model.layout=padded"
         )
 
@@ -359,7 +359,7 @@ def _use_own_attention(model: PreTrainedModel, setting: str, features: frozenset
             raise UnsupportedModelError(
                 f"{type(model).__name__} has no attention {wanted}: {_first_line(error)}"
             ) from error
-        model.set_attn_implementation("eager")  # which every family has, if only because it has no attention at all
+        model.set_attn_implementation("eager")  # every family accepts it
     used = model.config._attn_implementation
     if used != wanted and setting != "auto":
         raise UnsupportedModelError(
@@ -375,7 +375,7 @@ def _layers(model: PreTrainedModel) -> nn.ModuleList | None:
 def decoder_of(model: PreTrainedModel) -> nn.Module:
     """Return the part of a model between embedding and output layer."""
     found = model.get_decoder()
-    # transformers misses that of Llama 4, whose prefix names a wrapper that it does not have.
+    # transformers misses the decoder of Llama 4, whose prefix names a missing wrapper.
     return getattr(model, "model", found) if found is model else found
 
 
@@ -384,7 +384,7 @@ def load_tokenizer(path: str) -> Any:
     _check_path(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # of transformers and tokenizers, by what is wrong in their files
+    except Exception as error:  # transformers and tokenizers raise many types
         raise ConfigError(f"model.path={path} has no tokenizer: {named(error)}.") from error
     # Without tokenizer files, transformers makes some families an empty tokenizer instead of an error.
     if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
@@ -401,7 +401,7 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0]
 
 
-BACKEND = "inductor"  # tests on a CPU take one that only traces
+BACKEND = "inductor"  # CPU tests use a backend that only traces
 MOST_GRAPHS = 64
 """Graphs of one function. Two kinds of layers with adapters exceed dynamo's default of 8, beyond which the function
 runs uncompiled."""

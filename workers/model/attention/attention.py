@@ -354,7 +354,7 @@ def ballast_packed(
         raise UnsupportedModelError(f"{name} is not causal: it looks at later tokens, which packed attention does not")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     output = packed_attention(*_of_one_size(query, key, value), scale, **computed)
-    # Some families take a view of it.
+    # Some families take a view of the output.
     return output[..., : value.shape[-1]].contiguous(), None
 
 

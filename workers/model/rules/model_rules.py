@@ -105,7 +105,7 @@ def check_context_parallel(
         return
     if recurrent:
         raise UnsupportedModelError(
-            f"{model} carries a state from token to token, which ranks that share a sequence do not hand on; set "
+            f"{model} carries a state from token to token, which ranks that share a sequence do not pass on; set "
             "policy.parallel.context_parallel=1."
         )
     if parallel.context_parallel_method == "ulysses" and heads is not None and heads % sharing:
@@ -207,9 +207,7 @@ def check_expert_parallel(
     if ep == 1:
         return
     if not experts:
-        raise UnsupportedModelError(
-            f"{model} has no experts, which policy.parallel.expert_parallel={ep} would share; set it to 1."
-        )
+        raise UnsupportedModelError(f"{model} has no experts for policy.parallel.expert_parallel={ep}; set it to 1.")
     if experts % ep:
         raise UnsupportedModelError(
             f"{model} has {experts} experts a layer, which policy.parallel.expert_parallel={ep} does not divide; set "
@@ -217,7 +215,7 @@ def check_expert_parallel(
         )
     if settings.compile:
         raise ConfigError(
-            "model.compile does not take layers whose experts ranks share; set model.compile=false or "
+            "model.compile does not support layers whose experts ranks share; set model.compile=false or "
             "policy.parallel.expert_parallel=1."
         )
 
@@ -231,8 +229,7 @@ def check_router_replay(settings: ModelConfig, model: str, features: Mapping[str
         return
     if not expert_count(features):
         raise UnsupportedModelError(
-            f"{model} has no experts, whose choice model.router_replay={settings.router_replay} would follow; set it "
-            "to none."
+            f"{model} has no experts for model.router_replay={settings.router_replay}; set it to none."
         )
     if settings.compile:
         raise ConfigError(
@@ -298,7 +295,7 @@ def check_tensor_parallel(
         )
     if settings.compile:
         raise ConfigError(
-            "model.compile does not take layers that ranks share; set model.compile=false or "
+            "model.compile does not support layers that ranks share; set model.compile=false or "
             "policy.parallel.tensor_parallel=1."
         )
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):

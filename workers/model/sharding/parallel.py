@@ -157,7 +157,7 @@ def shard_model(
     dtype, and summed.
     """
     mixed_precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=next(root.parameters()).dtype)
-    # On the CPU the parameters are in host memory as it is.
+    # On the CPU the parameters are in host memory anyway.
     offload = CPUOffloadPolicy() if cpu_offload and mesh.device_type != "cpu" else OffloadPolicy()
     # A router may give its weights in float32; inputs of experts are not cast, as inside a layer.
     uncast = replace(mixed_precision, cast_forward_inputs=False)
@@ -167,7 +167,7 @@ def shard_model(
             mesh=own_mesh,
             mp_policy=uncast,
             offload_policy=offload,
-            reshard_after_forward=reshard_after_forward,  # where one rank has them whole, this frees the casts
+            reshard_after_forward=reshard_after_forward,  # on one rank, this frees the casts
             shard_placement_fn=partial(_even_placement, ranks=own_mesh.size(-1)),
         )
     reshard = reshard_after_forward and mesh.size() > 1

@@ -49,7 +49,7 @@ class Passing:
         """Return `sent`. Raises UnsupportedModelError if the family's loop has not reached it."""
         if self.sent is None:
             raise UnsupportedModelError(
-                "the model does not run through its list of layers one after another, so it cannot be cut into stages; "
+                "the model does not run its list of layers in order, so it cannot be split into stages; "
                 "set policy.parallel.pipeline_parallel=1"
             )
         return self.sent

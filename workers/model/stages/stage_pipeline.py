@@ -77,7 +77,7 @@ class Form:
         for name, _ in model.named_parameters():
             if not name.startswith(known):
                 raise UnsupportedModelError(
-                    f"{packed.name} has {name} beside embedding, layers, norm and output layer, so it cannot be cut "
+                    f"{packed.name} has {name} outside embedding, layers, norm and output layer: it cannot be split "
                     "into stages; set policy.parallel.pipeline_parallel=1"
                 )
         return form
