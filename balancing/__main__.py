@@ -40,8 +40,6 @@ NOTE = (
 
 
 class _Parser(argparse.ArgumentParser):
-    """Report errors in one line."""
-
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}\n")
 
@@ -81,7 +79,6 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _batch(options: argparse.Namespace, recorded: Mapping[str, Any]) -> Batch:
-    """Take the batch from the options, else as the run planned, else from the command's defaults."""
     lengths = _lengths(options)
     arguments = {name: value for name, value in recorded.items() if name not in PREFIXES}
     arguments |= {name: getattr(options, name) for name in ("ranks", "max_tokens") if getattr(options, name)}

@@ -67,7 +67,6 @@ class Schedule:
         return self.grouping.sums(weights).reshape(self.steps, -1)
 
     def time(self, weights: Floats) -> float:
-        """Sum the heaviest rank's weight over micro-steps."""
         return float(self.loads(weights).max(axis=1).sum())
 
 
@@ -93,7 +92,6 @@ def deal(sizes: Integers, weights: Floats, request: Request) -> Schedule:
 
 
 def _steps_to_try(sizes: Integers, request: Request) -> Iterator[int]:
-    """Yield counts upwards from the lower bound; the last is the number that best-fit-decreasing needs."""
     ranks, sequences = request.ranks, len(sizes)
     lowest = -(-fewest_micro_batches(sizes, request.caps) // ranks)
     for needed in range(lowest, lowest + STEPS_TRIED * request.count.multiple_of, request.count.multiple_of):
@@ -133,7 +131,6 @@ def from_longest_first(sizes: Integers, weights: Floats, request: Request, steps
 def deal_into_steps(
     packed: Grouping, sizes: Integers, weights: Floats, request: Request, steps: int, start: Start
 ) -> Schedule:
-    """Sort micro-batches by weight and deal them into steps."""
     packed = heaviest_first(packed, sizes, computed_weights(packed, weights, request), np.arange(len(sizes)))
     places = _places(packed.count, steps, request.ranks)
     return Schedule(packed.renumbered(places, steps * request.ranks), steps, start)
@@ -145,7 +142,6 @@ def computed_weights(grouping: Grouping, weights: Floats, request: Request) -> F
 
 
 def even_out_within_steps(schedule: Schedule, sizes: Integers, weights: Floats, request: Request) -> Schedule:
-    """Exchange between the ranks of each micro-step."""
     group_of = schedule.grouping.group_of.copy()
     loads = schedule.loads(weights)
     for step in np.flatnonzero(loads.max(axis=1) > loads.mean(axis=1) * (1 + TOLERANCE)):

@@ -148,7 +148,6 @@ class _Fields:
             self._config = nested
 
     def get(self, *names: str) -> Any:
-        """Return the first of `names` that is set and not None, else None."""
         for name in names:
             config = self._config
             value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
@@ -205,7 +204,6 @@ def _feed_forward_weights(fields: _Fields, layers: int) -> int:
 
 
 def _sparse_layers(fields: _Fields, layers: int) -> int:
-    """Count mixture-of-experts layers, by the config keys of DeepSeek and Qwen."""
     first = fields.integer("first_k_dense_replace", default=0)
     frequency = fields.integer("moe_layer_freq", default=1)
     dense = set(fields.get("mlp_only_layers") or [])

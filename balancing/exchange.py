@@ -36,9 +36,7 @@ REACH = 32
 EFFORT = 10_000_000
 """The search ends after so many groups and bundles, about 50 ms of compiled code."""
 EFFORT_EACH = 200
-"""Additional effort for each sequence."""
 SORTING = 8
-"""Effort of making and sorting a bundle of two."""
 
 
 class LinkedGroups(NamedTuple):
@@ -83,7 +81,6 @@ def link(weights: Floats, sizes: Floats, group_of: Integers, base: Floats) -> Li
 
 @compiled
 def members_of(groups: LinkedGroups, group: int) -> Integers:
-    """Return the members of a group in descending order of weight."""
     members = np.empty(groups.counts[group], np.int64)
     sequence = groups.first[group]
     for position in range(len(members)):
@@ -334,7 +331,6 @@ def _nearest(
 
 @compiled
 def _bundles(groups: LinkedGroups, group: int, largest: int) -> tuple[Bundles, Bundles, Bundles]:
-    """Return bundles of no, one and two members; those of two only if `largest` is 2."""
     members = members_of(groups, group)
     nothing = (np.zeros(1), np.zeros(1), np.full(1, -1), np.full(1, -1))
     singles = (groups.weights[members], groups.sizes[members], members, np.full(len(members), -1))

@@ -188,7 +188,6 @@ def most_workload(sizes: Integers, weights: Floats, micro_batches: Integers, max
 
 
 def _cut_off(tokens: Integers, workload: Floats, capacity: Floats) -> Floats:
-    """Return the workload that fits in each `capacity`, in this order; the last sequence is cut."""
     used, done = np.concatenate([[0], np.cumsum(tokens)]), np.concatenate([[0.0], np.cumsum(workload)])
     filled: Floats = np.interp(capacity, used, done)
     return filled

@@ -83,8 +83,6 @@ class Caps:
 
 @dataclass(frozen=True)
 class CountRule:
-    """Constraints on the number of micro-batches."""
-
     minimum: int = 1
     multiple_of: int = 1
 
@@ -115,7 +113,6 @@ def pack_in_order(sizes: Integers, caps: Caps, count: CountRule) -> Runs:
 
 
 def keeps_caps(sizes: Integers, caps: Caps) -> bool:
-    """Return whether sequences of these sizes, at least one, may share a micro-batch."""
     tokens = len(sizes) * sizes.max() if caps.padded else sizes.sum()
     return bool(tokens <= caps.max_tokens and len(sizes) <= caps.max_sequences)
 
@@ -131,7 +128,6 @@ def pack_evenly(sizes: Integers, weights: Floats | None, caps: Caps, count: Coun
 
 
 def _fewest_by_bisection(sizes: Integers, loads: Floats, caps: Caps, count: CountRule, too_few: int) -> Grouping:
-    """Bisect between `too_few`, which failed, and the count of best-fit-decreasing, which suffices."""
     enough = count.at_least(fewest_by_best_fit(sizes, caps), len(sizes))
     found = None
     while enough - too_few > count.multiple_of:
@@ -153,7 +149,6 @@ def fewest_micro_batches(sizes: Integers, caps: Caps) -> int:
 
 
 def fewest_by_best_fit(sizes: Integers, caps: Caps) -> int:
-    """Count the micro-batches of best-fit-decreasing, with which packing always succeeds."""
     return _best_fit_decreasing(sizes, caps).count
 
 

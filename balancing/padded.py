@@ -109,7 +109,6 @@ def take_in_order(
 def run_starts(
     sizes: Integers, loads: Floats, max_tokens: int, max_sequences: int, padded: bool, max_load: float
 ) -> Integers:
-    """Return the first positions of the runs of `take_in_order`."""
     starts = np.zeros(len(sizes), np.int64)
     count, total, widest, load = 1, 0, 0, 0.0
     for position in range(len(sizes)):

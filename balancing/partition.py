@@ -35,7 +35,6 @@ from balancing.lower_bounds import mean_bound, pigeonhole_bound
 from balancing.validation import one_of, positive_integer, weight_array
 
 EFFORT_EACH = 5_000
-"""Effort of `refined` per weight; see `even_out_arrays`."""
 MOST_EFFORT = 50_000_000
 """Limit of the total effort, about 0.2 s of compiled code."""
 
@@ -214,7 +213,6 @@ def _take(heap: list[tuple[float, int, int]], weights: Floats, single: int) -> t
 def _insert_weight(
     weight: int, row: int, rows: Integers, filled: Integers, sums: Floats, last: Integers, following: Integers
 ) -> None:
-    """Join a single weight with solution `row`, in its lightest or an empty set."""
     end, head = filled[row], weight
     if end == rows.shape[1]:
         end -= 1

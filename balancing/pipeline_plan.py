@@ -40,7 +40,6 @@ from balancing.schedule import to_ranks, with_steps
 MOST_FOR_EACH_STAGE = 12
 """Most micro-steps tried per stage, unless caps or settings ask for more."""
 COUNT_GROWTH = 1.5
-"""Ratio of successive numbers of micro-steps tried."""
 NEAR = 0.01
 """The fewest micro-steps within this share of the least makespan win: short kernels cost more than is counted."""
 
@@ -85,7 +84,6 @@ def _in_fastest_order(schedule: Schedule, work: Work, pipeline: Pipeline) -> tup
 
 
 def _more_steps(fewest: int, sequences: int, request: Request, pipeline: Pipeline) -> Iterator[int]:
-    """Yield numbers of micro-steps above the fewest, with a sequence for every rank in each."""
     multiple = request.count.multiple_of
     most = min(MOST_FOR_EACH_STAGE * pipeline.stages, sequences // request.ranks) // multiple * multiple
     steps = fewest
@@ -95,7 +93,6 @@ def _more_steps(fewest: int, sequences: int, request: Request, pipeline: Pipelin
 
 
 def _planned(work: Work, request: Request, counts: Sequence[int]) -> Iterator[Schedule]:
-    """Yield schedules as without a pipeline, for each number of micro-steps that the sequences fill."""
     for steps in counts:
         with suppress(CountError):
             yield work.plan(replace(request, count=CountRule(steps, request.count.multiple_of)))
@@ -124,7 +121,6 @@ def _in_best_shape(work: Work, request: Request, pipeline: Pipeline, counts: Seq
 
 
 def shape_for(sizes: Integers, weights: Floats, request: Request, pipeline: Pipeline, steps: int, mean: float) -> Shape:
-    """Return the best shape in which long sequences fit."""
     scaled, caps = in_units(pipeline, mean), request.caps
     most = rounded_limit(most_in_a_step(sizes, weights, request.ranks, caps) / mean)
     levels = levels_of(sizes, weights / mean, request.ranks, caps, steps)
@@ -137,7 +133,6 @@ def most_in_a_step(sizes: Integers, weights: Floats, ranks: int, caps: Caps) -> 
 
 
 def computed_alone(weights: Floats, request: Request) -> Callable[[Schedule], Floats]:
-    """Return `Work.computed` for sequences that share nothing."""
     return lambda schedule: computed_weights(schedule.grouping, weights, request)
 
 
@@ -175,7 +170,6 @@ def likely_times(dealt: Schedule, weights: Floats) -> Floats:
 
 
 def even_out_steps(dealt: Schedule, sizes: Integers, weights: Floats, request: Request) -> Schedule:
-    """Exchange between the ranks of each step."""
     group_of, limits = dealt.grouping.group_of.copy(), Limits(request.caps.max_tokens, request.caps.max_sequences)
     for step, mean in enumerate(dealt.loads(weights).mean(axis=1).tolist()):
         rows = np.flatnonzero(group_of // request.ranks == step)

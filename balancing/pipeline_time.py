@@ -59,7 +59,6 @@ class Timeline:
 
 @lru_cache(maxsize=64)
 def passes_of(pipeline: Pipeline, micro_batches: int) -> Passes:
-    """Build the passes of `micro_batches` micro-batches; raises CountError as `actions`."""
     done = _in_order(pipeline, micro_batches)
     place = {key: number for number, key in enumerate(done)}
     last = dict.fromkeys(range(pipeline.stages), NOTHING)

@@ -95,7 +95,6 @@ class MiniBatch:
         return micro_batches.sums(times).reshape(self.steps, -1)
 
     def micro_batch_of_rows(self) -> Integers:
-        """Return the micro-batch of each entry of `rows`."""
         return np.repeat(np.arange(len(self.bounds) - 1), np.diff(self.bounds))
 
     def _micro_batches(self) -> Grouping:

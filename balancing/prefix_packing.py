@@ -36,7 +36,6 @@ NEAR = 3e-3
 FAR = 1e-2
 """More micro-steps than the fewest are tried if no schedule is within this share of the lower bound."""
 MORE_STEPS = 2
-"""So many numbers of micro-steps above the fewest are tried."""
 AIM = 1.5e-3
 """Exchanges aim at this share above the lower bound."""
 FINE, RELATIVE = 3e-3, 0.125
@@ -87,7 +86,6 @@ def _least(weights: Floats, prefixes: SharedPrefixes, request: Request) -> float
 
 
 def _in_groups(sizes: Integers, weights: Floats, prefixes: SharedPrefixes, request: Request) -> Schedule:
-    """Return the faster of filling with groups, and of planning as if nothing were shared."""
     groups, rows = prefixes.in_groups(sizes, weights)
     found = _Filling(groups, request).fastest()
     if found is not None:
@@ -139,7 +137,6 @@ class _Filling:
         return best
 
     def _whole_groups(self) -> Schedule | None:
-        """Run Karmarkar-Karp over whole groups; None if the caps or the counts forbid it."""
         groups, caps = self._groups, self._request.caps
         work = np.add.reduceat(groups.own, groups.start[:-1]) + groups.shared
         tokens = np.add.reduceat(groups.own_tokens, groups.start[:-1]) + groups.shared_tokens
@@ -173,7 +170,6 @@ class _Filling:
         return np.argsort(-np.fmod(own, room) - self._groups.shared, kind="stable")
 
     def _computed(self, micro_batch_of: Integers) -> Floats:
-        """Return each sequence's work; the first of a group in a micro-batch computes the prefix."""
         work = self._groups.own.copy()
         keys = micro_batch_of * len(self._groups.shared) + self._groups.group
         first = np.unique(keys, return_index=True)[1]
@@ -211,7 +207,6 @@ class _Filling:
         return None if (filled < 0).any() else filled
 
     def _dealt(self, micro_batch_of: Integers, steps: int) -> Schedule:
-        """Sort micro-batches by weight and deal them into steps; empty ones come last."""
         used, numbers = np.unique(micro_batch_of, return_inverse=True)
         work, packed = self._computed(micro_batch_of), Grouping(numbers, len(used))
         return deal_into_steps(packed, self._groups.own_tokens, work, self._request, steps, "shared_prefixes")
@@ -406,7 +401,6 @@ def _best_exchange(
 
 @compiled
 def _partners(groups: Groups, filled: LinkedGroups, heavy: int, levels: Floats) -> Integers:
-    """Return the lightest micro-batches, and those that hold sequences of the groups of `heavy`."""
     chosen = np.zeros(len(levels), np.bool_)
     row = filled.first[heavy]
     while row >= 0:

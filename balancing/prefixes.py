@@ -127,7 +127,6 @@ class SharedPrefixes:
         return Groups(own[rows], own_tokens, group, ends, self.workloads[first], self.tokens[first]), rows
 
     def _shared(self, micro_batch: Integers) -> tuple[Integers, Floats]:
-        """Return tokens, int64 [n], and work, float64 [n], that another sequence of the micro-batch computes."""
         rows = self.in_order(micro_batch)
         again = np.zeros(len(rows), np.bool_)  # not the first of its group in its micro-batch
         again[rows[1:]] = (np.diff(self.group[rows]) == 0) & (np.diff(micro_batch[rows]) == 0)

@@ -99,7 +99,6 @@ def _faster(one: Schedule, other: Schedule, weights: Floats) -> Schedule:
 
 
 def schedule_in_order(sizes: Integers, request: Request) -> Schedule:
-    """Cut the given order into runs of equal count, one for each rank, and these at the caps."""
     chunks = np.array_split(np.arange(len(sizes)), request.ranks)
     needed = max(len(pack_in_order(sizes[chunk], request.caps, CountRule())) for chunk in chunks if len(chunk))
     steps = checked_steps(needed, min(len(chunk) for chunk in chunks), len(sizes), request)
@@ -206,7 +205,6 @@ class _Filling:
         return self.steps_left < self._steps
 
     def all_steps(self) -> bool:
-        """Fill every step but the last; return whether any was filled."""
         return self._longest_with_others(self.steps_left - 1)
 
     def several_long_together(self) -> bool:
@@ -220,17 +218,14 @@ class _Filling:
         return self.steps_left < before
 
     def bound_of_rest(self) -> StepTimeBound:
-        """Bound the time of the remaining sequences in the remaining steps."""
         if len(self.left) == 0:
             return StepTimeBound(0.0, 0)
         return time_bound(self._sizes[self.left], self._weights[self.left], self._request, self.steps_left)
 
     def least_time(self) -> float:
-        """Bound the time of the mini-batch, given the filled steps."""
         return self._time + self.bound_of_rest().time
 
     def rest_dealt(self) -> Schedule | None:
-        """Deal the rest into the remaining steps; None if it does not fit."""
         rest = self._rest()
         if rest is None:
             return None
@@ -249,7 +244,6 @@ class _Filling:
         return self.steps_left < self._steps
 
     def _rest(self) -> Integers | None:
-        """Return the micro-batch of each remaining sequence, its own one if there are enough micro-batches."""
         if len(self.left) <= self.steps_left * self._request.ranks:
             return np.arange(len(self.left))
         dealt = from_longest_first(self._sizes[self.left], self._weights[self.left], self._request, self.steps_left)
@@ -300,7 +294,6 @@ _VARIANTS: tuple[tuple[Callable[[_Filling], bool], ...], ...] = (
 
 
 ROUNDS = 4
-"""Number of times that shorter target times are tried."""
 EFFORT = 4_000_000
 """Limit of a round's exchanges, about 20 ms of compiled code; see `exchange.even_out_arrays`."""
 BISECTIONS = 20

@@ -19,7 +19,6 @@ def positive_integer(value: Any, name: str) -> int:
 
 
 def one_of(value: Any, name: str, choices: Sequence[str]) -> None:
-    """Raise OptionError unless `value` is among `choices`."""
     if value not in choices:
         raise OptionError(f"{name}={value!r} is unknown; set {name} to one of {', '.join(map(repr, choices))}")
 

@@ -62,7 +62,6 @@ class Batch:
         return np.asarray(self.arguments["cost_model"].workload(lengths))
 
     def plan(self, **changes: Any) -> Plan:
-        """Plan this batch, with other arguments in `changes`."""
         return plan_batch(self.lengths, **{**self.arguments, **changes})
 
 
@@ -105,7 +104,6 @@ def compare(batch: Batch) -> list[Outcome]:
 
 
 def figures(plan: Plan, batch: Batch) -> dict[str, float]:
-    """Measure a plan of the batch; see `Outcome`."""
     over_ideal = {"over ideal": float(plan.predicted_makespans().sum()) / batch.ideal - 1.0}
     micro_steps = {"micro-steps": sum(part.steps for part in plan.mini_batches)}
     if batch.pipeline is not None:

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from balancing.validation import one_of, positive_integer
 
 DEFAULT_CAP = 65_536
-"""Default cap in tokens for the adversarial distributions."""
 
 LONGEST_CHAT = 8_192
 LONGEST_REASONING = 32_768
@@ -96,4 +95,3 @@ DISTRIBUTIONS: Mapping[str, Distribution] = MappingProxyType(
 """By name, the realistic ones first. `thirds`: within 1 % of a third of the cap, so that only some triples fit."""
 
 ADVERSARIAL = frozenset({"geometric", "thirds", "above_half", "one_huge"})
-"""Distributions that depend on the cap."""

@@ -58,7 +58,6 @@ class Advice:
 
     @property
     def gain(self) -> float:
-        """Return the saved share of the step time."""
         return 1.0 - self.after / self.before
 
     def __str__(self) -> str:
@@ -166,7 +165,6 @@ def _why(step: MicroStep, loads: Floats, place: str, plan: Plan) -> tuple[str, s
 
 
 def _about_count(plan: Plan) -> str:
-    """Compare the most micro-steps of a mini-batch to the number that caps and arguments require."""
     most = int(np.argmax([part.steps for part in plan.mini_batches]))
     part, how, sizes = plan.mini_batches[most], plan.settings, plan.sizes
     caps = Caps(plan.max_tokens, how.max_sequences or len(plan.lengths), plan.layout == "padded")

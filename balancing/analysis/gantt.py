@@ -30,7 +30,6 @@ from balancing.plan import Plan
 MINI_BATCH_COLOURS = ("#2f6690", "#3a9679", "#e3a857", "#b4656f", "#6d5a8d", "#7d8491")
 """Mini-batches take colours in turn; their micro-steps alternate between two shades."""
 MICRO_BATCH_COLOURS = colormaps["viridis"]
-"""Colours of a pipeline's micro-batches, in the order of execution."""
 WAITING = "#f3d9d6"
 INK = "#22313f"
 THEME = {INK: "var(--ink)", WAITING: "var(--waiting)", "#ffffff": "var(--paper)"}

@@ -140,7 +140,6 @@ def has_step(record: dict[str, Any]) -> None:
 
 
 def check_lengths(record: Mapping[str, Any]) -> None:
-    """Raise unless a run's record has lengths, and other columns of as many whole numbers."""
     columns = [whole_numbers(record[name], name, minimum=0) for name in record.keys() - {"step", "plan"}]
     whole_numbers(record["lengths"], "lengths", minimum=1)
     if len({len(column) for column in columns}) != 1:

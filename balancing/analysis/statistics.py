@@ -107,7 +107,6 @@ def step_time(mini_batches: Sequence[Floats]) -> float:
 
 
 def ideal_time(mini_batches: Sequence[Floats]) -> float:
-    """Return the time if no rank ever waited: workload / ranks."""
     return float(sum(grid.mean(axis=1).sum() for grid in mini_batches))
 
 
@@ -127,12 +126,10 @@ def _lower_bound(mini_batch: MiniBatch, plan: Plan) -> float:
 
 
 def indices_of(mini_batch: MiniBatch) -> Integers:
-    """Return the sequences of a mini-batch, ascending."""
     return np.sort(mini_batch.rows)
 
 
 def _given_rows(indices: Integers, plan: Plan) -> Rows:
-    """Cut the given order into runs of equal count, each at the cap; ranks with fewer cuts wait at the end."""
     sizes = round_up(plan.lengths, plan.length_multiple)
     padded = plan.layout == "padded"
     local: list[list[Integers]] = []
@@ -197,7 +194,6 @@ def _filling(plan: Plan, width: int | None) -> dict[str, float]:
 
 
 def padding_share(plan: Plan) -> float:
-    """Return the share of computed tokens that are not real."""
     return 1.0 - float(plan.computed_lengths.sum()) / float(micro_batch_tokens(plan).sum())
 
 
