@@ -58,7 +58,7 @@ Result = TypeVar("Result")
 
 
 class Engine(Protocol):
-    """The parts of `TrainingEngine` that compute the probe; the engine imports this module."""
+    """Name the parts of `TrainingEngine` that compute the probe; the engine imports this module."""
 
     module: Any
     model_config: ModelConfig

@@ -130,7 +130,7 @@ class _RingAttention(torch.autograd.Function):
                 part_query, part = gradients(grad_output, query, held, output, lse, ctx.scale, block)
                 add(grad_query, block.queries, part_query, dim=0)
                 parts.append((block.keys, part))
-            # The gradient of the keys held now comes from the rank before, which held them one step earlier.
+            # The gradient of the current keys comes from the previous rank, which held them one step earlier.
             grad_held = wait_for_grad() if wait_for_grad else grad_held
             for keys, part in parts:
                 add(grad_held, keys, part, dim=1)

@@ -242,7 +242,7 @@ def _files_of(sizes: dict[str, int]) -> dict[str, int]:
     for name, size in sizes.items():
         numbers[name] = 1 + written // (FILE_BYTES * dist.get_world_size())
         written += size
-    for rank in range(dist.get_world_size()):  # names that the coordinator, who decides, does not hold itself
+    for rank in range(dist.get_world_size()):  # names that the coordinator lacks
         numbers |= dict.fromkeys(_random_names(rank), 1)
     return numbers
 

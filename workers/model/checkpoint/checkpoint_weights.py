@@ -134,7 +134,7 @@ def gather_to(tensors: Mapping[str, Tensor], keeper: int) -> dict[str, Tensor]:
 
 def _gathered(tensors: list[DTensor], mesh: DeviceMesh, keeper: int) -> list[Tensor] | None:
     here, there = mesh.get_coordinate(), _coordinate(mesh, keeper)
-    if here is None or there is None:  # another group of ranks holds the same, the keeper among them
+    if here is None or there is None:  # the keeper is in another group with the same tensors
         return None
     parts = [tensor.to_local() for tensor in tensors]
     for dimension, placement in enumerate(tensors[0].placements):
@@ -260,7 +260,7 @@ class CheckpointWeights:
         """
         shards = self._current_shards()
         for together in _rounds(plan, lambda conversion: sum(self._size(name, dtype) for name in conversion.sources)):
-            yield from self._converted(together, shards, dtype, keeper)  # its weights go before others are gathered
+            yield from self._converted(together, shards, dtype, keeper)  # frees these weights before the next round
 
     def _size(self, name: str, dtype: torch.dtype | None) -> int:
         empty = self._empty[name]
@@ -272,7 +272,7 @@ class CheckpointWeights:
         """Yield the results of a round of conversions. shards: of this rank's stage."""
         whole: dict[str, Tensor] = {}
         names = [name for conversion in plan for name in conversion.sources]
-        for together in _rounds(names, lambda name: self._size(name, dtype)):  # several of a conversion that is larger
+        for together in _rounds(names, lambda name: self._size(name, dtype)):  # several rounds for a larger conversion
             whole |= self._gathered(together, shards, dtype, keeper)
         for conversion in plan:
             if sources := [whole[name] for name in conversion.sources if name in whole]:

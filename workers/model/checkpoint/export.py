@@ -164,7 +164,7 @@ def _write_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> N
     if all(getattr(config, key) == getattr(before, key) for key in ("architectures", "model_type", "num_labels")):
         return
     config.dtype = dtype
-    config.to_json_file(folder / "config.json")  # `save_pretrained` refuses values of generation
+    config.to_json_file(folder / "config.json")  # `save_pretrained` refuses generation settings
 
 
 def _unfinished(path: Path) -> Path:

@@ -134,7 +134,7 @@ def _target_names(model: PreTrainedModel, setting: str) -> list[str]:
     if not known:
         raise UnsupportedModelError(f"{described(model)} {WITHOUT_LINEAR}")
     if setting == ALL_LINEAR:
-        return sorted(known)  # peft's own would take an MoE's router and its fused experts, too
+        return sorted(known)  # peft's own default includes an MoE's router and fused experts
     names = [name.strip() for name in setting.split(",")]
     for name in names:
         if name not in known:

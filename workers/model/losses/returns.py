@@ -83,7 +83,7 @@ def gae(
     ends = np.cumsum(lengths)
     advantages = np.zeros(len(rewards))
     next_value, next_advantage = np.zeros(len(lengths)), np.zeros(len(lengths))
-    # From the last token to the first, all sequences at once that are long enough.
+    # From the last token to the first, all long enough sequences at once.
     for step in range(1, int(lengths.max(initial=0)) + 1):
         rows = np.flatnonzero(lengths >= step)
         t = ends[rows] - step

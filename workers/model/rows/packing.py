@@ -178,14 +178,14 @@ def _fill(cells: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:
 
 COLUMN_TYPES = {"input_ids": torch.int64, "loss_mask": torch.bool}
 MicroBatch = tuple[int, int]
-"""Rows start..stop-1 of the sequences of a rank; start == stop is a micro-batch without work."""
+"""Rows start..stop-1 of a rank's sequences; start == stop is an empty micro-batch."""
 
 
 def check_tokenizer(tokenizer: Any, vocabulary: int, path: str) -> None:
-    """Raise ConfigError if the tokenizer makes ids that the model has no embedding for. vocabulary: embedding rows.
+    """Raise ConfigError if the tokenizer has ids beyond the model's embedding. vocabulary: embedding rows.
 
-    A smaller tokenizer is fine: models round their embeddings up. So is a special token beyond, which transformers adds
-    to some tokenizers by itself: it does no harm until it is used, and `check_sequences` sees that.
+    A smaller tokenizer is fine: models round their embeddings up. So is a larger special token, which transformers adds
+    to some tokenizers: `check_sequences` refuses it when used.
     """
     special = set(tokenizer.all_special_tokens)
     ordinary = ((token, id) for token, id in tokenizer.get_vocab().items() if token not in special)
@@ -193,12 +193,12 @@ def check_tokenizer(tokenizer: Any, vocabulary: int, path: str) -> None:
     if largest >= vocabulary:
         raise ConfigError(
             f"model.path={path}: the tokenizer gives {token!r} the id {largest}, but the model embeds {vocabulary} "
-            "tokens; model and tokenizer are not of one another."
+            "tokens. Use the tokenizer of this model."
         )
 
 
 def max_positions(config: Any) -> int | None:
-    """Longest sequence that the model's configuration allows; None if it sets no limit or scales its positions."""
+    """Return the longest sequence of the model's configuration; None without limit or with scaled positions."""
     text = config.get_text_config()
     scaling = getattr(text, "rope_parameters", None) or {}
     if "factor" in scaling or any(isinstance(part, dict) and "factor" in part for part in scaling.values()):
@@ -208,8 +208,10 @@ def max_positions(config: Any) -> int | None:
 
 
 def check_sequences(sequences: DataProto, vocabulary: int, positions: int | None) -> None:
-    """Raise DataError if a column is missing or of a wrong type, or for the first sequence that is empty, longer than
-    `positions` or has an id outside the vocabulary."""
+    """Raise DataError for a missing column or wrong dtype.
+
+    Also for the first sequence that is empty, longer than `positions` or has an id outside the vocabulary.
+    """
     for name, dtype in COLUMN_TYPES.items():
         if name not in sequences.tokens:
             raise DataError(f"the batch has no column of tokens {name!r}; it has {sorted(sequences.tokens)}")
@@ -231,13 +233,13 @@ def check_sequences(sequences: DataProto, vocabulary: int, positions: int | None
         position = int(outside.nonzero()[0])
         owner = int(sequences.owner[position])
         raise DataError(
-            f"sequence {owner} holds the id {int(ids[position])}, and the model embeds {vocabulary} tokens; the "
-            "tokenizer that made it is not this model's."
+            f"sequence {owner} holds the id {int(ids[position])}, and the model embeds {vocabulary} tokens. "
+            "Use the tokenizer of this model."
         )
 
 
 def check_micro_batches(micro_batches: Iterable[MicroBatch], rows: int, *, complete: bool) -> None:
-    """Raise DataError unless they hold every row at most once and, with `complete`, every row of the batch."""
+    """Raise DataError for rows that are unknown or repeated and, with `complete`, for rows left out."""
     expected = 0
     for start, stop in sorted((start, stop) for start, stop in micro_batches if start != stop):
         if start < expected or stop > rows or stop < start:

@@ -107,10 +107,10 @@ def _runs(ids: Sequence[Integers], minimum: int) -> tuple[list[Run], list[Intege
     """Return the runs of a row, and the cells of each of the sequences `ids`, int64 [L]."""
     runs: list[Run] = []
     cells = [np.empty(0, np.int64)] * len(ids)
-    path: list[tuple[int, int]] = []  # runs of the sequence before, and how many of its tokens come before each
+    path: list[tuple[int, int]] = []  # runs of the previous sequence, and the tokens before each
     before, end = -1, 0
     for index in sorted(range(len(ids)), key=lambda each: ids[each].astype(">i8").tobytes()):
-        # One token at least is its own: every run has a cell.
+        # At least one token is not shared: every run has a cell.
         depth = 0 if before < 0 else min(_shared_tokens(ids[before], ids[index]), len(ids[index]) - 1)
         while path and path[-1][1] > depth:
             path.pop()

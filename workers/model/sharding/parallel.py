@@ -53,13 +53,15 @@ class Parallel:
 
     @property
     def different_tokens(self) -> DeviceMesh:
-        """The ranks of a copy of this rank's layers that hold different tokens of the residual stream, with
-        `dp_replicate` before them as in `sharding`; with tensor parallelism, each rank of a group holds its own."""
+        """Return the ranks of one copy of this rank's layers with different tokens of the residual stream.
+
+        `dp_replicate` comes first, as in `sharding`; with tensor parallelism, each rank of a group has its own tokens.
+        """
         return _over(self.mesh, ("dp_shard", "cp", "tp"))
 
     @property
     def pipeline(self) -> DeviceMesh:
-        """The ranks with this rank's sequences that hold the other layers, stage after stage."""
+        """Return the ranks with this rank's sequences that hold the other layers, by stage."""
         return self.mesh["pp"]
 
     @property
