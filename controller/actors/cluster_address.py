@@ -1,4 +1,4 @@
-"""Checks that a Ray cluster answers at the address of a run; Ray itself would wait for minutes.
+"""Checks that a Ray cluster answers at the run's address; Ray itself would wait for minutes.
 
 resources.ray_address, RAY_ADDRESS --TCP--> answers? --gRPC health--> Ray's? --cluster id--> takes our token?
 """
@@ -22,12 +22,12 @@ HOST_AND_PORT = re.compile(r"(\[[0-9a-fA-F:]+\]|[^:/\s]+):(\d{1,5})")
 
 
 def cluster_address(config: TrainingConfig) -> str:
-    """`host:port`, `auto` for the cluster of this machine, or `local` for one that the run starts itself."""
+    """`host:port`, `auto` for this machine's cluster, or `local` for a cluster that the run starts."""
     return config.resources.ray_address or os.environ.get("RAY_ADDRESS") or LOCAL
 
 
 def check_address(config: TrainingConfig) -> None:
-    """Raise ConfigError unless the address is of a form that a run can join."""
+    """Raise ConfigError unless the address has a form that a run can join."""
     address, key = cluster_address(config), _key(config)
     if address.startswith("ray://"):
         raise ConfigError(
@@ -38,7 +38,7 @@ def check_address(config: TrainingConfig) -> None:
 
 
 def check_cluster(config: TrainingConfig) -> None:
-    """Check that a Ray cluster answers at the address and accepts our token; not for `local` and `auto`.
+    """Check that a Ray cluster answers at the address and accepts our token; skip `local` and `auto`.
 
     Raises ResourceError within seconds, naming the address.
     """
@@ -110,7 +110,7 @@ def _answer(channel: "grpc.Channel", method: str, metadata: tuple[tuple[str, str
 
 
 def _token() -> tuple[str, str]:
-    """(the token that Ray would send, its origin in words), found as Ray finds it when it joins a cluster."""
+    """(Ray's token, its origin in words), found as Ray finds it."""
     mode = os.environ.get("RAY_AUTH_MODE", "")
     if mode.lower() != "token":
         return "", f"RAY_AUTH_MODE={mode} sends none" if mode else "without RAY_AUTH_MODE none is sent"

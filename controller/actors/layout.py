@@ -1,12 +1,11 @@
 """Layout: the resources that a run asks of Ray, as data. `--dry-run` prints it, `controller.actors.roles` starts it.
 
-training pool    one bundle for each policy worker      policy i, reference i, critic i, ... share a bundle
-rollout pool     one bundle for each engine             with GPUs of its own where rollout.placement is apart
-                 none where it is colocated             engine i lives with the tp ranks from i*tp on
-no pool                                                 reward workers, wherever there is room
+    training pool    one bundle for each policy worker      policy i, reference i, critic i, ... share a bundle
+    rollout pool     one bundle for each engine             with its own GPUs if rollout.placement is apart
+                     none if colocated                      engine i shares the tp ranks from i*tp on
+    no pool                                                 reward workers, wherever there is room
 
-The bundles of a pool are equal, so that any of them can be any rank's: `placement` says which one once
-Ray has put them on nodes.
+The bundles of a pool are equal, so any bundle suits any rank; `placement` assigns them once Ray has put them on nodes.
 """
 
 import math
@@ -22,8 +21,8 @@ Bundle = dict[str, float]
 class Pool:
     """Equal bundles that are reserved together; the roles in a pool share them rank by rank.
 
-    groups: sizes of the groups of consecutive ranks that should share a node, each a divisor of the next. engines,
-    engine_ranks: the first engines * engine_ranks ranks share their GPUs with engines, each of which needs one node.
+    groups: sizes of groups of consecutive ranks that should share a node, each a divisor of the next. engines,
+    engine_ranks: the first engines * engine_ranks ranks share their GPUs with engines; an engine needs one node.
     """
 
     name: str
@@ -36,7 +35,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class RoleRequest:
-    """The actors of one role: each takes `cpus` and `gpus` of its bundle in `pool` (empty: of the cluster)."""
+    """Actors of one role: each takes `cpus` and `gpus` of its bundle in `pool` (empty: of the cluster)."""
 
     role: str
     actors: int
@@ -46,7 +45,7 @@ class RoleRequest:
 
 
 def training_pool(config: TrainingConfig) -> Pool:
-    """One bundle for each policy worker; the other roles' of the same number, and colocated engines, share them."""
+    """One bundle per policy worker, shared by other roles' equal ranks and colocated engines."""
     parallel, (engines, engine_ranks) = config.policy.parallel, config.colocated_engines
     # Every bundle has room for an engine's actor, though not each holds one: bundles must be equal.
     bundle = {"CPU": config.resources.cpus_per_worker * (len(config.training_roles) + (engines > 0))}
@@ -62,7 +61,7 @@ def training_pool(config: TrainingConfig) -> Pool:
 
 
 def rollout_pool(config: TrainingConfig) -> Pool | None:
-    """One bundle for each engine; None where engines share the training pool's, or there are none."""
+    """One bundle per engine; None if engines share the training pool, or there are none."""
     if not isinstance(config, Config) or config.rollout_placement == "colocated":
         return None
     bundle = {"CPU": config.resources.cpus_per_worker}
@@ -72,14 +71,13 @@ def rollout_pool(config: TrainingConfig) -> Pool | None:
 
 
 def pools(config: TrainingConfig) -> list[Pool]:
-    """Everything that is reserved, in this order: training first, because its groups of ranks need nodes to themselves
-    and an engine's bundle is whole wherever it lies."""
+    """Everything that is reserved, training first: its groups need whole nodes; an engine's bundle fits anywhere."""
     training = training_pool(config) if config.training_roles else None
     return [pool for pool in (training, rollout_pool(config)) if pool is not None]
 
 
 def role_requests(config: TrainingConfig) -> list[RoleRequest]:
-    """Every role of the run, in the order of the picture above."""
+    """Every role of the run, in the picture's order."""
     cpus, workers = config.resources.cpus_per_worker, config.training_workers
     training_gpus = 1.0 / max(1, len(config.training_roles)) if config.uses_gpus else 0.0
     requests = [RoleRequest(role, workers, cpus, training_gpus, "training") for role in config.training_roles]
@@ -87,7 +85,6 @@ def role_requests(config: TrainingConfig) -> list[RoleRequest]:
 
 
 def _sampling_requests(config: Config, cpus: float) -> list[RoleRequest]:
-    """Engines and reward workers."""
     gpus = float(config.rollout.tensor_parallel) if config.rollout_placement == "apart" else 0.0
     pool = "training" if config.rollout_placement == "colocated" else "rollout"
     return [
@@ -97,14 +94,14 @@ def _sampling_requests(config: Config, cpus: float) -> list[RoleRequest]:
 
 
 def reserved(config: TrainingConfig, resource: str) -> float:
-    """Total of a Ray resource ("CPU", "GPU") over all pools and the actors outside them."""
+    """Total of a Ray resource ("CPU", "GPU") over all pools and other actors."""
     in_pools = sum(bundle.get(resource, 0.0) for pool in pools(config) for bundle in pool.bundles)
     outside = [request for request in role_requests(config) if not request.pool]
     return in_pools + sum(r.actors * {"CPU": r.cpus, "GPU": r.gpus}[resource] for r in outside)
 
 
 def idle_gpus(config: TrainingConfig, gpus: int) -> list[str]:
-    """Warnings of GPUs without work. gpus: those that the run can have, 0 where they are not known."""
+    """Warnings of GPUs without work. gpus: of the cluster, 0 if unknown."""
     if not config.uses_gpus:
         return []
     (engines, each), shared, used = config.colocated_engines, config.training_workers, int(reserved(config, "GPU"))

@@ -2,14 +2,13 @@
 
     Pool --Ray reserves--> node of every bundle --bundle_of_rank--> bundle of every rank, the same for all roles
 
-Ray packs the bundles of a pool onto nodes in an order of its own (it sorts them by a sort that is not stable), so that
-bundles i and i + 1 often lie on different nodes. Ranks are therefore dealt to nodes, in groups of consecutive ranks,
-largest groups first: each node takes as many whole groups of a size as it has room for, then of the next smaller size.
+Ray orders bundles by an unstable sort, so bundles i and i + 1 often lie on different nodes. Groups of consecutive ranks
+are therefore assigned to nodes, largest groups first: each node takes as many whole groups as it has room for.
 
     groups of 2 on nodes of 5 and 3 bundles     0 1 2 3 | 4 5     then one by one     6 | 7
 
-A node of c bundles has room for floor(c / s) whole groups of size s. Where every size divides the next one, every node
-takes exactly that many of every size, and no other deal keeps more groups whole.
+A node of c bundles has room for floor(c / s) groups of size s. If every size divides the next, every node takes exactly
+that many of every size, and no other assignment keeps more groups whole.
 """
 
 import math
@@ -22,8 +21,8 @@ from workers.errors import ResourceError
 def bundle_of_rank(pool: Pool, nodes: Sequence[Hashable]) -> tuple[int, ...]:
     """Index of the bundle of every rank; `nodes[i]` is the node of bundle i, by any name.
 
-    Nodes are taken from the fullest on, and the bundles of a node in their order: what Ray gave decides all.
-    Raises ResourceError if the GPUs that a colocated engine shares with the ranks would lie on several nodes.
+    Takes the fullest nodes first, and their bundles in order. Raises ResourceError if a colocated engine would span
+    several nodes.
     """
     rooms = _rooms(nodes)
     deals = [_deal([len(room) for room in rooms], sizes) for sizes in _sizes(pool)]
@@ -34,13 +33,13 @@ def bundle_of_rank(pool: Pool, nodes: Sequence[Hashable]) -> tuple[int, ...]:
 
 
 def groups_on_several_nodes(nodes: Sequence[Hashable], size: int) -> list[int]:
-    """Numbers of the groups of `size` consecutive ranks on more than one node; `nodes[i]` is that of rank i."""
+    """Numbers of the groups of `size` consecutive ranks that span nodes; `nodes[i]` is rank i's."""
     groups = [nodes[start : start + size] for start in range(0, len(nodes), size)]
     return [number for number, group in enumerate(groups) if len(set(group)) > 1]
 
 
 def _rooms(nodes: Sequence[Hashable]) -> list[list[int]]:
-    """The bundles of every node, in their order; nodes with more bundles first, so that large groups span few nodes."""
+    """Bundles of every node, fullest nodes first, so that large groups span few nodes."""
     rooms: dict[Hashable, list[int]] = {}
     for bundle, node in enumerate(nodes):
         rooms.setdefault(node, []).append(bundle)
@@ -48,10 +47,10 @@ def _rooms(nodes: Sequence[Hashable]) -> list[list[int]]:
 
 
 def _sizes(pool: Pool) -> Iterator[list[int]]:
-    """Sizes to deal in, the smallest first, each a divisor of the next.
+    """Group sizes, smallest first, each a divisor of the next.
 
-    An engine whose GPUs neither divide a group nor are made of whole ones is dealt in blocks that hold both; where that
-    costs a group and no engine, the groups alone decide.
+    An engine that neither divides a group nor consists of whole groups joins a block of both. If that splits a group
+    and saves no engine, the groups alone decide.
     """
     engine = pool.engine_ranks if pool.engines else 1
     yield sorted({engine, *(size if engine % size == 0 else math.lcm(size, engine) for size in pool.groups)})
@@ -59,7 +58,7 @@ def _sizes(pool: Pool) -> Iterator[list[int]]:
 
 
 def _deal(rooms: list[int], sizes: list[int]) -> list[int]:
-    """The node of every rank, by its place in `rooms`, which has the number of bundles of every node."""
+    """The node of every rank, as an index of `rooms`, the nodes' numbers of bundles."""
     left, dealt = list(rooms), []
     for size in [*reversed(sizes), 1]:
         for node, room in enumerate(left):

@@ -1,4 +1,4 @@
-"""Reserves the bundles of the layout; the error says what is missing if the cluster does not have them.
+"""Reserves the bundles of the layout; the error names what the cluster lacks.
 
 Pool --reserve--> Reservation.strategy(rank) --> the actors of that rank, of every role in the pool
 """
@@ -24,25 +24,24 @@ from workers.errors import ResourceError
 
 @dataclass(frozen=True)
 class Reservation:
-    """A pool's bundles, which Ray keeps for it until `release`. bundle_of_rank: the bundle of every rank."""
+    """A pool's bundles, reserved until `release`. bundle_of_rank: the bundle of every rank."""
 
     group: PlacementGroup
     bundle_of_rank: tuple[int, ...]
 
     def strategy(self, rank: int) -> PlacementGroupSchedulingStrategy:
-        """Scheduling strategy of an actor of this rank, of any role."""
+        """Scheduling strategy of this rank's actors, of any role."""
         return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.bundle_of_rank[rank])
 
     def release(self) -> None:
-        """Give the bundles back; Ray ends the actors that are still in them."""
+        """Return the bundles; Ray ends the actors in them."""
         remove_placement_group(self.group)
 
 
 def reserve(pool: Pool, timeout_s: float) -> Reservation:
-    """Reserve the pool's bundles and give every rank one of them.
+    """Reserve the pool's bundles and assign them to ranks.
 
-    Raises ResourceError, naming what is missing, if they are not there within `timeout_s` seconds, and as
-    `bundle_of_rank` does.
+    Raises ResourceError, naming what is missing after `timeout_s`, and as `bundle_of_rank` does.
     """
     group = _placed(pool, timeout_s)
     try:
@@ -53,7 +52,7 @@ def reserve(pool: Pool, timeout_s: float) -> Reservation:
 
 
 def nodes_of(group: PlacementGroup) -> list[str]:
-    """Ray's id of the node of every bundle of a group that is placed, by the bundle's index."""
+    """Ray's node id of every bundle of a placed group."""
     nodes = placement_group_table(group)["bundles_to_node_id"]
     return [nodes[index] for index in range(len(nodes))]
 

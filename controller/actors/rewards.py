@@ -1,4 +1,4 @@
-"""RewardPool: reward actors that score finished samples while others are still generated.
+"""RewardPool: reward actors that score finished samples while others are generated.
 
 begin --> Scoring: block of finished samples --submit--> actor --collect, ready--> {(uid, sample): Score}
 """
@@ -27,7 +27,7 @@ class RewardPool:
     def __init__(
         self, functions: Sequence[RewardFunction], tokenizer_path: str, config: RewardConfig, cpus: float
     ) -> None:
-        """`cpus`: what each actor reserves."""
+        """`cpus`: of each actor."""
         self._columns = sorted({name for function in functions for name in function.columns})
         self._on_failure, self._has_functions = config.on_failure, bool(functions)
         actor_class = ray.remote(RewardWorker)
@@ -40,7 +40,7 @@ class RewardPool:
         self._next = 0
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Return when every actor is built. Raises ResourceError if they are not within `timeout_s` seconds."""
+        """Wait until every actor is built. Raises ResourceError after `timeout_s`."""
         ready = [actor.ready.remote() for actor in self._actors]
         try:
             ray.get(ready, timeout=timeout_s)
@@ -53,13 +53,13 @@ class RewardPool:
             raise WorkerError(f"a reward worker could not start: {error}") from error
 
     def begin(self) -> "Scoring":
-        """A set of samples to score, apart from others under way."""
+        """Start a separate set of samples to score."""
         return Scoring(self)
 
     def score(
         self, results: Sequence[SampleResult], block: ray.ObjectRef, prompts: Mapping[str, Prompt]
     ) -> ray.ObjectRef:
-        """Score samples with a row in the block on the next actor; returns a reference to a list of Score."""
+        """Score the samples that have a row in the block, on the next actor; returns a reference to a list of Score."""
         requests = [
             ScoreRequest(result.row, result.prompt_tokens, self._columns_of(prompts[result.uid])) for result in results
         ]
@@ -68,8 +68,9 @@ class RewardPool:
         return actor.score.options(name="reward.score").remote(block, requests)
 
     def joined(self, results: Sequence[SampleResult], scores: Sequence[Score]) -> dict[tuple[str, int], Score]:
-        """Scores by (uid, sample), with those of environments. Raises WorkerError for a failed one with
-        reward.on_failure=stop."""
+        """Scores by (uid, sample), with environments' scores. Raises WorkerError for a failure with
+        reward.on_failure=stop.
+        """
         pairs = zip(results, scores, strict=True)
         found = {result.key: self._joined(score, result.environment) for result, score in pairs}
         if self._on_failure == "stop":
@@ -82,7 +83,6 @@ class RewardPool:
         return beside_environment(score, environment, has_functions=self._has_functions)
 
     def stop(self) -> None:
-        """End the actors."""
         for actor in self._actors:
             ray.kill(actor)
 
@@ -98,20 +98,20 @@ class Scoring:
         self._pending: dict[ray.ObjectRef, list[SampleResult]] = {}
 
     def submit(self, results: Sequence[SampleResult], block: ray.ObjectRef, prompts: Mapping[str, Prompt]) -> None:
-        """Score the samples of one block; returns at once."""
+        """Score one block's samples; returns at once."""
         finished = [result for result in results if result.row >= 0]
         if finished:
             self._pending[self._pool.score(finished, block, prompts)] = finished
 
     def collect(self) -> dict[tuple[str, int], Score]:
-        """Scores of all samples submitted and not yet given, by (uid, sample); see `Score.failure` for failed ones.
+        """Wait for all submitted samples' scores, by (uid, sample); see `Score.failure`.
 
-        Raises WorkerError for a failed one with reward.on_failure=stop, LostError if a reward actor was lost too often.
+        Raises WorkerError for a failure with reward.on_failure=stop, LostError if a reward actor was lost too often.
         """
         return self._take(list(self._pending))
 
     def ready(self, timeout_s: float = 0.0) -> dict[tuple[str, int], Score]:
-        """As `collect`, but only what has arrived; waits up to `timeout_s` for the first."""
+        """As `collect`, for scores that have arrived; waits up to `timeout_s` for the first."""
         pending = list(self._pending)
         if not pending:
             return {}

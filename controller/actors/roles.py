@@ -1,6 +1,6 @@
 """Roles: all actors of a run, which start and end together.
 
-layout (pure) -> reserve pools -> engines | policy, reference, critic, reward model | reward -> Roles -> one end for all
+layout -> reserve pools -> engines | policy, reference, critic, reward model | reward -> Roles -> end all
 """
 
 import math
@@ -52,30 +52,27 @@ ANSWER_SECONDS = 5.0  # for facts that are only recorded
 
 @dataclass(frozen=True)
 class TrainingRoles:
-    """The roles that hold a model of their own. `reference` is None where nothing needs one."""
+    """Roles that hold a model. `reference` is None if nothing needs one."""
 
     policy: WorkerGroup
     reference: WorkerGroup | None
 
     @property
     def trained(self) -> dict[str, WorkerGroup]:
-        """The roles that learn, by name."""
         return {"policy": self.policy}
 
     @property
     def groups(self) -> list[WorkerGroup]:
-        """All of them."""
         return [self.policy, *([self.reference] if self.reference else [])]
 
     def reference_sequence_log_probs(self, batch: RemoteBatch, plan: Plan) -> np.ndarray:
-        """Log-prob of each sequence by the reference or, where that is no role of its own, by the policy without its
-        adapters; float64 [B]."""
+        """Log-prob of each sequence by the reference, or else by the policy without adapters; float64 [B]."""
         if self.reference is not None:
             return self.reference.sequence_log_probs(batch, plan)
         return self.policy.reference_sequence_log_probs(batch, plan)
 
     def take_micro_step_times(self) -> dict[str, list[MicroStepTime]]:
-        """Times of every micro-step since the last call, in order, by the name of the rank's actor."""
+        """Times of every micro-step since the last call, in order, by the rank's actor."""
         taken = [(group, group.take_micro_step_times.remote()) for group in self.groups]
         return {
             name: times for group, future in taken for name, times in zip(group.names, future.result(), strict=True)
@@ -84,7 +81,7 @@ class TrainingRoles:
 
 @dataclass(frozen=True)
 class Roles(TrainingRoles):
-    """The actors of a reinforcement-learning run. `critic` is None where the advantage is not gae."""
+    """Actors of a reinforcement-learning run. `critic` is None unless the advantage is gae."""
 
     rollouts: EnginePool
     rewards: RewardPool
@@ -95,19 +92,18 @@ class Roles(TrainingRoles):
 
     @property
     def trained(self) -> dict[str, WorkerGroup]:
-        """The roles that learn, by name."""
         return super().trained | ({"critic": self.critic} if self.critic else {})
 
     @property
     def groups(self) -> list[WorkerGroup]:
-        """The roles that hold a model and compute under plans."""
+        """Roles that compute under plans."""
         others = (self.critic, self.reward_model)
         return super().groups + [group for group in others if group is not None]
 
     def send_weights(self, version: int) -> None:
-        """The policy's weights to every engine as version `version`: through the object store, or between GPUs.
+        """Send the policy's weights to every engine as `version`: through the object store, or between GPUs.
 
-        Engines that sleep wake for it. Raises LostError if an engine or a rank is lost on the way.
+        Wakes sleeping engines. Raises LostError if an engine or a rank is lost meanwhile.
         """
         if self.device_to_device:
             self.rollouts.receive_weights(lambda: self._beside_engines("send_weights", version), version)
@@ -116,23 +112,22 @@ class Roles(TrainingRoles):
         self.rollouts.update_weights(weights, version)
 
     def sleep_engines(self) -> None:
-        """Call before a pass of a training role: engines that share its GPUs free their weights and KV caches."""
+        """Free the weights and KV caches of engines that share GPUs; call before a training pass."""
         self.rollouts.sleep()
 
     def wake_engines(self) -> None:
-        """Call before generation: engines that sleep wake up with the weights of their version."""
+        """Wake sleeping engines with the weights of their version; call before generation."""
         if self.rollouts.asleep:
             self.send_weights(self.rollouts.fleet.version)
 
     def connect_engines(self, placement: str, tensor_parallel: int) -> None:
-        """Let the policy's ranks meet the engines, for `send_weights` between GPUs. Raises LostError as that does."""
+        """Connect the policy's ranks to the engines for transfers between GPUs. Raises LostError as `send_weights`."""
         self._beside_engines("connect_engines", list(self.rollouts.actors.values()), placement, tensor_parallel)
 
     def _beside_engines(self, method: str, *args: Any) -> None:
         """Call a method of the policy in which ranks and engines wait for each other.
 
-        The transfer has no watchdog of its own: a rank would wait for a dead engine for ever. Engines are therefore
-        polled during the call.
+        The transfer has no watchdog: a rank would wait for a dead engine for ever. So engines are polled meanwhile.
         """
         deadline = time.monotonic() + self.transfer_timeout_s
 
@@ -151,12 +146,12 @@ class Roles(TrainingRoles):
             raise
 
     def reference_log_probs(self, batch: RemoteBatch, plan: Plan) -> np.ndarray:
-        """Log-probs of the reference or, where that is no role of its own, of the policy without its adapters."""
+        """Log-probs of the reference, or else of the policy without adapters."""
         passed = self.reference.log_probs if self.reference is not None else self.policy.reference_log_probs
         return passed(batch, plan).tokens["log_probs"]
 
     def take_weight_loads(self) -> dict[str, list[WeightLoad]]:
-        """Weight updates of the engines since the last call, by actor; without engines that do not answer in time."""
+        """Weight updates since the last call, by actor; skips engines that do not answer in time."""
         asked = {actor.take_weight_loads.remote(): f"rollout {i}" for i, actor in self.rollouts.actors.items()}
         answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_SECONDS)
         loads = {}
@@ -167,10 +162,10 @@ class Roles(TrainingRoles):
 
 
 class RolesWithoutEngines(Roles):
-    """Roles of which none samples: `rollouts` has no engine and `rewards` no actor."""
+    """Roles without sampling: `rollouts` has no engine and `rewards` no actor."""
 
     def send_weights(self, version: int) -> None:
-        """Nobody receives them."""
+        """Do nothing: there are no engines."""
 
 
 @contextmanager
@@ -183,12 +178,10 @@ def start_roles(
     live: LiveMetrics,
     environment: bytes = b"",
 ) -> Iterator[Roles]:
-    """Start every role and yield them; end every actor and release every bundle in any case.
+    """Start every role and yield them; always end all actors and release all bundles.
 
-    live: receives states and queues of the engines. environment: see `EnvironmentPool`; empty for samples
-    of one turn.
-
-    Raises ResourceError if the cluster is too small, WorkerError or RolloutError if an actor cannot start.
+    live: receives engines' states and queues. environment: see `EnvironmentPool`; empty for one turn. Raises
+    ResourceError if the cluster is too small, WorkerError or RolloutError if an actor cannot start.
     """
     with ExitStack() as stack:
         starter = Starter(stack, config, console)
@@ -238,10 +231,7 @@ class Starter:
     """Starts the training roles of one run, each in its bundles; `stack` ends them."""
 
     def __init__(self, stack: ExitStack, config: TrainingConfig, console: Console, *, only: Sequence[str] = ()) -> None:
-        """Reserve all bundles, or those of the training pool alone. Raises ResourceError as `reserve` does.
-
-        only: the training roles that are started, where not all roles are.
-        """
+        """Reserve all bundles, or only the training pool for the roles `only`. Raises ResourceError."""
         self.stack, self.config, self.console = stack, config, console
         reserved = [training_pool(config)] if only else pools(config)
         self.bundles = {pool.name: self._reserve(pool) for pool in reserved}
@@ -257,12 +247,12 @@ class Starter:
         return bundles
 
     def waiting(self, what: str, setting: str = "resources.start_timeout_s") -> AbstractContextManager[None]:
-        """Say what is waited for, and the setting of its time limit, if the block lasts."""
+        """Log a slow wait, with the setting of its time limit."""
         limit = f"at most {setting}={value_of(self.config, setting):g} s"
         return self.console.waiting(f"{what} ({limit})")
 
     def group(self, role: str, worker_class: type[Worker], arguments: dict[str, Any]) -> WorkerGroup:
-        """Start the actors and their process group; `build`, which loads the model, is left to the caller."""
+        """Start actors and process group; the caller loads the model by `build`."""
         config, request = self.config, self.requests[role]
         with self.waiting(f"the processes of {role}"):
             group = WorkerGroup(
@@ -298,7 +288,7 @@ class Starter:
 
 
 def _shared_devices(ranks: list[dict[str, Any]], engines: int, each: int) -> list[str]:
-    """CUDA_VISIBLE_DEVICES of each colocated engine: the GPUs, all of one node, of the policy ranks that it lives with.
+    """CUDA_VISIBLE_DEVICES of each colocated engine: the GPUs, on one node, of its policy ranks.
 
     ranks: `Worker.facts` of every policy rank. each: GPUs of an engine.
     """
@@ -316,9 +306,9 @@ def new_rollouts(
     environment: bytes = b"",
     replaceable: bool,
 ) -> EnginePool:
-    """The engines, which end with the starter's stack; `start` builds them.
+    """Create engines that end with the starter's stack; `start` builds them.
 
-    devices: of each engine, where it shares the policy's. replaceable: whether one that is lost can be put back alone.
+    devices: of each colocated engine. replaceable: whether a lost engine can be replaced alone.
     """
     rollouts = EnginePool(
         _engine_maker(config, starter, devices or [], environment),
@@ -335,9 +325,9 @@ def new_rollouts(
 
 
 def _engine_maker(config: Config, starter: Starter, devices: list[str], environment: bytes) -> MakeActor:
-    """Makes the actor of a replica, and another in its place; see `RolloutEngines`.
+    """Return a function that makes a replica's actor; see `RolloutEngines`.
 
-    `devices`: of each engine where it shares the policy's, empty where Ray gives it its own or there are none.
+    `devices`: of each colocated engine; otherwise empty.
     """
     actor_class, request = ray.remote(RolloutWorker), starter.requests["rollout"]
 
@@ -373,7 +363,7 @@ def _engine_maker(config: Config, starter: Starter, devices: list[str], environm
 def start_training_roles(
     config: TrainingConfig, worker_class: type[Worker], console: Console, *, total_steps: int
 ) -> Iterator[TrainingRoles]:
-    """Start the roles of a run that trains on given sequences and yield them; otherwise as `start_roles`.
+    """Start the roles of a run on given sequences and yield them; as `start_roles`.
 
     worker_class: the policy's. total_steps: optimiser steps of the run.
     """
@@ -390,8 +380,7 @@ def start_training_roles(
 
 @contextmanager
 def start_roles_without_engines(config: Config, console: Console) -> Iterator[Roles]:
-    """Start the roles that train on the samples of a step, and their reference, where the samples are there already;
-    otherwise as `start_roles`."""
+    """Start the roles that train on recorded samples, and their reference; as `start_roles`."""
     with ExitStack() as stack:
         starter = Starter(stack, config, console, only=config.training_roles)
         policy = starter.built_policy(new_policy(starter, config, config.total_optimizer_steps))
@@ -407,7 +396,7 @@ def _no_engine(replica: int, attempt: int) -> Any:
 
 
 def new_policy(starter: Starter, config: TrainingConfig, total_steps: int) -> WorkerGroup:
-    """The policy's actors; `Starter.built_policy` loads its model. total_steps: optimiser steps of the run."""
+    """Create the policy's actors; `Starter.built_policy` loads the model. total_steps: optimiser steps of the run."""
     arguments = _model_arguments(config, config.model, config.policy)
     arguments |= _learning(config, config.policy.optimizer, total_steps)
     return starter.group("policy", PolicyWorker, arguments)
@@ -425,7 +414,7 @@ def _critic(starter: Starter, config: Config) -> WorkerGroup:
 
 
 def new_reward_model(starter: Starter, config: Config) -> WorkerGroup:
-    """The reward model's actors, with its model."""
+    """Create the reward model's actors and load the model."""
     arguments = _model_arguments(config, config.reward_model, config.reward.model)
     return starter.built("reward_model", RewardModelWorker, arguments)
 
@@ -435,7 +424,7 @@ def _model_arguments(
     model: ModelConfig,
     settings: PolicyConfig | ReferenceConfig | CriticConfig | RewardModelConfig,
 ) -> dict[str, Any]:
-    """Arguments of every `ModelWorker`; all roles share the policy's ranks, and so its parallelism and threads."""
+    """Arguments of every `ModelWorker`; all roles share the policy's ranks, parallelism and threads."""
     return {
         "model": config.decided(model),
         "device": config.device,
@@ -447,6 +436,6 @@ def _model_arguments(
 
 
 def _learning(config: TrainingConfig, optimizer: OptimizerConfig, total_steps: int) -> dict[str, Any]:
-    """Arguments of a `TrainedWorker` beside these."""
+    """Further arguments of a `TrainedWorker`."""
     reshard = config.policy.reshard_after_forward
     return {"optimizer": optimizer, "total_steps": total_steps, "reshard_after_forward": reshard}

@@ -1,4 +1,4 @@
-"""Actors of commands that sample without training: engines, reward workers, a reward model; or the policy alone."""
+"""Actors of commands that sample without training, or hold the policy alone."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -29,9 +29,9 @@ class SamplingRoles:
 def start_sampling_roles(
     config: SamplerConfig, reward_functions: Sequence[RewardFunction], console: Console, *, environment: bytes = b""
 ) -> Iterator[SamplingRoles]:
-    """Start the roles and yield them; then end every actor and release every bundle.
+    """Start the roles and yield them; always end all actors and release all bundles.
 
-    Engines serve the weights of model.path, and a lost one is replaced. environment, errors: see `start_roles`.
+    Engines serve the weights of model.path and lost engines are replaced. environment, errors: see `start_roles`.
     """
     with ExitStack() as stack:
         starter, timeout_s = Starter(stack, config, console), config.resources.start_timeout_s
@@ -50,7 +50,7 @@ def start_sampling_roles(
 
 @contextmanager
 def start_policy(config: TrainingConfig, console: Console) -> Iterator[WorkerGroup]:
-    """Start the policy's ranks with the model of model.path and yield them; otherwise as `start_roles`."""
+    """Start the policy's ranks with model.path and yield them; as `start_roles`."""
     with ExitStack() as stack:
         starter = Starter(stack, config, console, only=("policy",))
         yield starter.built_policy(new_policy(starter, config, total_steps=1))

@@ -44,7 +44,7 @@ class Share:
 
 
 class GroupFuture:
-    """A call under way on every rank of a group."""
+    """A call running on every rank of a group."""
 
     def __init__(
         self,
@@ -54,19 +54,18 @@ class GroupFuture:
         join: Callable[[], Any],
         meanwhile: Callable[[], None] | None = None,
     ) -> None:
-        """`refs`: a small result of each rank; the call of a rank is done, or has failed, when it arrives. meanwhile:
-        see `result`."""
+        """`refs`: one small result per rank, which arrives when its call ends. meanwhile: see `result`."""
         self._label, self._names, self._join = label, dict(zip(refs, names, strict=True)), join
         self._meanwhile = meanwhile
 
     def result(self, timeout_s: float | None = None, meanwhile: Callable[[], None] | None = None) -> Any:
         """Wait for every rank, then join.
 
-        meanwhile: called every MEANWHILE_SECONDS of waiting, in place of the group's; what it raises ends the wait.
+        meanwhile: called every MEANWHILE_SECONDS instead of the group's; its errors end the wait.
 
-        Raises at the first rank that fails, without waiting for the others (they may be stuck in a collective that
-        will never complete): LostError if an actor was lost, an error of ours as the worker raised it, WorkerError with
-        the remote traceback for any other; and WorkerError after `timeout_s` seconds without any rank finishing.
+        Raises at the first failed rank, because others may be stuck in a collective: LostError for a lost actor, our
+        errors unchanged, WorkerError with the remote traceback otherwise; and WorkerError if no rank finishes for
+        `timeout_s`.
         """
         waiting = list(self._names)
         while waiting:
@@ -82,7 +81,7 @@ class GroupFuture:
     def _wait_for_one(
         refs: list[ray.ObjectRef], timeout_s: float | None, meanwhile: Callable[[], None] | None
     ) -> tuple[list[ray.ObjectRef], list[ray.ObjectRef]]:
-        """`ray.wait` for one of `refs`, with calls of `meanwhile`."""
+        """`ray.wait` for one of `refs`, calling `meanwhile`."""
         if meanwhile is None:
             return ray.wait(refs, num_returns=1, timeout=timeout_s)
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
@@ -107,7 +106,7 @@ class GroupFuture:
             raise LostError(f"{self._names[ref]} was lost in {self._label}: {cause_of(error)}") from error
 
     def _raise_lost(self, refs: list[ray.ObjectRef]) -> None:
-        """Raise LostError if another rank was lost: the error of this one is then a broken collective."""
+        """Raise LostError if another rank was lost, which broke this rank's collective."""
         deadline = time.monotonic() + LOST_SECONDS
         while refs and (left := deadline - time.monotonic()) > 0:
             done, refs = ray.wait(refs, num_returns=1, timeout=left)
@@ -121,7 +120,7 @@ class GroupFuture:
 
 
 class GroupMethod:
-    """One dispatched method of all workers of a group."""
+    """A dispatched method of all workers of a group."""
 
     def __init__(self, group: "WorkerGroup", name: str, mode: DispatchMode) -> None:
         self._group, self._name, self._mode = group, name, mode
@@ -131,7 +130,7 @@ class GroupMethod:
         return self.remote(*args, **kwargs).result()
 
     def remote(self, *args: Any, **kwargs: Any) -> GroupFuture:
-        """Start the call on every rank and return at once."""
+        """Start the call on every rank; returns at once."""
         group, mode = self._group, self._mode
         arguments = split_arguments(mode, group.ranks, args, kwargs, ray.put)
         label = f"{group.role}.{self._name}"
@@ -165,7 +164,7 @@ class GroupMethod:
 
 
 class WorkerGroup:
-    """The worker actors of one role, one in each bundle of a pool."""
+    """The worker actors of one role, one per bundle of a pool."""
 
     def __init__(
         self,
@@ -184,9 +183,8 @@ class WorkerGroup:
     ) -> None:
         """Start pp * dp * cp * tp actors and their process group, in the order of `ParallelRanks`.
 
-        arguments: keyword arguments of the worker class beside role, coordinates and world_size. collective_timeout_s:
-        for which ranks wait for each other in a collective. Raises WorkerError if a worker cannot be built or the
-        process group does not come up within `timeout_s` seconds.
+        arguments: further ones of the worker class. collective_timeout_s: of waits within a collective. Raises
+        WorkerError if a worker cannot be built or the process group is not up within `timeout_s`.
         """
         self.role = role
         self.meanwhile: Callable[[], None] | None = None
@@ -229,7 +227,6 @@ class WorkerGroup:
         return methods[name]
 
     def stop(self) -> None:
-        """End every actor of the group."""
         for actor in self.actors:
             ray.kill(actor)
 

@@ -1,13 +1,10 @@
-"""Advantages: from the rewards of a batch to how much better each sequence was than expected; on the driver.
+"""Advantages: how much better each sequence was than expected; computed on the driver.
 
     rewards, uids --estimator of the registry--> one advantage a sequence      compared with the group, or the batch
 
-An advantage of each token, compared with a critic, is made where the tokens are: `workers.model.losses.returns`.
-
-Groups are found by `uid`, may have any size, and row order carries no meaning. A group of one has nothing to be
-compared with: where the estimator compares within the group alone, its advantage is 0.
-
-B sequences.
+Advantages of tokens, compared with a critic, are computed on the ranks: `workers.model.losses.returns`. Groups are
+found by `uid` and may have any size; row order does not matter. A group of one has advantage 0 if the estimator
+compares within the group alone. B sequences.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,8 +29,8 @@ EPSILON = 1e-6  # keeps the advantages of a group with equal rewards at 0
 class Estimator:
     """A registered estimator of one advantage a sequence.
 
-    function: (rewards [B], uids [B], keywords) -> float64 [B]. columns: those of its keywords that are columns [B] of
-    the batch. options: those that are settings.
+    function: (rewards [B], uids [B], keywords) -> float64 [B]. columns: keywords that are columns [B] of the batch.
+    options: keywords that are settings.
     """
 
     function: Callable[..., np.ndarray]
@@ -45,7 +42,7 @@ ESTIMATORS: dict[str, Estimator] = {}
 
 
 def estimator(name: str, *, columns: tuple[str, ...] = (), options: tuple[str, ...] = ()) -> Callable[..., Any]:
-    """Register an estimator under the name that `algorithm.advantage` selects."""
+    """Register an estimator under its name in `algorithm.advantage`."""
 
     def register(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
         ESTIMATORS[name] = Estimator(function, columns, options)
@@ -57,8 +54,8 @@ def estimator(name: str, *, columns: tuple[str, ...] = (), options: tuple[str, .
 def estimate(name: str, batch: Mapping[str, np.ndarray], **options: Any) -> np.ndarray:
     """One advantage a sequence by the estimator `name`, float64 [B].
 
-    batch: `reward` float [B], `uid` [B], and the columns that the estimator asks for. options: settings of all
-    estimators; each takes its own. Raises ConfigError for an unknown name, DataError for a missing column.
+    batch: `reward` float [B], `uid` [B], and the estimator's columns. options: settings of all estimators. Raises
+    ConfigError for an unknown name, DataError for a missing column.
     """
     if name not in ESTIMATORS:
         raise ConfigError(f"algorithm.advantage={name} is not an estimator; known are {', '.join(ESTIMATORS)}")
@@ -79,9 +76,8 @@ def grpo(
 
         A_i = (r_i - mean(r)) / (std(r) + epsilon)      over the group of i
 
-    Without `normalize_by_std` it is the numerator alone, see `dr_grpo`. The standard deviation is the sample's (n - 1),
-    as in TRL and verl: a group is a few samples of a prompt's rewards, whose own deviation it estimates. A group of one
-    has advantage 0.
+    Without `normalize_by_std` only the numerator, see `dr_grpo`. The standard deviation is the sample's (n - 1), as in
+    TRL and verl. A group of one has advantage 0.
 
     rewards: float [B]. uids: [B]. Returns float64 [B].
     """
@@ -99,7 +95,7 @@ def dr_grpo(rewards: np.ndarray, uids: np.ndarray) -> np.ndarray:
 
         A_i = r_i - mean(r)      over the group of i
 
-    No division by the standard deviation, which would weigh too easy and too hard prompts most. Its loss is that of
+    Dividing by the standard deviation would overweight too easy and too hard prompts. The matching loss has
     `aggregation=sequence_mean_token_sum_norm`.
 
     rewards: float [B]. uids: [B]. Returns float64 [B].
@@ -113,7 +109,7 @@ def rloo(rewards: np.ndarray, uids: np.ndarray) -> np.ndarray:
 
         A_i = r_i - sum over j != i of r_j / (n - 1) = n / (n - 1) * (r_i - mean(r))      over the group of i, of size n
 
-    The baseline does not depend on the sequence itself, so the gradient stays unbiased. A group of one has advantage 0.
+    The baseline is independent of the sequence, so the gradient is unbiased. A group of one has advantage 0.
 
     rewards: float [B]. uids: [B]. Returns float64 [B].
     """
@@ -129,11 +125,10 @@ def reinforce_plus_plus(
 
         A_i = (r_i - mean(r)) / (std(r) + epsilon)      over all sequences, each counted once for each of its tokens
 
-    With the reward at the last token and no discount, the return of every token is r_i. With `algorithm.gamma` below 1,
-    or a KL in the reward, returns differ from token to token: see `PolicyWorker.token_advantages`. The deviation is the
-    population's, see `whiten`.
+    With the reward at the last token and no discount, every token's return is r_i. With `algorithm.gamma` below 1 or a
+    KL in the reward, returns differ by token: see `PolicyWorker.token_advantages`. The deviation is the population's.
 
-    rewards: float [B]. uids: [B], without effect. tokens: int [B], loss tokens. Returns float64 [B].
+    rewards: float [B]. uids: [B], unused. tokens: int [B], loss tokens. Returns float64 [B].
     """
     return whiten(rewards, tokens, epsilon=epsilon)
 
@@ -146,7 +141,7 @@ def reinforce_plus_plus_baseline(
 
         c_i = r_i - mean of the group(r)        A_i = (c_i - mean(c)) / (std(c) + epsilon)      over all tokens
 
-    Returns of tokens that differ, and the deviation: as with `reinforce_plus_plus`.
+    Token returns and deviation: see `reinforce_plus_plus`.
 
     rewards: float [B]. uids: [B]. tokens: int [B], loss tokens. Returns float64 [B].
     """
@@ -159,7 +154,7 @@ def remax(rewards: np.ndarray, uids: np.ndarray, *, greedy_reward: np.ndarray) -
 
         A_i = r_i - r(greedy response to the prompt of i)
 
-    rewards: float [B]. uids: [B], without effect. greedy_reward: float [B]. Returns float64 [B].
+    rewards: float [B]. uids: [B], unused. greedy_reward: float [B]. Returns float64 [B].
     """
     return np.asarray(rewards, np.float64) - greedy_reward
 
@@ -170,7 +165,7 @@ def opo(rewards: np.ndarray, uids: np.ndarray, *, tokens: np.ndarray) -> np.ndar
 
         A_i = r_i - sum_j l_j r_j / sum_j l_j      over the group of i, l the loss tokens
 
-    The baseline of least variance, if the squared gradient of a response grows with its length.
+    The minimum-variance baseline if a response's squared gradient grows with its length.
 
     rewards: float [B]. uids: [B]. tokens: int [B], at least one in each group. Returns float64 [B].
     """
@@ -184,9 +179,9 @@ def pass_at_k(rewards: np.ndarray, uids: np.ndarray, *, k: int, epsilon: float =
 
         A_i = (E[max r_S | i in S] - E[max r_S]) / (std(max r_S) + epsilon)      S uniform over the subsets of k
 
-    In closed form: of rewards in ascending order, the j-th is the best of C(j-1, k-1) of C(n, k) subsets, and of those
-    with i < j it is the best of C(j-2, k-2) of C(n-1, k-1). For rewards 0 and 1 this is the paper's analytical form.
-    k = 1 is GRPO with the population's deviation; a group of at most k has advantage 0.
+    In ascending order the j-th reward is the best of C(j-1, k-1) of C(n, k) subsets, and of C(j-2, k-2) of C(n-1, k-1)
+    that contain an i < j. For rewards 0 and 1 this is the paper's analytical form. k = 1 is GRPO with the population's
+    deviation; a group of at most k has advantage 0.
 
     rewards: float [B]. uids: [B]. Returns float64 [B].
     """
@@ -217,7 +212,7 @@ def maxrl(rewards: np.ndarray, uids: np.ndarray) -> np.ndarray:
 
         A_i = (r_i - mean(r)) / mean(r)      over the group of i; 0 where mean(r) = 0
 
-    A prompt that is seldom solved counts more, by one over its pass rate.
+    A prompt counts by one over its pass rate.
 
     rewards: float [B], not negative. uids: [B]. Returns float64 [B]. Raises DataError for a negative reward.
     """
@@ -231,9 +226,7 @@ def maxrl(rewards: np.ndarray, uids: np.ndarray) -> np.ndarray:
 
 
 def whiten(values: np.ndarray, weights: np.ndarray | None = None, *, epsilon: float = EPSILON) -> np.ndarray:
-    """(x - mean(x)) / (std(x) + epsilon) over the whole batch, as PPO does with its advantages; float64, like `values`.
-
-    The standard deviation is the population's (n), as in `workers.model.losses.returns.whiten`.
+    """(x - mean(x)) / (std(x) + epsilon) over the batch, with the population's deviation (n); float64, like `values`.
 
     weights: how often each value counts, such as its tokens; None counts each once.
     """
@@ -242,7 +235,7 @@ def whiten(values: np.ndarray, weights: np.ndarray | None = None, *, epsilon: fl
 
 
 def has_signal(rewards: np.ndarray, uids: np.ndarray) -> np.ndarray:
-    """True where the rewards of a sequence's group differ; else all its group-relative advantages are 0. bool [B]."""
+    """True if the rewards of a sequence's group differ, bool [B]; else its group-relative advantages are 0."""
     groups, index = np.unique(uids, return_inverse=True)
     highest = np.full(len(groups), -np.inf)
     lowest = np.full(len(groups), np.inf)
@@ -252,7 +245,7 @@ def has_signal(rewards: np.ndarray, uids: np.ndarray) -> np.ndarray:
 
 
 def share_without_signal(rewards: np.ndarray, uids: np.ndarray) -> float:
-    """Share of the groups whose rewards are all equal, as TRL's `frac_reward_zero_std`."""
+    """Share of groups whose rewards are all equal (TRL's `frac_reward_zero_std`)."""
     return len(np.unique(uids[~has_signal(rewards, uids)])) / len(np.unique(uids))
 
 
@@ -271,21 +264,21 @@ def adapted_kl_weight(coefficient: float, kl: float, sequences: int, settings: K
 
 
 def sequence_advantages(algorithm: AlgorithmConfig, batch: RemoteBatch, rewards: np.ndarray) -> np.ndarray:
-    """One advantage a sequence by the estimator that `algorithm.advantage` names, float32 [B]. rewards: float64 [B]."""
+    """One advantage a sequence by `algorithm.advantage`, float32 [B]. rewards: float64 [B]."""
     columns = batch.columns | {"reward": rewards, "tokens": batch["response_tokens"]}
     options = {"normalize_by_std": algorithm.normalize_by_std, "k": algorithm.pass_k}
     return estimate(algorithm.advantage, columns, **options).astype(np.float32)
 
 
 def value_metrics(metrics: Metrics) -> dict[str, float]:
-    """Metrics of a critic's values before its update, from the merged metrics of `value_statistics`."""
+    """Metrics of a critic before its update, from merged `value_statistics`."""
     measured = results(metrics)
     explained = {"explained_variance": explained_variance(metrics)}
     return {name: measured[name] for name in ("values", "returns")} | explained
 
 
 class _Groups:
-    """Sums over groups, at each of their members again."""
+    """Sums over groups, repeated for each member."""
 
     def __init__(self, uids: np.ndarray) -> None:
         _, self._index = np.unique(uids, return_inverse=True)

@@ -1,14 +1,13 @@
-"""Compare the log-probs of engines and trainer in every step, before new weights are sent.
+"""Compares the log-probs of engines and trainer in every step, before new weights are sent.
 
     first step after a start            samples of the weights that were just sent          --> rounding, or stop
     first step of changed weights       samples of weights that an update has changed       --> rounding, or stop
     every step                          also samples of older weights, after the update     --> policy.max_mismatch
 
-The second check finds what the first cannot: a transfer that loses a weight, or an engine that keeps a packed copy of
-the old one (as vLLM on a CPU does for linear layers and experts), gives equal log-probs as long as no weight changes.
-Both are made before the optimiser's step; an algorithm without a pass of log-probs before it gets one. Samples of older
-weights also differ by what the policy has learned since, so that the bound of rounding does not hold for them. With
-rollout.max_staleness a step may never see samples of its own weights: then the second check has samples of its own.
+The second check finds a transfer that loses a weight, or an engine that keeps a packed copy of the old weight: both
+agree until a weight changes. Both checks precede the optimiser's step; an algorithm without a log-prob pass gets one.
+Samples of older weights also differ by what the policy has learned. With rollout.max_staleness a step may never see
+samples of its own weights: then the second check generates some.
 """
 
 import math
@@ -27,7 +26,7 @@ COARSER = ("quantization", "kv_cache_dtype")
 
 
 class Proof(Enum):
-    """The comparison at equal weights that a step's samples allow, in the words of an error."""
+    """The comparison at equal weights that a step's samples allow, in an error's words."""
 
     FIRST = "at the weights that the engines were sent at the start"
     CHANGED = "at the first weights that an update has changed"
@@ -35,33 +34,31 @@ class Proof(Enum):
 
 
 class LogProbCheck:
-    """Judges the difference of log-probs in the steps of one attempt of a run."""
+    """Checks log-probs in one attempt of a run."""
 
     def __init__(self, config: Config, first_version: int) -> None:
-        """first_version: of the weights that the attempt starts with."""
+        """first_version: the attempt's first weights."""
         self._limit, self._first = config.policy.max_mismatch, first_version
         self._dtype = config.compute_dtype
         self._pending: set[Proof] = {Proof.FIRST, Proof.CHANGED} if compares_exactly(config) else set()
         self._kept: tuple[int, dict[str, float]] = 0, {}
 
     def proof(self, oldest: np.ndarray, newest: np.ndarray, current: int) -> Proof:
-        """The comparison at equal weights that samples [B] of weight versions `oldest` to `newest` allow, if it was not
-        made before. current: version of the trainer's weights.
+        """The comparison at equal weights that samples [B] allow, if it was not made before.
 
-        A sample may have begun with older weights than it ended with.
+        oldest, newest: weight versions of each sample, which may span several. current: the trainer's version.
         """
         of_current = bool(np.all(oldest == current) and np.all(newest == current))
         found = Proof.FIRST if current == self._first else Proof.CHANGED
         return found if of_current and found in self._pending else Proof.NONE
 
     def awaits(self, proof: Proof) -> bool:
-        """Whether the comparison is still to be made."""
         return proof in self._pending
 
     def judge(self, step: int, metrics: Mapping[str, Metric], proof: Proof = Proof.NONE) -> None:
-        """Raise MismatchError, with what to look at, if sampler and trainer differ by more than they may.
+        """Raise MismatchError, with advice, if sampler and trainer differ by more than allowed.
 
-        metrics: of a pass over the step's samples; one that says nothing of the mismatch is not judged.
+        metrics: of a pass over the step's samples; without mismatch metrics nothing is checked.
         """
         if MEAN not in metrics or not metrics[MEAN].weight:
             return
@@ -71,25 +68,25 @@ class LogProbCheck:
         self._pending.discard(proof)
 
     def judge_update(self, step: int, metrics: Mapping[str, Metric]) -> None:
-        """Judge the update of a step, if no pass before it was kept."""
+        """Check a step's update, unless an earlier pass was kept."""
         if not self.kept(step):
             self.judge(step, metrics)
 
     def keep(self, step: int, metrics: Mapping[str, Metric]) -> dict[str, float]:
-        """Keep, as metrics of the step, what its first pass of log-probs says; returns them."""
+        """Keep and return the mismatch metrics of a step's first log-prob pass."""
         if not self.kept(step):
             self._kept = step, results({name: metrics[name] for name in (MEAN, LARGEST) if name in metrics})
         return self._kept[1]
 
     def kept(self, step: int) -> dict[str, float]:
-        """The metrics that a pass before the update gave this step; empty without one."""
+        """The metrics from before this step's update, or empty."""
         return self._kept[1] if self._kept[0] == step else {}
 
 
 def compares_exactly(config: Config) -> bool:
-    """Whether at equal weights rounding in the compute type is all that may come between engines and trainer.
+    """Whether at equal weights engines and trainer differ by rounding alone.
 
-    Not so where the sampler's log-probs are of a cut distribution, or the engine computes in fewer bits.
+    False if the sampling distribution is truncated, or the engine computes in fewer bits.
     """
     coarser = any(config.rollout.engine.get(name) for name in COARSER)
     return config.rollout.sampling.log_probs_are_whole and not coarser

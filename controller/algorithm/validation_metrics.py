@@ -1,16 +1,11 @@
-"""Metrics of held-out responses, overall and by source.
+"""Metrics of held-out responses, overall and by source, with confidence intervals.
 
     ScoredResponse, n of each prompt --by_prompt--> PromptValues of reward, parts, pass@k, maj@n
-                                     --summarize--> one number a name      their intervals: `interval`
+                                     --summarize--> one number a name
+    PromptValues --interval--> each prompt 0 or 1: Wilson's score interval, else a percentile bootstrap of prompts
 
-c of a prompt's n responses are right: those whose score `success` is at least `threshold`.
-
-Confidence intervals of validation metrics, over prompts: the responses to one prompt are not independent.
-
-    PromptValues --each prompt one value, 0 or 1--> Wilson's score interval
-                 --anything else--> percentile bootstrap: prompts are drawn anew, with all that belongs to them
-
-They say how far a metric may be from that of all prompts of which these are a random sample.
+A response is right if its score `success` is at least `threshold`. Intervals are over prompts, because the responses to
+one prompt are not independent.
 """
 
 from collections import Counter, defaultdict
@@ -25,8 +20,9 @@ import numpy as np
 
 @dataclass(frozen=True)
 class ScoredResponse:
-    """One held-out response. scores: `reward` and what else the reward function returned. answer: read from the
-    response by the reward function, "" if it returns none. text: what was asked and answered, for the record."""
+    """One held-out response. scores: `reward` and further numbers. answer: read by the reward function, or "". text:
+    prompt and response, for the record.
+    """
 
     uid: str
     source: str
@@ -37,9 +33,9 @@ class ScoredResponse:
 
 @dataclass(frozen=True)
 class PromptValues:
-    """A metric, prompt by prompt: the sum of `sums` over the sum of `counts`, float64 [prompts] each.
+    """A metric by prompt: the sum of `sums` over the sum of `counts`, float64 [prompts] each.
 
-    counts: the responses with the score that is averaged; 1 where a prompt has one value, as pass@k has.
+    counts: responses with the score; 1 if a prompt has one value, such as pass@k.
     """
 
     sums: np.ndarray
@@ -52,7 +48,6 @@ class PromptValues:
 
     @property
     def value(self) -> float:
-        """The metric."""
         return float(self.sums.sum() / self.counts.sum())
 
 
@@ -66,7 +61,7 @@ def summarize(responses: Sequence[ScoredResponse], success: str, threshold: floa
 
 
 def by_prompt(responses: Sequence[ScoredResponse], success: str, threshold: float) -> dict[str, PromptValues]:
-    """The values of which `summarize` takes means."""
+    """Values that `summarize` averages."""
     metrics = _of_one_source(responses, success, threshold)
     by_source: dict[str, list[ScoredResponse]] = defaultdict(list)
     for response in responses:
@@ -79,14 +74,14 @@ def by_prompt(responses: Sequence[ScoredResponse], success: str, threshold: floa
 
 
 def possible_metrics(samples: int, parts: Iterable[str]) -> list[str]:
-    """Names that `summarize` may return for one source. samples: responses to a prompt. parts: of their rewards."""
+    """Names that `summarize` may return for one source. samples: per prompt. parts: of rewards."""
     counts = [*(2**i for i in range(samples.bit_length()) if 2**i < samples), samples] if samples > 1 else []
     votes = [f"maj@{samples}"] if samples > 1 else []
     return ["reward", *parts, *(f"pass@{k}" for k in counts), *votes]
 
 
 def is_possible(name: str, samples: int, parts: Iterable[str]) -> bool:
-    """True if `summarize` may return a metric of this name, of one source or of all."""
+    """Whether `summarize` may return this name, for one source or all."""
     return any(name == known or name.endswith(f"/{known}") for known in possible_metrics(samples, parts))
 
 
@@ -129,10 +124,10 @@ def pass_at_k(n: int, right: int, k: int) -> float:
 
 
 def majority_is_right(answers: Sequence[str], right: Sequence[bool]) -> float:
-    """Share of the most frequent answers that is right (Wang et al. 2023, self-consistency); 0 if there is no answer.
+    """Share of the most frequent answers that is right (Wang et al. 2023, self-consistency); 0 without answers.
 
-    Responses without an answer do not vote. Where several answers are as frequent, each counts the same, and where
-    equal answers are judged differently, their verdicts: the result does not depend on their order.
+    Responses without an answer do not vote. Ties count equally, among answers and among verdicts on equal answers, so
+    order does not matter.
     """
     votes = Counter(answer for answer in answers if answer)
     if not votes:
@@ -159,9 +154,9 @@ class Interval:
 
 
 def interval(values: PromptValues, confidence: float = CONFIDENCE) -> Interval | None:
-    """The interval of a metric; None where prompts that all have one value, other than 0 or 1, show no spread.
+    """Interval of a metric; None if all prompts have one value other than 0 or 1.
 
-    confidence: in (0, 1). Repeats exactly for the same values.
+    confidence: in (0, 1). Deterministic.
     """
     if _is_binary(values):
         low, high = wilson(int(values.sums.sum()), len(values.sums), confidence)
@@ -177,9 +172,9 @@ def _is_binary(values: PromptValues) -> bool:
 
 
 def wilson(successes: int, trials: int, confidence: float) -> tuple[float, float]:
-    """The score interval of a share (Wilson 1927): all p with |p_hat - p| <= z sqrt(p (1 - p) / n), that is
+    """Score interval of a share (Wilson 1927): all p with |p_hat - p| <= z sqrt(p (1 - p) / n), that is
 
-    (p_hat + z^2 / 2n -+ z sqrt(p_hat (1 - p_hat) / n + z^2 / 4n^2)) / (1 + z^2 / n)
+        (p_hat + z^2 / 2n -+ z sqrt(p_hat (1 - p_hat) / n + z^2 / 4n^2)) / (1 + z^2 / n)
 
     p_hat: successes / trials; n: trials, at least 1.
     """
@@ -192,8 +187,7 @@ def wilson(successes: int, trials: int, confidence: float) -> tuple[float, float
 
 
 def bootstrap(values: PromptValues, confidence: float) -> tuple[float, float]:
-    """The percentile interval (Efron 1979) of sum(sums) / sum(counts) over RESAMPLES draws of as many prompts, with
-    replacement."""
+    """Percentile interval (Efron 1979) of sum(sums) / sum(counts) over RESAMPLES draws of prompts with replacement."""
     prompts, rng = len(values.sums), np.random.default_rng(0)
     at_a_time = max(1, NUMBERS_AT_A_TIME // prompts)
     found = []

@@ -1,5 +1,5 @@
 """Records of files become prompts.
 
 files --records--> one dictionary a record --prompts: template, tokenizer--> an endless, seeded stream of prompts
-curriculum: a user's order of them    identity: are these the data that a checkpoint was trained on?
+curriculum: a user's order of them    identity: do the data match a checkpoint's?
 """

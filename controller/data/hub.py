@@ -1,4 +1,4 @@
-"""Data sets of the Hugging Face hub by their name, read through `datasets` from its cache or the network.
+"""Data sets of the Hugging Face hub by name, read through `datasets` from its cache or the network.
 
     openai/gsm8k:main@test --hub_dataset--> HubDataset("openai/gsm8k", "main", "test") --hub_records--> records
 
@@ -22,7 +22,7 @@ OLDEST = 4  # of `datasets`: earlier versions run the program that a data set ma
 
 @dataclass(frozen=True)
 class HubDataset:
-    """One split of a data set. subset: empty is the only one, or the default."""
+    """One split of a data set. subset: empty means the only one, or the default."""
 
     name: str
     subset: str
@@ -30,8 +30,10 @@ class HubDataset:
 
 
 def hub_dataset(path: str) -> HubDataset | None:
-    """The data set `owner/name[:subset][@split]` that a value of data.train names; None for a file or folder, there or
-    not: a path below a folder that is there, or with the ending of a data file."""
+    """Parse `owner/name[:subset][@split]` from data.train; None for a file or folder, existing or not.
+
+    A path below an existing folder, or with a data file's ending, is a file.
+    """
     match = NAME.fullmatch(path)
     if match is None or Path(path).exists() or Path(match["name"]).suffix in FILES:
         return None
@@ -41,13 +43,13 @@ def hub_dataset(path: str) -> HubDataset | None:
 
 
 def check_split(key: str, path: str) -> None:
-    """Raise ConfigError for held-out data of the hub, which setting `key` names, without a split: it has no default."""
+    """Raise ConfigError for held-out hub data without a split: it has no default."""
     if hub_dataset(path) and "@" not in path:
         raise ConfigError(f"{key}={path} names no split of the data set; add one, as in {path}@test.")
 
 
 def hub_records(path: str, dataset: HubDataset) -> Iterator[tuple[str, Any]]:
-    """Every record and its name, for messages. Raises DataError with what to run if the data set is not to be had."""
+    """Every record and its name, for messages. Raises DataError, with advice, if the data set cannot be read."""
     for number, record in enumerate(_loaded(path, dataset), start=1):
         yield f"{path} record {number}", record
 

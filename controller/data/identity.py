@@ -1,9 +1,9 @@
-"""Identity of the training data: a resumed run continues in the stream of prompts only if its data are the same.
+"""Identity of the training data: a resumed run continues the stream of prompts only if its data are the same.
 
     records, tokenizer, settings of the order --data_identity--> Progress.data of every checkpoint
-    that and the present identity --differences--> differences in words, which controller.checkpoints.progress refuses
+    both identities --differences--> differences in words, which controller.checkpoints.progress refuses
 
-Paths are not part of it, because data may be moved; nor are run.steps, learning rates and the like, which users change.
+It excludes paths, because data may move, and settings that users change, such as run.steps.
 """
 
 import hashlib
@@ -21,9 +21,8 @@ from controller.data.records import Record
 from workers.rendering import template_of
 
 DataIdentity = dict[str, Any]
-"""JSON: `sources`, of each [records, SHA-256]; `weights`, shares of them; `tokenizer`, SHA-256; `settings` that set
-their order; and, of a run, `prompts`, how many of each source are no longer than data.max_prompt_tokens, or, of given
-sequences, `records`, how many are no longer than data.max_tokens."""
+"""JSON. `sources`: [records, SHA-256] each; their `weights`; `tokenizer`: SHA-256; `settings` of the order. Number
+within the token limit: `prompts` of each source in a run, or `records` for given sequences."""
 
 CONTENT_SETTINGS = (
     *("data.prompt_key", "data.system_prompt", "data.continue_last_message", "data.shuffle", "data.curriculum"),
@@ -31,7 +30,7 @@ CONTENT_SETTINGS = (
 
 
 def data_identity(config: Config, train: Mapping[str, Sequence[Record]]) -> DataIdentity:
-    """The identity of the training records by path, without `prompts`."""
+    """Identity of the training records by path, without `prompts`."""
     keys = [*CONTENT_SETTINGS, *(["run.seed"] if config.data.shuffle and not config.data.curriculum else [])]
     total = sum(config.data.weights.values())
     return {
@@ -43,7 +42,7 @@ def data_identity(config: Config, train: Mapping[str, Sequence[Record]]) -> Data
 
 
 def offline_identity(config: OfflineConfig, train: Sequence[Record]) -> DataIdentity:
-    """The identity of the records of data.train, which are trained on as they stand, without `records`."""
+    """Identity of data.train for training on given sequences, without `records`."""
     columns = [f"data.{field.name}" for field in fields(config.data) if field.name.endswith("_key")]
     keys = [*columns, "data.shuffle", *(["run.seed"] if config.data.shuffle else [])]
     return {
@@ -54,7 +53,7 @@ def offline_identity(config: OfflineConfig, train: Sequence[Record]) -> DataIden
 
 
 def differences(now: DataIdentity, then: DataIdentity) -> list[str]:
-    """The differences, in words. A part that one of them lacks, as an older checkpoint may, counts as equal."""
+    """Differences, in words. A part that one side lacks, such as an older checkpoint, counts as equal."""
     found = [
         f"{key}={settings_now} was {settings_then!r}"
         for key, settings_then in then.get("settings", {}).items()

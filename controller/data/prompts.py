@@ -1,4 +1,4 @@
-"""Prompts: records, tokenized once, dealt in an endless stream by a seeded shuffle.
+"""Prompts: records, tokenized once, in an endless stream with a seeded shuffle.
 
 record --system prompt, Renderer--> Prompt     over-long ones: dropped, truncated or refused
 PromptDataset of each source --PromptMixture, by weight--> take(start, count), a pure function of the seed
@@ -27,8 +27,7 @@ Curriculum = Callable[[list[Record], int], Sequence[int] | np.ndarray]
 
 @dataclass(frozen=True)
 class Prompt:
-    """One record. uid: its place in the stream. ids: int32 [P]. columns: for the reward function. source: the name that
-    validation reports it under."""
+    """One record. uid: place in the stream. ids: int32 [P]. columns: for rewards. source: its name in validation."""
 
     uid: str
     ids: np.ndarray
@@ -37,7 +36,7 @@ class Prompt:
 
 
 class Prompts(Protocol):
-    """A stream of prompts, from which a trainer draws."""
+    """A stream of prompts."""
 
     def take(self, start: int, count: int) -> list[Prompt]:
         """`count` prompts from place `start` (from 0) of an endless stream, a pure function of the seed."""
@@ -45,11 +44,11 @@ class Prompts(Protocol):
 
 @dataclass(frozen=True)
 class PromptRules:
-    """Rules by which a record becomes a prompt.
+    """How a record becomes a prompt.
 
-    over_long: `drop` counts and leaves out prompts above max_prompt_tokens, `truncate` keeps their last tokens (and
-    counts them too), `error` refuses them. system_prompt: put before chat messages that have none of their own.
-    source_key: column that names a record's source; empty takes the data set's name.
+    over_long: `drop` omits prompts above max_prompt_tokens, `truncate` keeps their last tokens, `error` refuses them;
+    the first two count them. system_prompt: for chat messages without one. source_key: column of a record's source;
+    empty takes the data set's name.
     """
 
     prompt_key: str
@@ -76,10 +75,8 @@ class PromptDataset:
     ) -> None:
         """Tokenize `records`.
 
-        curriculum: sets the order of every epoch in place of the shuffle; it sees the records that were kept. say:
-        hears how many are tokenized, if that lasts.
-        Raises DataError on a prompt that is too long with over_long="error", empty, or of the wrong type, and when
-        nothing is left.
+        curriculum: orders every epoch of the kept records. say: called with progress if tokenizing is slow. Raises
+        DataError on a prompt that is too long with over_long="error", empty, or of the wrong type, and if none is left.
         """
         self._shuffle, self._seed, self.name, self._curriculum = shuffle, seed, name, curriculum
         self._orders: dict[int, np.ndarray] = {}
@@ -97,7 +94,7 @@ class PromptDataset:
             )
 
     def _tokenized(self, record: Record, renderer: Renderer, rules: PromptRules, index: int) -> np.ndarray | None:
-        """Ids of a prompt within the limit; None for one that is dropped."""
+        """Ids within the limit, or None to drop the prompt."""
         prompt = record[rules.prompt_key]
         if rules.over_long != "truncate" and is_too_long(prompt, rules.max_prompt_tokens):
             self._leave_out(f"{characters(prompt):,} characters", rules, index)  # tokenizing 60 MB would take minutes
@@ -125,11 +122,11 @@ class PromptDataset:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of every prompt, in the order of the file."""
+        """Tokens of every prompt, in file order."""
         return [len(ids) for ids, _, _ in self._prompts]
 
     def take(self, start: int, count: int) -> list[Prompt]:
-        """`count` prompts from place `start` of the stream; a new epoch begins wherever the last one ends."""
+        """`count` prompts from place `start` of the stream, across epochs."""
         return [self.at(position) for position in range(start, start + count)]
 
     def __iter__(self) -> Iterator[Prompt]:
@@ -138,7 +135,7 @@ class PromptDataset:
             yield Prompt(f"{index}", ids, record, source)
 
     def at(self, position: int) -> Prompt:
-        """The prompt at a place of the endless stream of epochs."""
+        """The prompt at a place of the endless stream."""
         # An epoch of a curriculum may be shorter or longer than the data, so that places are counted epoch by epoch.
         epoch, index = divmod(position, len(self._prompts)) if self._curriculum is None else self._place(position)
         ids, record, source = self._prompts[self._order(epoch)[index]]
@@ -168,15 +165,15 @@ class PromptDataset:
 
 
 def epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
-    """A random order of `count` records, the same for the same seed and epoch: int64 [count]."""
+    """A shuffle of `count` records, fixed by seed and epoch: int64 [count]."""
     return np.random.default_rng((seed, DATA_ORDER, epoch)).permutation(count)
 
 
 class PromptMixture:
-    """Several sources, each in an order of its own, dealt in proportion to their weights."""
+    """Several separately shuffled sources, mixed by weight."""
 
     def __init__(self, sources: Sequence[PromptDataset], weights: Sequence[float]) -> None:
-        """weights: positive, one for each source; only their ratios count."""
+        """weights: positive, one per source; only ratios count."""
         self._sources = list(sources)
         self._shares = np.asarray(weights, np.float64) / np.sum(weights)
         self._dealt = np.zeros(len(sources), np.int64)
@@ -194,7 +191,7 @@ class PromptMixture:
         return Prompt(f"{position}", prompt.ids, prompt.columns, prompt.source)
 
     def _deal(self) -> None:
-        """The next position goes to the source that is furthest behind its share: never more than one prompt off."""
+        """The next position goes to the source furthest behind its share: never more than one prompt off."""
         behind = self._shares * (len(self._schedule) + 1) - self._dealt
         source = int(np.argmax(behind))
         self._schedule.append((source, int(self._dealt[source])))
@@ -202,12 +199,12 @@ class PromptMixture:
 
 
 def is_too_long(prompt: Any, max_tokens: int) -> bool:
-    """Whether a prompt has so many characters that it is above `max_tokens` with any tokenizer in use."""
+    """Whether a prompt exceeds `max_tokens` with any tokenizer in use, by its characters."""
     return characters(prompt) > CHARACTERS_PER_TOKEN * max_tokens
 
 
 def characters(prompt: Any) -> int:
-    """Characters of a text, or of the texts of chat messages."""
+    """Characters of a text, or of chat messages' texts."""
     if isinstance(prompt, str):
         return len(prompt)
     contents = [message.get("content", "") for message in prompt]
@@ -215,7 +212,7 @@ def characters(prompt: Any) -> int:
 
 
 def with_system_prompt(prompt: Any, system_prompt: str, where: str) -> Any:
-    """Chat messages with a system message first, unless they have one or `system_prompt` is empty.
+    """Put a system message before chat messages that have none, unless `system_prompt` is empty.
 
     Raises DataError, naming the record `where`, for a text.
     """

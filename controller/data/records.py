@@ -2,8 +2,7 @@
 
     .jsonl, .json | .parquet | .arrow | a folder of these | a name of the hub --iter_records--> {"prompt": ...}, ...
 
-A folder is what `datasets.save_to_disk` writes or a hub repository holds: its data files in the order of their names.
-Nothing is executed on reading.
+A folder comes from `datasets.save_to_disk` or a hub repository; its files are read by name. Reading executes nothing.
 """
 
 import json
@@ -25,9 +24,9 @@ DEEPEST = 100  # levels of lists and objects in a line
 
 
 def read_records(path: str, prompt_key: str = "", say: Say = print) -> list[Record]:
-    """All records. Raises DataError naming the file and record of what is not a record, or one without `prompt_key`.
+    """All records. Raises DataError naming file and record of a malformed record, or one without `prompt_key`.
 
-    say: hears how many are read, if that lasts.
+    say: called with progress if reading is slow.
     """
     records = list(counted_if_slow(iter_records(path, prompt_key), f"{path}: records read", say))
     if not records:
@@ -36,7 +35,7 @@ def read_records(path: str, prompt_key: str = "", say: Say = print) -> list[Reco
 
 
 def check_loss_columns(path: str, records: Sequence[Record], names: Sequence[str]) -> None:
-    """Raise DataError unless every record has the columns `names`, each of numbers alone or of no number."""
+    """Raise DataError unless every record has the columns `names`, each all numbers or without numbers."""
     for name in names:
         kinds: dict[bool, int] = {}
         for number, record in enumerate(records, start=1):
@@ -51,7 +50,7 @@ def check_loss_columns(path: str, records: Sequence[Record], names: Sequence[str
 
 
 def iter_records(path: str, prompt_key: str = "") -> Iterator[Record]:
-    """The records one after another, read as they are asked for; raises as `read_records`."""
+    """Iterate lazily over the records; raises as `read_records`."""
     if dataset := hub_dataset(path):
         for where, record in hub_records(path, dataset):
             yield _checked(record, where, prompt_key)
@@ -69,8 +68,7 @@ def iter_records(path: str, prompt_key: str = "") -> Iterator[Record]:
 
 
 def _checked(record: Any, where: str, prompt_key: str) -> Record:
-    """The record, its prompt cleaned. Raises DataError, naming it, if it is none, has half a character in a text, or no
-    `prompt_key`."""
+    """The record with a cleaned prompt. Raises DataError, naming the record, if malformed or not Unicode."""
     if not isinstance(record, dict) and not prompt_key:
         raise DataError(f"{where} is not a record, which gives each column's value by its name.")
     if prompt_key and (not isinstance(record, dict) or prompt_key not in record):
@@ -84,7 +82,7 @@ def _checked(record: Any, where: str, prompt_key: str) -> Record:
 
 
 def data_files(path: Path) -> list[Path]:
-    """The data files of a path: itself, or those of a folder by name. Raises DataError if there are none."""
+    """A path's data files: itself, or a folder's by name. Raises DataError if there are none."""
     if path.is_dir():
         found = sorted(file for file in path.rglob("*") if file.suffix in READERS and _is_data(file))
         _check_regular(found)
@@ -113,7 +111,7 @@ def _check_regular(files: Iterable[Path]) -> None:
 
 
 def _is_data(file: Path) -> bool:
-    """Not the metadata that `datasets.save_to_disk` puts beside its data, nor a cache, nor a folder of Spark's."""
+    """Whether a file is data: not `datasets.save_to_disk` metadata, a cache or a Spark folder."""
     return (
         not file.is_dir()
         and file.name not in ("dataset_info.json", "state.json", "dataset_dict.json")
@@ -154,7 +152,7 @@ def _too_deep(where: str) -> DataError:
 
 
 def _is_flat(value: Any) -> bool:
-    """Whether lists and objects are nested at most DEEPEST deep: deeper ones cannot be pickled for other processes."""
+    """Whether lists and objects nest at most DEEPEST deep; deeper ones cannot be pickled."""
     level = [value]
     for _ in range(DEEPEST + 1):
         level = [inner for outer in level if isinstance(outer, (list, dict)) for inner in _children(outer)]
@@ -175,7 +173,7 @@ def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _arrow(file: Path) -> Iterator[tuple[str, Any]]:
-    """An Arrow IPC stream, which is what `datasets` writes, or an Arrow file."""
+    """An Arrow IPC stream, as `datasets` writes, or an Arrow file."""
     import pyarrow as pa
 
     with _arrow_errors(file), pa.memory_map(str(file)) as source:

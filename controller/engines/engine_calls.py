@@ -4,8 +4,8 @@
             ^                                                                          |
             '------------------------- while run.max_restarts allows ------------------'
 
-Starts, weight loads and health checks run concurrently with the streams of a round: `wait` watches all of them. Which
-engine may serve is decided in `controller.engines.fleet`.
+`wait` watches starts, weight loads and health checks concurrently with a round's streams. `controller.engines.fleet`
+decides which engine may serve.
 """
 
 import re
@@ -30,7 +30,7 @@ UP = (State.STALE, State.CURRENT, State.DRAINING)
 
 
 class Pending:
-    """Calls under way on several replicas."""
+    """Calls running on several replicas."""
 
     def __init__(self, refs: dict[int, ray.ObjectRef], doing: str, then: Callable[[int], None]) -> None:
         """`then`: called with every replica that is done."""
@@ -39,7 +39,7 @@ class Pending:
     def result(self, timeout_s: float | None = None) -> None:
         """Wait for all; returns at once when called again.
 
-        Raises RolloutError naming the first replica that failed, or was late, and the cause.
+        Raises RolloutError naming the first replica that failed or was late, and the cause.
         """
         for replica, ref in list(self._refs.items()):
             try:
@@ -54,7 +54,7 @@ class Pending:
 
 @dataclass(frozen=True)
 class _Call:
-    """A call that `wait` watches: `then` is called when it is done, and the replica is lost if it fails or is late."""
+    """A call that `wait` watches: `then` runs on success; a failed or late replica is lost."""
 
     replica: int
     doing: str
@@ -64,7 +64,7 @@ class _Call:
 
 
 class RolloutEngines:
-    """The actors of all replicas, their states, and the weights that they must have.
+    """Actors and states of all replicas, and the weights that they must have.
 
     actors: handles by replica. fleet: which of them may serve.
     """
@@ -80,10 +80,10 @@ class RolloutEngines:
         start_timeout_s: float = 600.0,
         log: Callable[[str], None] = print,
     ) -> None:
-        """`make(replica, attempt)` makes a RolloutWorker actor, attempt 0 at once. fleet: of all replicas, as new.
-        replaceable: whether a lost engine can be put back alone; not where weights travel between GPUs that have met.
-        colocated: whether engines sleep while their GPUs train. log: receives a line
-        for each engine that is lost."""
+        """`make(replica, attempt)` makes a RolloutWorker actor, attempt 0 at once. replaceable: whether a lost engine
+        can be replaced alone; false if weights travel between GPUs. colocated: whether engines sleep during training.
+        log: receives a line for each lost engine.
+        """
         self.fleet = fleet
         self.actors = {replica: make(replica, 0) for replica in range(config.replicas)}
         self._make, self._replaceable, self._colocated, self._log = make, replaceable, colocated, log
@@ -97,11 +97,11 @@ class RolloutEngines:
 
     @property
     def asleep(self) -> bool:
-        """True if engines have freed their GPUs for training."""
+        """Whether engines have freed their GPUs for training."""
         return bool(self.fleet.in_state(State.ASLEEP))
 
     def start(self) -> Pending:
-        """Build all engines; returns at once, `result()` waits. One that fails here is an error, not a loss."""
+        """Start building all engines; `result()` waits. A failure here is an error, not a loss."""
         starts = {replica: actor.start.remote() for replica, actor in self.actors.items()}
         return Pending(starts, "starting its engine", self.fleet.started)
 
@@ -118,7 +118,7 @@ class RolloutEngines:
         return None
 
     def check_deadlines(self, busy: Collection[int]) -> None:
-        """Lose replicas with overdue calls; check the health of those in `busy` that owe results and are silent."""
+        """Lose replicas with overdue calls; check the health of silent `busy` replicas."""
         now = time.monotonic()
         for ref in [ref for ref, call in self._calls.items() if call.deadline < now]:
             self._late(ref)
@@ -129,7 +129,7 @@ class RolloutEngines:
                 self._watch(replica, health, doing, self._hang_timeout_s, partial(self._healthy, replica))
 
     def check_any_will_serve(self) -> None:
-        """Raise RolloutError if no engine serves and none is starting or loading weights: waiting would never end."""
+        """Raise RolloutError if no engine serves, starts or loads weights: waiting would never end."""
         if not self.fleet.serving and not self._calls:
             raise RolloutError(
                 f"no rollout engine has the weights of version {self.fleet.version}, and none is loading them: an "
@@ -142,14 +142,13 @@ class RolloutEngines:
         return lost
 
     def progressed(self, replica: int) -> None:
-        """The replica was given work, or returned some."""
+        """Record that the replica received or returned work."""
         self._last_sign[replica] = time.monotonic()
 
     def lose(self, replica: int, cause: Exception | str) -> None:
         """Take the engine out of service and start a new one in its place.
 
-        Raises RolloutError, the cause first, if a new one would die too or the run has no restart left, and LostError
-        if it cannot be replaced.
+        Raises RolloutError if a new engine would die too or no restart is left, and LostError if it cannot be replaced.
         """
         if self._stopped:
             raise RolloutError("the engines were stopped during a round.")
@@ -172,10 +171,9 @@ class RolloutEngines:
         self._watch(replica, started, "starting its engine", self._start_timeout_s, partial(self._started, replica))
 
     def update_weights(self, payload: ray.ObjectRef, version: int) -> None:
-        """Load `payload`, a reference to packed weights, as `version` into every engine that is up; kept for engines
-        that start later.
+        """Load `payload`, a reference to packed weights, as `version` into every engine, also those that start later.
 
-        Raises RolloutError if an engine refuses them: it would go on with old weights. And as `lose` does.
+        Raises RolloutError if an engine refuses them, because it would keep old weights; and as `lose`.
         """
         self._weights = payload
         self.fleet.new_version(version)
@@ -186,11 +184,11 @@ class RolloutEngines:
             self.check_deadlines(())
 
     def receive_weights(self, send: Callable[[], None], version: int) -> None:
-        """Let `send` bring the weights `version` to every engine, between GPUs; engines that sleep wake up for it.
+        """Wake sleeping engines and let `send` bring the weights `version` to all, between GPUs.
 
             memory for weights --> send --> memory for the KV cache --> they serve
 
-        Raises LostError for an engine that is lost on the way, and what `send` raises.
+        Raises LostError for an engine lost meanwhile, and errors of `send`.
         """
         self._wake_for_weights()
         send()
@@ -201,9 +199,8 @@ class RolloutEngines:
             self.fleet.updated(replica, version)
 
     def sleep(self) -> None:
-        """Colocated engines free weights and KV caches, and serve nothing before `receive_weights`.
-
-        Raises LostError for one that fails.
+        """Free weights and KV caches of colocated engines until `receive_weights`. Raises LostError for a failed
+        engine.
         """
         if not self._colocated:
             return
@@ -211,19 +208,19 @@ class RolloutEngines:
             self.fleet.sleep(replica)
 
     def _wake_for_weights(self) -> None:
-        """Engines that sleep allocate memory for weights, not yet for KV caches: the sender needs room to gather."""
+        """Allocate weights, not yet KV caches: the sender needs room to gather."""
         for replica in self._on_all("wake_for_weights", self.fleet.in_state(State.ASLEEP), self._start_timeout_s):
             self.fleet.wake(replica)
 
     def check_alive(self) -> None:
-        """Lose engines whose actor or processes have died, also while they wait for weights and answer nothing else.
+        """Lose engines whose actor or processes died, even while they receive weights.
 
-        Raises LostError for one that cannot be replaced alone.
+        Raises LostError for an engine that cannot be replaced alone.
         """
         self._on_all("alive", self.fleet.in_state(*UP, State.ASLEEP), self._hang_timeout_s)
 
     def _on_all(self, method: str, replicas: Sequence[int], timeout_s: float) -> list[int]:
-        """Call a method of these replicas, wait, and return those that succeeded. One that fails or is late is lost."""
+        """Call a method and wait; returns the replicas that succeeded. Failed and late ones are lost."""
         calls = {replica: getattr(self.actors[replica], method).remote() for replica in replicas}
         done = []
         for replica, ref in calls.items():
@@ -235,7 +232,7 @@ class RolloutEngines:
         return done
 
     def stop(self) -> None:
-        """End all engines and actors; does not raise for dead ones. A running round fails."""
+        """End all engines and actors, dead ones too. A running round fails."""
         self._stopped = True
         actors = list(self.actors.values())
         stopping = [actor.stop.remote() for actor in actors]
@@ -251,7 +248,7 @@ class RolloutEngines:
         self._load(replica)
 
     def _load(self, replica: int) -> None:
-        """Send the current weights to the engine, unless it has them or is loading them."""
+        """Send the current weights to the engine, unless it has or is loading them."""
         doing = "loading weights"
         under_way = any(call.replica == replica and call.doing == doing for call in self._calls.values())
         if self.fleet.state(replica) is not State.STALE or under_way:
@@ -293,7 +290,7 @@ class RolloutEngines:
 
 
 def cause_of(error: Exception) -> str:
-    """One line with the error that the actor raised, without Ray's traceback, or how the actor died."""
+    """The actor's error without Ray's traceback, or how it died, in one line."""
     cause = error.cause if isinstance(error, RayTaskError) else error
     text = " ".join(f"{type(cause).__name__}: {cause}".split())
     return re.sub(r" class_name: .*? ip: \S+", "", text).partition(" Some common causes")[0]

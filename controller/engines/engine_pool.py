@@ -1,16 +1,12 @@
-"""EnginePool: requests through all engines, in rounds or without end.
+"""EnginePool: requests through all engines, in rounds or continuously.
 
     submit -> Router --assign--> engine streams --(block reference, results)--> on_results
                  ^                     |
-                 +-- failed, engine lost
+                 +-- failed, or engine lost: continued from PartialResponses
 
-The driver reads the light results; of the blocks it holds references only. A lost engine's requests go to the others at
-once, and to the one that is started in its place when it has the current weights (`controller.engines.engine_calls`).
-Several generations may be under way at a time, as training's and a validation's: `pump` serves all of them.
-
-PartialResponses: what responses have so far, kept so that a lost engine's are continued and not begun again.
-
-engines --every few seconds--> references, one an engine --engine lost--> requests with what was sampled
+The driver reads light results and holds references to blocks. A lost engine's requests go to the other engines at once,
+and to its replacement once it has the current weights (`controller.engines.engine_calls`). `pump` serves several
+generations at a time, such as training's and a validation's.
 """
 
 import time
@@ -34,7 +30,7 @@ ANSWER_SECONDS = 5.0
 
 
 class PartialResponses:
-    """The last known responses of each engine. They stay in the object store until they are needed."""
+    """Snapshots of each engine's unfinished responses, in the object store."""
 
     def __init__(self) -> None:
         self._asked: dict[int, ray.ObjectRef] = {}
@@ -42,7 +38,7 @@ class PartialResponses:
         self._looked = time.monotonic()
 
     def look(self, actors: Mapping[int, Any]) -> None:
-        """Ask these engines, by replica, if it is time to; returns at once."""
+        """Ask these engines, by replica, if a snapshot is due; returns at once."""
         now = time.monotonic()
         if now - self._looked < LOOK_SECONDS:
             return
@@ -54,12 +50,12 @@ class PartialResponses:
             self._asked[replica] = actors[replica].partial_responses.remote()
 
     def last(self, replica: int) -> dict[int, PartialResponse]:
-        """The known parts of a lost engine's responses, by seed; forgotten afterwards."""
+        """Remove and return a lost engine's snapshot, by seed."""
         refs = [self._known.pop(replica, None), self._asked.pop(replica, None)]
         return _read([ref for ref in refs if ref is not None], timeout_s=0.1)
 
     def now(self, actors: Mapping[int, Any]) -> dict[int, PartialResponse]:
-        """Ask these engines and wait for their answers, ANSWER_SECONDS at most; by seed."""
+        """Take snapshots, waiting ANSWER_SECONDS at most; by seed."""
         return _read([actor.partial_responses.remote() for actor in actors.values()], timeout_s=ANSWER_SECONDS)
 
 
@@ -79,8 +75,8 @@ OnResults = Callable[[list[SampleResult], ray.ObjectRef], None]
 class RolloutBatch:
     """The result of one round.
 
-    results: finished samples in the order in which they were requested; blocks: for each, the reference of the
-    DataProto that holds its row. dropped: the last failure of every dropped sample; retried: number of retries.
+    results: finished samples, in request order; blocks: the reference of each sample's DataProto. dropped: the last
+    failure of every dropped sample; retried: number of retries.
     """
 
     results: list[SampleResult]
@@ -90,20 +86,20 @@ class RolloutBatch:
 
 
 class Generation:
-    """Requests of one kind of sampling on their way. router: where each of them is."""
+    """Requests with one kind of sampling. router: where each of them is."""
 
     def __init__(self, router: Router, sampling: SamplingConfig, on_results: OnResults) -> None:
-        """on_results: called with finished samples and their block as they come."""
+        """on_results: called with finished samples and their block."""
         self.router, self.sampling, self.on_results = router, sampling, on_results
         self.streams: dict[Any, int] = {}  # ObjectRefGenerator -> replica
 
     def lost(self, replica: int, begun: Mapping[int, PartialResponse]) -> None:
-        """Close the replica's streams; its unfinished requests go back to the queue. begun: see `Router`."""
+        """Close the replica's streams and queue its unfinished requests again. begun: see `Router`."""
         self.streams = {stream: owner for stream, owner in self.streams.items() if owner != replica}
         self.router.replica_lost(replica, begun)
 
     def received(self, replica: int, block: ray.ObjectRef, results: Sequence[SampleResult]) -> None:
-        """The replica returned these results, of which those that did not fail have a row in the block."""
+        """Handle a replica's results; successful ones have a row in the block."""
         finished = [result for result in results if not result.failed]
         for result in finished:
             self.router.finished(replica, result)
@@ -125,8 +121,7 @@ class EnginePool(RolloutEngines):
         live: LiveMetrics | None = None,
         **options: Any,
     ) -> None:
-        """make, options: see `RolloutEngines`. budget: None allows no restart. live: exports the engines' states and
-        queues."""
+        """make, options: see `RolloutEngines`. budget: None allows no restart. live: exports states and queues."""
         self._config, self._live = config, live or LiveMetrics()
         self._generations: list[Generation] = []
         self._partial = PartialResponses()
@@ -138,9 +133,9 @@ class EnginePool(RolloutEngines):
     def generate(
         self, requests: Sequence[SampleRequest], sampling: SamplingConfig, on_results: OnResults | None = None
     ) -> RolloutBatch:
-        """One round: sample every request; `on_results` is called with finished samples and their block as they come.
+        """Sample every request in one round; `on_results` is called with finished samples and their block.
 
-        Raises as `pump` does.
+        Raises as `pump`.
         """
         found: dict[Key, tuple[SampleResult, ray.ObjectRef]] = {}
 
@@ -164,16 +159,16 @@ class EnginePool(RolloutEngines):
         )
 
     def begin(self, sampling: SamplingConfig, on_results: OnResults) -> Generation:
-        """A generation without requests: submit them to its router, at any time, and call `pump`."""
+        """Start an empty generation: submit requests to its router at any time, and call `pump`."""
         router = Router(len(self.actors), self._config.max_concurrent, self._config.max_retries)
         self._generations.append(Generation(router, sampling, on_results))
         return self._generations[-1]
 
     def pump(self, timeout_s: float = 0.0) -> bool:
-        """Give waiting requests to engines with room, and read what one stream has, if any has something in time.
+        """Assign waiting requests, and read from one stream; returns whether one had results in time.
 
-        Returns whether one had. With no engine left, generation waits for a replacement. Raises RolloutError, the cause
-        first, when run.max_restarts are used up, and LostError if a lost engine cannot be replaced alone.
+        Without engines, generation waits for a replacement. Raises RolloutError when run.max_restarts are used up, and
+        LostError if a lost engine cannot be replaced alone.
         """
         self.check_deadlines(self._busy())
         for replica in self.pop_lost():
@@ -195,16 +190,16 @@ class EnginePool(RolloutEngines):
         return stream is not None
 
     def partial_responses(self) -> dict[int, PartialResponse]:
-        """The responses that are being generated, as far as they are, by seed; of engines that answer in time."""
+        """Unfinished responses by seed, from engines that answer in time."""
         return self._partial.now({replica: self.actors[replica] for replica in self.fleet.serving})
 
     @property
     def queued(self) -> int:
-        """Requests that no engine works on."""
+        """Number of requests not yet assigned."""
         return sum(generation.router.waiting for generation in self._generations)
 
     def take_idle_seconds(self) -> float:
-        """Seconds since the last call in which engines had no request, mean over engines."""
+        """Seconds without requests since the last call, mean over engines."""
         self._count_idle()
         idle, self._idle_s = self._idle_s, 0.0
         return idle / len(self.actors)
@@ -230,7 +225,7 @@ class EnginePool(RolloutEngines):
         )
 
     def _read(self, generation: Generation, stream: Any) -> None:
-        """Read one block and its results from a stream that is ready, or close it at its end."""
+        """Read one block and its results from a ready stream, or close the stream at its end."""
         replica = generation.streams[stream]
         try:
             pair = _next_pair(stream)
@@ -247,7 +242,7 @@ class EnginePool(RolloutEngines):
 
 
 def _next_pair(stream: Any) -> tuple[ray.ObjectRef, list[SampleResult]] | None:
-    """Reference and results of the next block, or None at the end. Raises the error that broke the stream."""
+    """Reference and results of the next block, or None at the end. Raises the stream's error."""
     block = next(stream, None)
     if block is None:
         return None

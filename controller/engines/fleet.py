@@ -6,10 +6,9 @@
         |                 '--wake-- asleep <--sleep-- stale, current, draining
         '----restart---- dead <----lost---- any of them
 
-Invariants: an engine serves only while it is current, and is current only with the fleet's version of the weights, so
-that a restarted engine serves nothing with the weights of its model's folder, and one that slept, which has dropped its
-weights, nothing before it has got them again; an engine that is dead stays so until it is restarted; there are never
-more restarts than the budget allows, and none of an engine that dies again and again before it has finished a sample.
+Invariants: an engine serves only while it is current, and is current only with the fleet's version of the weights. A
+dead engine stays dead until it is restarted. There are never more restarts than the budget allows, and none of an
+engine that dies again and again before it finishes a sample.
 """
 
 from collections import Counter
@@ -36,8 +35,8 @@ class State(Enum):
 class RestartBudget:
     """Restarts of a run: at most `limit`, which is run.max_restarts.
 
-    engines: restarted rollout engines. recoveries: times that the whole run resumed from its last checkpoint.
-    fruitless: by replica, deaths in a row of engines that had not finished a sample.
+    engines: restarted rollout engines. recoveries: times the whole run resumed from its checkpoint. fruitless: by
+    replica, deaths in a row without a finished sample.
     """
 
     limit: int
@@ -47,18 +46,18 @@ class RestartBudget:
 
     @property
     def left(self) -> int:
-        """Restarts that are still allowed."""
+        """Restarts still allowed."""
         return self.limit - self.engines - self.recoveries
 
     def metrics(self) -> dict[str, float]:
-        """Restarts so far, under the names that a run logs."""
+        """Restarts so far, by metric name."""
         return {"restarts/engines": float(self.engines), "restarts/recoveries": float(self.recoveries)}
 
 
 class Fleet:
-    """States of all engines of a run. `version`: of the current weights; 0 are those of the model's folder.
+    """States of a run's engines. `version`: of the weights; 0 is the model's folder.
 
-    An event that is impossible in an engine's state is a bug of the caller and raises ValueError.
+    Raises ValueError for an event that is impossible in an engine's state.
     """
 
     def __init__(
@@ -74,11 +73,10 @@ class Fleet:
             changed(replica, State.STARTING)
 
     def state(self, replica: int) -> State:
-        """State of the engine."""
         return self._states[replica]
 
     def in_state(self, *states: State) -> list[int]:
-        """Replicas that are in one of the states."""
+        """Replicas in any of the states."""
         return [replica for replica, state in enumerate(self._states) if state in states]
 
     @property
@@ -87,17 +85,17 @@ class Fleet:
         return self.in_state(State.CURRENT)
 
     def started(self, replica: int) -> None:
-        """The engine is up, with the weights of the model's folder: version 0."""
+        """The engine is up, with version 0."""
         self._expect(replica, State.STARTING)
         self._settle(replica, version=0)
 
     def updated(self, replica: int, version: int) -> None:
-        """The engine has loaded the weights `version`, which may be old by now."""
+        """The engine has loaded `version`, which may be outdated."""
         self._expect(replica, State.STALE)
         self._settle(replica, version)
 
     def new_version(self, version: int) -> None:
-        """The policy has new weights: no engine has them yet. Raises ValueError if `version` falls."""
+        """The policy has new weights, which no engine has yet. Raises ValueError if `version` falls."""
         if version < self.version:
             raise ValueError(f"weights of version {version} after those of version {self.version}")
         self.version = version
@@ -105,27 +103,27 @@ class Fleet:
             self._move(replica, State.STALE)
 
     def drain(self, replica: int) -> None:
-        """Give the engine nothing new."""
+        """Stop assigning requests to the engine."""
         self._expect(replica, State.CURRENT)
         self._move(replica, State.DRAINING)
 
     def resume(self, replica: int) -> None:
-        """A draining engine takes requests again."""
+        """Let a draining engine take requests again."""
         self._expect(replica, State.DRAINING)
         self._move(replica, State.CURRENT)
 
     def sleep(self, replica: int) -> None:
-        """The engine drops its weights and its KV cache."""
+        """The engine drops its weights and KV cache."""
         self._expect(replica, State.STALE, State.CURRENT, State.DRAINING)
         self._move(replica, State.ASLEEP)
 
     def wake(self, replica: int) -> None:
-        """The engine has memory for weights again, and no weights."""
+        """The engine has memory for weights again, but no weights."""
         self._expect(replica, State.ASLEEP)
         self._move(replica, State.STALE)
 
     def finished_samples(self, replica: int) -> None:
-        """The engine has finished some, also if it is dead by now."""
+        """The engine has finished samples, even if it is now dead."""
         self._finished.add(replica)
 
     def lost(self, replica: int) -> None:
@@ -136,11 +134,11 @@ class Fleet:
         self._finished.discard(replica)
 
     def is_hopeless(self, replica: int) -> bool:
-        """Whether another engine in its place would die as those before."""
+        """Whether a replacement would die like those before."""
         return self.budget.fruitless[replica] >= FRUITLESS_DEATHS
 
     def restart(self, replica: int) -> bool:
-        """Replace a dead engine by a new one; returns False, without effect, if hopeless or beyond the budget."""
+        """Replace a dead engine; returns False, without effect, if hopeless or beyond the budget."""
         self._expect(replica, State.DEAD)
         if self.budget.left <= 0 or self.is_hopeless(replica):
             return False

@@ -1,10 +1,10 @@
-"""Router: which engine takes which request, and what happens to those that fail. Decides only; no I/O, no Ray.
+"""Router: which engine takes which request, and how failed requests are retried. Decides only; no I/O, no Ray.
 
     submit -> waiting --assign--> outstanding on a replica --finished--> gone
                  ^                     |
                  +---- failed (a retry), replica_lost (free) ----+---- failed too often --> dropped
 
-Which replicas may be given requests is the fleet's to say (`controller.engines.fleet`).
+`controller.engines.fleet` decides which replicas may be given requests.
 
 Invariants: every submitted request is waiting, outstanding on exactly one replica, finished or dropped; no replica
 holds more than `max_concurrent`; no request fails more than `1 + max_retries` times.
@@ -22,7 +22,7 @@ Key = tuple[str, int]
 
 @dataclass
 class _Ticket:
-    """A request on its way; `failed_on` are the replicas that it failed on, one entry a try."""
+    """A pending request; `failed_on` has its replica for each failed try."""
 
     request: SampleRequest
     failed_on: list[int] = field(default_factory=list)
@@ -30,7 +30,7 @@ class _Ticket:
 
 @dataclass
 class _Replica:
-    """Requests that one engine works on."""
+    """Requests of one engine."""
 
     outstanding: dict[Key, _Ticket] = field(default_factory=dict)
     tokens: int = 0  # prompt tokens of `outstanding`
@@ -49,8 +49,7 @@ class _Replica:
 
 
 class Router:
-    """State of a generation's requests. `dropped` holds the last failure of each dropped sample, `retried` counts
-    second tries."""
+    """State of a generation's requests. `dropped`: last failure of each dropped sample. `retried`: retry count."""
 
     def __init__(self, replicas: int, max_concurrent: int, max_retries: int) -> None:
         self.max_concurrent = max_concurrent
@@ -63,26 +62,26 @@ class Router:
 
     @property
     def done(self) -> bool:
-        """Every submitted request finished or was dropped."""
+        """Whether every request finished or was dropped."""
         return not self._waiting and not any(replica.outstanding for replica in self._replicas)
 
     @property
     def waiting(self) -> int:
-        """Requests that no replica works on."""
+        """Number of requests not assigned."""
         return len(self._waiting)
 
     @property
     def unfinished(self) -> list[SampleRequest]:
-        """Requests that wait or that a replica works on."""
+        """Requests that wait or are outstanding."""
         outstanding = [ticket for replica in self._replicas for ticket in replica.outstanding.values()]
         return [ticket.request for ticket in (*outstanding, *self._waiting)]
 
     def outstanding(self, replica: int) -> int:
-        """Requests that the replica works on."""
+        """Number of requests on the replica."""
         return len(self._replicas[replica].outstanding)
 
     def submit(self, requests: Iterable[SampleRequest]) -> None:
-        """Queue requests. Raises DataError if a (uid, sample) is under way already."""
+        """Queue requests. Raises DataError if a (uid, sample) is pending already."""
         for request in requests:
             if request.key in self._keys:
                 raise DataError(f"sample {request.sample} of prompt {request.uid!r} was requested twice at a time.")
@@ -90,10 +89,10 @@ class Router:
             self._waiting.append(_Ticket(request))
 
     def assign(self, serving: Collection[int]) -> dict[int, list[SampleRequest]]:
-        """Give waiting requests, in their order, each to the least loaded replica of `serving` with room.
+        """Give waiting requests, in order, each to the least loaded replica of `serving` with room.
 
-        Load is the number of outstanding requests, then their prompt tokens. A request that failed goes to a replica
-        that it has not failed on, and waits for one with room, as long as such a replica serves.
+        Load is the number of outstanding requests, then their prompt tokens. A failed request waits for a replica that
+        it has not failed on, as long as one serves.
         """
         assigned: dict[int, list[SampleRequest]] = {}
         kept: deque[_Ticket] = deque()
@@ -113,12 +112,12 @@ class Router:
         return assigned
 
     def finished(self, replica: int, result: SampleResult) -> None:
-        """The replica returned a response. Raises KeyError if it was not outstanding there."""
+        """Record a response. Raises KeyError if the request was not outstanding there."""
         self._replicas[replica].take(result.key)
         self._keys.remove(result.key)
 
     def failed(self, replica: int, result: SampleResult) -> None:
-        """The replica could not sample: try again, or drop. Raises KeyError if it was not outstanding there."""
+        """Retry or drop a failed request. Raises KeyError if it was not outstanding there."""
         ticket = self._replicas[replica].take(result.key)
         ticket.failed_on.append(replica)
         if len(ticket.failed_on) > self.max_retries:
@@ -130,14 +129,14 @@ class Router:
         self._waiting.insert(next(later, len(self._waiting)), ticket)
 
     def take_dropped(self) -> list[SampleResult]:
-        """The last failure of each sample dropped since the last call."""
+        """Last failures of samples dropped since the last call."""
         dropped, self.dropped = self.dropped, []
         return dropped
 
     def replica_lost(self, replica: int, begun: Mapping[int, PartialResponse]) -> None:
-        """The replica is gone: its requests go back to the head of the queue, at no cost in retries.
+        """Put the lost replica's requests at the head of the queue, without counting a retry.
 
-        begun: by seed, what is known of their responses, after which they are continued.
+        begun: partial responses by seed, from which they are continued.
         """
         lost, self._replicas[replica] = self._replicas[replica], _Replica()
         for ticket in lost.outstanding.values():

@@ -1,11 +1,10 @@
-"""CostModelFitter: fits the cost model that plans follow to measured micro-steps (`balance.refit`).
+"""CostModelFitter: fits the cost model of plans to measured micro-steps (`balance.refit`).
 
     measured micro-steps of the updates --observe--> error of the model in use --every few steps--> CostModel of seconds
 
-From config.json the model knows FLOPs; how long the hardware takes for a squared token (attention) in relation to a
-token (matrix products), only a measurement shows. A factor common to both changes no plan. For a pipeline it also
-shows what a micro-step costs however short it is, and how the time divides among stages. The fit is kept in
-checkpoints, so that a resumed run plans as before.
+config.json yields FLOPs; only measurements show the time of a squared token (attention) relative to a token (matrix
+products). For a pipeline they also show a micro-step's fixed cost and each stage's share. Checkpoints keep the fit, so
+that a resumed run plans as before.
 """
 
 from collections import deque
@@ -30,10 +29,10 @@ Measurement = tuple[int, int, float]
 
 
 class CostModelFitter:
-    """The cost model of a run, and how far its predictions are from what was measured."""
+    """The cost model of a run, and its prediction errors."""
 
     def __init__(self, cost_model: CostModel, *, enabled: bool) -> None:
-        """`cost_model`: used until the first fit. `enabled`: if False it stays; errors are reported anyway."""
+        """`cost_model`: used until the first fit. `enabled`: False keeps it, but still reports errors."""
         self._first, self._enabled = cost_model, enabled
         self._fit: CostFit | None = None
         self._stage_seconds = np.zeros(0)
@@ -42,11 +41,11 @@ class CostModelFitter:
         self._steps = 0
 
     def state(self) -> dict[str, Any] | None:
-        """The current fit, for a checkpoint; None before the first."""
+        """The fit, for a checkpoint; None before the first."""
         return asdict(self._fit) | {"stage_shares": self._stages.shares} if self._fit else None
 
     def load_state(self, state: dict[str, Any] | None) -> None:
-        """Use the fit of a checkpoint until the next one; None changes nothing."""
+        """Use a checkpoint's fit until the next; None changes nothing."""
         if state and self._enabled:
             fit = {name: value for name, value in state.items() if name != "stage_shares"}
             self._fit = CostFit(**fit | {"model": CostModel(**state["model"])})
@@ -60,15 +59,14 @@ class CostModelFitter:
 
     @property
     def stages(self) -> StageTimes:
-        """Measured times that plans for a pipeline follow beside the model; NOT_MEASURED before the first fit."""
+        """Measured stage times for pipeline plans; NOT_MEASURED before the first fit."""
         return self._stages
 
     def observe(self, micro_steps: Iterable[MicroStepTime], stage_seconds: Sequence[float] = ()) -> dict[str, float]:
-        """Add the micro-steps of all ranks of one step, and fit again every STEPS_BETWEEN_FITS steps.
+        """Add all ranks' micro-steps of a step, and fit again every STEPS_BETWEEN_FITS steps.
 
-        stage_seconds: of the step's updates on each stage of a pipeline, see `seconds_of_stages`.
-        Returns `predicted_time_error`, the root mean square of predicted / measured - 1 over the updates of this step,
-        by the model that they were planned with; an empty dict if there were none.
+        stage_seconds: see `seconds_of_stages`. Returns `predicted_time_error`, the root mean square of predicted /
+        measured - 1 over the step's updates, by the model that planned them; empty without updates.
         """
         found = [(t.tokens, t.squared_tokens, t.seconds) for t in micro_steps if t.name == UPDATE and t.tokens]
         if not found:
@@ -85,7 +83,7 @@ class CostModelFitter:
 
 
 def over_stages(times: Mapping[str, Sequence[MicroStepTime]]) -> list[MicroStepTime]:
-    """Micro-steps by actor; those of the stages of a pipeline, which compute parts of the same, added up."""
+    """Micro-steps by actor; parts of one micro-step on several pipeline stages are summed."""
     stages: dict[str, list[Sequence[MicroStepTime]]] = {}
     for actor, found in times.items():
         stages.setdefault(actor.partition(" pp=")[0], []).append(found)
@@ -97,7 +95,7 @@ def over_stages(times: Mapping[str, Sequence[MicroStepTime]]) -> list[MicroStepT
 
 
 def seconds_of_stages(times: Mapping[str, Sequence[MicroStepTime]]) -> list[float]:
-    """Seconds of all updates on each stage of a pipeline, of micro-steps by actor; one number without stages."""
+    """Seconds of all updates on each stage, from micro-steps by actor; one number without stages."""
     seconds: dict[int, float] = {}
     for actor, found in times.items():
         stage = int(actor.partition(" pp=")[2].partition(" ")[0] or 0)
@@ -119,9 +117,9 @@ def fit_error(fit: CostFit, measured: Sequence[Measurement]) -> float:
 
 
 def scaled_error(cost_model: CostModel, measured: Sequence[Measurement]) -> float:
-    """The same for a model without a unit of time: predictions are scaled by the factor c with the smallest error.
+    """`fit_error` for a model without a time unit, with predictions scaled by the best factor c.
 
-    It minimises sum_i (c x_i - 1)^2 with x_i = predicted_i / seconds_i: c = sum(x) / sum(x^2).
+    c minimises sum_i (c x_i - 1)^2 with x_i = predicted_i / seconds_i: c = sum(x) / sum(x^2).
     """
     tokens, squared, seconds = np.array(measured, np.float64).T
     ratio = (cost_model.linear * tokens + cost_model.quadratic * squared) / seconds

@@ -2,15 +2,12 @@
 
     number of sequences, seed --draw_mini_batches--> mini-batches --Planner.plan--> Plan of every rank's micro-batches
 
-Mini-batches are a random choice, made before balancing and never changed by it.
-
-What samples begin with alike, from the hashes of their beginnings, as a plan counts it.
-
     prompt_hash, prompt_tokens --> groups with a prefix                        plan_batch(prefix_groups, prefix_lengths)
     prefix_hashes --> order of each group's tree, depth of neighbours in it    plan_batch(tree_order, tree_depths)
 
-A row of a model (workers/model/rows/prefix_rows.py) shares a beginning unless it is a few tokens longer than one that
-it shares already. A plan counts as many tokens fewer, so that no row has more cells than the plan says.
+Mini-batches are drawn at random before balancing, which never changes them. A plan deducts shared prefix tokens as a
+row does (workers/model/rows/prefix_rows.py), except where a row skips a slightly longer prefix. So no row exceeds the
+plan.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,10 +34,10 @@ Integers = np.ndarray
 def shared_beginnings(
     prompts: Integers, prompt_tokens: Integers, lengths: Integers, hashes: np.ndarray, minimum: int
 ) -> dict[str, Integers]:
-    """Arguments of `plan_batch` about what B samples begin with alike, int64 [B] each.
+    """Arguments of `plan_batch` for shared prefixes of B samples, int64 [B] each.
 
-    prompts: int64 [B], equal for equal ones. prompt_tokens, lengths: int64 [B], of the prompt and of the whole sample.
-    hashes: objects [B], bytes, those of `workers.rollout.prefix_hashes`. minimum: `model.min_shared_tokens`.
+    prompts: int64 [B], equal for equal ones. prompt_tokens, lengths: int64 [B], of prompt and whole sample. hashes:
+    objects [B], bytes from `workers.rollout.prefix_hashes`. minimum: `model.min_shared_tokens`.
     """
     own = lengths - prompt_tokens
     fewest = np.maximum(fewest_worth_sharing(own), minimum)
@@ -59,7 +56,7 @@ def shared_beginnings(
 
 
 def _table(hashes: np.ndarray) -> Integers:
-    """int64 [B, places]: the hashes of each sample; where it has none, a negative number that no other sample has."""
+    """Hashes of each sample, int64 [B, places]; missing ones are unique negative numbers."""
     rows = [np.frombuffer(each, "<u4") for each in hashes]
     table = np.repeat(-1 - np.arange(len(rows))[:, None], max(map(len, rows)), axis=1)
     for row, found in enumerate(rows):
@@ -70,7 +67,7 @@ def _table(hashes: np.ndarray) -> Integers:
 def _depths(
     table: Integers, rows: Integers, groups: Integers, prompt_tokens: Integers, own: Integers, fewest: Integers
 ) -> Integers:
-    """int64 [B]: tokens that each sample counts as those of the one before it, in the order `rows`."""
+    """Tokens that each sample shares with its predecessor in the order `rows`, int64 [B]."""
     alike = np.zeros(len(rows), np.int64)
     if table.shape[1]:
         equal = np.minimum.accumulate(table[rows[1:]] == table[rows[:-1]], axis=1)
@@ -87,8 +84,9 @@ MINI_BATCHES = 1  # sets this random stream apart from that of the data's order
 
 @dataclass(frozen=True)
 class StageTimes:
-    """overhead: seconds of a micro-step of an update beside its workload, over all stages. shares: of each stage in the
-    time of all, two digits, so that plans do not change with every step; None where nothing was measured."""
+    """overhead: seconds of a micro-step beyond its workload, over all stages. shares: of each stage in the total time,
+    rounded to two digits to keep plans stable; None if not measured.
+    """
 
     overhead: float = 0.0
     shares: tuple[float, ...] | None = None
@@ -100,11 +98,11 @@ NOT_MEASURED = StageTimes()
 def draw_mini_batches(
     sequences: int, mini_batches: int, seed: int, step: int, epoch: int = 0, groups: np.ndarray | None = None
 ) -> list[np.ndarray]:
-    """A random split of row numbers into mini-batches whose sizes differ by at most one; fewer where rows are few.
+    """Randomly split row numbers into mini-batches whose sizes differ by at most one; fewer if rows are few.
 
-    The same for the same `seed`, that of the run, `step` and `epoch`, the pass over the step's samples, from 0. groups:
-    int64 [sequences], 0, 1, ...; then whole groups are drawn, and numbers of groups differ by at most one. Returns
-    int64 arrays, each ascending.
+    Deterministic in the run's `seed`, `step` and `epoch` (pass over the step's samples, from 0). groups: int64
+    [sequences], 0, 1, ...; if given, whole groups are drawn, with counts that differ by at most one. Returns ascending
+    int64 arrays.
     """
     rng = np.random.default_rng((seed, MINI_BATCHES, step, epoch))
     drawn = sequences if groups is None else int(groups.max()) + 1
@@ -113,10 +111,9 @@ def draw_mini_batches(
 
 
 def with_group_tokens(batch: "RemoteBatch", mini_batches: Sequence[np.ndarray]) -> "RemoteBatch":
-    """The batch with the column `group_tokens`: loss tokens of each sequence's group in its mini-batch, int64 [B].
+    """Add the column `group_tokens`: loss tokens of each sequence's group within its mini-batch, int64 [B].
 
-    batch: light columns `uid`, equal within a group, and `response_tokens`. A group that is spread over several
-    mini-batches counts in each of them for what it has there.
+    batch: light columns `uid`, equal within a group, and `response_tokens`.
     """
     counts = np.zeros(len(batch), dtype=np.int64)
     for rows in mini_batches:
@@ -132,8 +129,7 @@ def plan_arguments(
 ) -> dict[str, Any]:
     """Arguments of `balancing.plan_batch` besides the batch. of: a pass in `config.limits`.
 
-    prefixes: those of `shared_beginnings`; empty or None where nothing is shared. stages: what was
-    measured of a pipeline.
+    prefixes: from `shared_beginnings`, or empty. stages: measured times of a pipeline.
     """
     limits, policy, balance = config.limits[of], config.policy, config.balance
     arguments: dict[str, Any] = {
@@ -152,9 +148,11 @@ def plan_arguments(
 
 
 def pipeline_of(config: TrainingConfig, *, trains: bool, measured: StageTimes = NOT_MEASURED) -> Pipeline | None:
-    """The stages of the training roles' models; None without a pipeline. trains: whether backward passes
-    follow, which take twice a forward pass, and with gradient checkpointing three times. measured: of updates; the
-    parts of a stage are taken to cost the same."""
+    """Stages of the training roles' models; None without a pipeline.
+
+    trains: whether backward passes follow, which cost two forward passes (three with checkpointing). measured: of
+    updates; the parts of a stage are assumed to cost the same.
+    """
     parallel = config.policy.parallel
     if parallel.pipeline_parallel == 1:
         return None
@@ -171,24 +169,23 @@ def pipeline_of(config: TrainingConfig, *, trains: bool, measured: StageTimes = 
 
 
 class Planner:
-    """Plans for the data-parallel ranks of the training roles, which all share the policy's."""
+    """Plans for the data-parallel ranks, which all training roles share."""
 
     def __init__(self, config: TrainingConfig, cost_model: CostModel, stages: StageTimes = NOT_MEASURED) -> None:
-        """`cost_model`: FLOPs of a sequence, or its seconds, which a plan balances. stages: what was measured of a
-        pipeline, in seconds; with these `cost_model` is of seconds."""
+        """`cost_model`: FLOPs or seconds of a sequence. stages: measured times; they need a `cost_model` in seconds."""
         self.config, self.cost_model, self.stages = config, cost_model, stages
         self._sharing: dict[str, bool] = {}
 
     def whole(self, batch: "RemoteBatch", of: str) -> Plan:
-        """One forward-only pass over the batch; see `plan`."""
+        """Plan one forward-only pass over the batch; see `plan`."""
         return self.plan(batch, [np.arange(len(batch))], of)
 
     def plan(self, batch: "RemoteBatch", mini_batches: list[np.ndarray], of: str) -> Plan:
         """Assign every sequence to a rank and a micro-step; mini-batches stay as drawn.
 
         batch: light columns `length`, `response_tokens` and `uid`. of: a pass in `config.limits`, such as
-        `policy.update`. Where too few sequences are left for the counts of micro-batches that the settings ask for,
-        there are as many as the smallest mini-batch can fill; stages of a pipeline add empty ones.
+        `policy.update`. If sequences are too few for the configured micro-batch counts, the smallest mini-batch limits
+        them; pipeline stages add empty ones.
         """
         plan = partial(
             plan_batch,
@@ -207,9 +204,9 @@ class Planner:
             return plan(**arguments | {"min_count": fewest, "multiple_of": 1, "pipeline": pipeline})
 
     def prefixes(self, batch: "RemoteBatch", of: str) -> dict[str, np.ndarray]:
-        """Arguments of `plan_batch` about what sequences begin with alike; empty where the pass shares nothing.
+        """Arguments of `plan_batch` for shared prefixes; empty if the pass shares nothing.
 
-        batch: light columns `prompt_hash`, `prompt_tokens` and `prefix_hashes`; without them nothing counts as shared.
+        batch: light columns `prompt_hash`, `prompt_tokens` and `prefix_hashes`; without them nothing is shared.
         """
         if "prompt_hash" not in batch.columns or not self._shares(of.partition(".")[0]):
             return {}
@@ -222,19 +219,19 @@ class Planner:
         )
 
     def _shares(self, role: str) -> bool:
-        """Whether the model of a training role computes what sequences begin with once."""
+        """Whether a training role computes shared prefixes once."""
         if role not in self._sharing:
             self._sharing[role] = self.config.decided(self.config.model_of(role)).share_prefixes == "always"
         return self._sharing[role]
 
     def draw(self, batch: "RemoteBatch", step: int, epoch: int = 0) -> list[np.ndarray]:
-        """The mini-batches of a pass over a step's samples; see `draw_mini_batches`."""
+        """Mini-batches of a pass over a step's samples; see `draw_mini_batches`."""
         config = self.config
         groups = group_numbers(batch) if config.mini_batches_by == "group" else None
         return draw_mini_batches(len(batch), config.mini_batches, config.run.seed, step, epoch, groups)
 
 
 def group_numbers(batch: "RemoteBatch") -> np.ndarray:
-    """int64 [B], 0, 1, ... by `uid`."""
+    """Number groups 0, 1, ... by `uid`, int64 [B]."""
     numbers: np.ndarray = np.unique(batch["uid"], return_inverse=True)[1]
     return numbers

@@ -4,7 +4,7 @@
                          ^ pump, also while the driver waits for the training ranks
 
 `controller.engines.staleness_schedule` decides which groups are generated and taken. There is one thread: while the
-driver waits for anything else it calls `pump`, which reads finished samples and rewards.
+driver waits, it calls `pump`, which reads finished samples and rewards.
 """
 
 import itertools
@@ -38,7 +38,7 @@ from workers.score import Score
 
 @dataclass
 class Group:
-    """A prompt, and its samples as far as they are there."""
+    """A prompt and its samples so far."""
 
     prompt: Prompt
     results: dict[tuple[str, int], tuple[SampleResult, ObjectRef]] = field(default_factory=dict)
@@ -47,12 +47,12 @@ class Group:
 
     @property
     def settled(self) -> int:
-        """Samples that are scored or given up."""
+        """Samples scored or given up."""
         return len(self.scores) + len(self.dropped)
 
 
 class AsyncRolloutBuffer(RolloutBuffer):
-    """Samples of training without rounds; those of a validation are made as in `RolloutBuffer`, beside them."""
+    """Continuous generation for training; validation still uses `RolloutBuffer`'s rounds."""
 
     def __init__(
         self,
@@ -79,37 +79,37 @@ class AsyncRolloutBuffer(RolloutBuffer):
 
     @property
     def active(self) -> list[int]:
-        """Places of prompts before `position` whose samples no step has trained on."""
+        """Places of prompts before `position` that no step has trained on."""
         return self.schedule.in_state(GroupState.RUNNING, GroupState.READY)
 
     def begin(self) -> None:
-        """Go on with the groups that a resumed run had not trained on, then begin new ones."""
+        """Continue a resumed run's untrained groups, then begin new ones."""
         self._request(self.active, self._restored())
         self.published()
 
     def published(self) -> None:
-        """Free the places of the groups that the last step was trained on, and begin others."""
+        """Free the last step's groups, and begin others."""
         for number in self.schedule.in_state(GroupState.TRAINING):
             del self._groups[number]
         self.schedule.published()
         self._admit()
 
     def save(self, path: Path, numbers: Sequence[int]) -> None:
-        """Write the samples of these groups, as far as they are there. Raises OutputError."""
+        """Write these groups' samples so far. Raises OutputError."""
         self.read()
         groups = [self._groups[number] for number in numbers if number in self._groups]
         finished = [sample for group in groups for sample in _stored(group)]
         write_samples(path, StoredSamples(finished, self._partial({group.prompt.uid for group in groups})))
 
     def _partial(self, uids: Collection[str]) -> dict[int, PartialResponse]:
-        """The unfinished responses to these prompts so far, by seed."""
+        """Unfinished responses to these prompts, by seed."""
         now = self.roles.rollouts.partial_responses()
         requests = [request for request in self._generation.router.unfinished if request.uid in uids]
         found = {request.seed: now.get(request.seed, request.begun) for request in requests}
         return {seed: response for seed, response in found.items() if response is not None}
 
     def collect(self, step: int) -> Rollout:
-        """The samples of the groups that the step takes; waits until there are enough of them."""
+        """Wait for the step's groups and return their samples."""
         wanted = self.config.batch.prompts_per_step
         with self.record.console.samples(wanted) as advance:
             shown = 0
@@ -128,11 +128,11 @@ class AsyncRolloutBuffer(RolloutBuffer):
         return replace(rollout, trained=with_record_columns(batch, by_uid, self.config.loss_columns))
 
     def read(self) -> None:
-        """Read all that engines and reward workers have finished, without waiting."""
+        """Read all finished results, without waiting."""
         self._read(0.0)
 
     def _read(self, timeout_s: float) -> None:
-        """Read what is there; waits up to `timeout_s` for the first."""
+        """Read finished results; waits up to `timeout_s` for the first."""
         rollouts = self.roles.rollouts
         busy = bool(self._generation.streams) or rollouts.queued > 0
         if rollouts.pump(timeout_s if busy else 0.0):
@@ -147,7 +147,7 @@ class AsyncRolloutBuffer(RolloutBuffer):
                 self._settle(number)
 
     def _settle(self, number: int) -> None:
-        """All samples of the group are there: keep it, or replace it where it has no signal."""
+        """Keep a complete group, or replace it if it has no signal."""
         settings, group = self.config.algorithm, self._groups[number]
         most = (settings.max_sampling_rounds - 1) * self.config.batch.prompts_per_step
         replaces = settings.groups_without_signal == "replace" and len(self._released) < most
@@ -167,7 +167,7 @@ class AsyncRolloutBuffer(RolloutBuffer):
         return bool(advantages.has_signal(batch["reward"], batch["uid"]).any())
 
     def _rollout(self, groups: Sequence[Group]) -> Rollout:
-        """The samples of these groups, in the order of their prompts. Raises RolloutError if there is none."""
+        """Samples of these groups, in prompt order. Raises RolloutError if there are none."""
         ordered = sorted(groups, key=lambda group: int(group.prompt.uid))
         retried, self._retried = self._retried, self._generation.router.retried
         scores = {key: score for group in ordered for key, score in group.scores.items()}
@@ -178,7 +178,7 @@ class AsyncRolloutBuffer(RolloutBuffer):
         return released
 
     def _restored(self) -> StoredSamples:
-        """The samples that the checkpoint has; none where there is none, or its file is broken."""
+        """The checkpoint's samples; none if its file is missing or broken."""
         if not self._saved:
             return StoredSamples()
         try:
@@ -188,15 +188,15 @@ class AsyncRolloutBuffer(RolloutBuffer):
             return StoredSamples()
 
     def _admit(self) -> None:
-        """Begin the groups that the schedule allows. Engines get them now: in a short step the driver never waits."""
+        """Begin the groups that the schedule allows, at once: in a short step the driver never waits."""
         self._request(self.schedule.admit(), StoredSamples())
         self.position = self.schedule.admitted
         self.roles.rollouts.pump()
 
     def _request(self, numbers: Sequence[int], stored: StoredSamples) -> None:
-        """Ask for the samples of these groups that are not `stored`, and for the rest of those that were begun.
+        """Request samples of these groups that are not `stored`, and the rest of unfinished ones.
 
-        Seeds are those that the samples would have without staleness.
+        Seeds equal those without staleness.
         """
         for number in numbers:
             (prompt,) = self.prompts.take(number, 1)
@@ -213,7 +213,7 @@ class AsyncRolloutBuffer(RolloutBuffer):
             )
 
     def _put(self, samples: Sequence[FinishedSample]) -> None:
-        """Give stored samples to their groups, and those without a score to the reward workers."""
+        """Add stored samples to their groups, and score those without a score."""
         rows = [sample.row for sample in samples if sample.row]
         block = ray.put(DataProto.from_rows(rows)) if rows else None
         places = itertools.count()
@@ -251,5 +251,5 @@ def _round(groups: Sequence[Group], retried: int = 0) -> RolloutBatch:
 
 
 def staleness(config: Config) -> Staleness:
-    """The settings of a run's schedule."""
+    """Schedule settings of a run."""
     return Staleness(config.batch.prompts_per_step, config.rollout.max_staleness, config.rollout.staleness_window)

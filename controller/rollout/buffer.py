@@ -28,10 +28,9 @@ from workers.score import Score
 
 
 class RolloutBuffer:
-    """Samples for training and validation, from the engines and reward workers of one run.
+    """Samples for training and validation, generated at the start of each step with its weights.
 
-    A step's samples are made when it begins, with the weights that it trains; `controller.rollout.async_buffer` makes
-    them ahead.
+    `controller.rollout.async_buffer` generates ahead instead.
     """
 
     def __init__(
@@ -43,28 +42,27 @@ class RolloutBuffer:
         record: RunRecord,
         progress: Progress,
     ) -> None:
-        """progress: the place in the stream of prompts to go on from."""
+        """progress: includes the place in the stream of prompts."""
         self.config, self.roles, self.prompts, self.planner, self.record = config, roles, prompts, planner, record
         self.position = progress.position
         self._left = list(progress.active)
 
     @property
     def active(self) -> list[int]:
-        """Places of prompts before `position` whose samples no step has trained on: those of a run that was resumed
-        from one that generated ahead."""
+        """Places of untrained prompts before `position`, left by a resumed run that generated ahead."""
         return self._left
 
     def begin(self) -> None:
         """Called once, when the engines have the policy's weights."""
 
     def published(self) -> None:
-        """Called after every step, when the engines have the weights that it made."""
+        """Called after every step, when the engines have its weights."""
 
     def save(self, path: Path, numbers: Sequence[int]) -> None:
-        """Write the samples of the prompts at these places, where a checkpoint says that they are `active`."""
+        """Write the samples of `active` prompts for a checkpoint."""
 
     def collect(self, step: int) -> Rollout:
-        """The samples of a step, from prompts at `position` on; in several rounds where `replace` needs more groups."""
+        """Samples of a step, from prompts at `position` on; in several rounds if `replace` needs more groups."""
         settings, wanted = self.config.algorithm, self.config.batch.prompts_per_step
         limit = settings.max_sampling_rounds if settings.groups_without_signal == "replace" else 1
         rounds: list[Rollout] = []
@@ -83,13 +81,13 @@ class RolloutBuffer:
         return replace(Rollout.concat(rounds), trained=batch)
 
     def _next(self, count: int) -> list[Prompt]:
-        """The next prompts: those left over, then those from `position` on."""
+        """The next prompts: left-over ones first."""
         first, self._left = self._left[:count], self._left[count:]
         start, self.position = self.position, self.position + count - len(first)
         return [prompt for place in (*first, *range(start, self.position)) for prompt in self.prompts.take(place, 1)]
 
     def log_missing(self, step: int, groups: int) -> None:
-        """Say that a step trains on fewer groups because so many were not replaced."""
+        """Log that a step has fewer groups, because some were not replaced."""
         rounds, wanted = self.config.algorithm.max_sampling_rounds, self.config.batch.prompts_per_step
         if groups:
             self.record.console.log(
@@ -99,14 +97,14 @@ class RolloutBuffer:
             )
 
     def with_baseline(self, rollout: Rollout, prompts: Sequence[Prompt], step: int) -> Rollout:
-        """The rollout with the reward of a greedy response to each prompt, where the estimator is ReMax."""
+        """Add the reward of a greedy response to each prompt, for ReMax."""
         if self.config.algorithm.advantage != "remax":
             return rollout
         greedy = replace(self.config.rollout.sampling, temperature=0.0, top_p=1.0, top_k=0)
         return rollout.with_baseline(self.shaped(self.roll_out(prompts, 1, greedy, step)))
 
     def shaped(self, rollout: Rollout) -> Rollout:
-        """The rollout with long responses punished in its rewards, where reward.overlong_tokens asks for it."""
+        """Apply the penalty on long responses if reward.overlong_tokens is set."""
         settings, longest = self.config.reward, self.config.longest_response
         if not settings.overlong_tokens:
             return rollout
@@ -115,7 +113,7 @@ class RolloutBuffer:
         return rollout.with_reward_part("overlong_penalty", settings.overlong_penalty * penalty)
 
     def roll_out(self, prompts: Sequence[Prompt], samples: int, sampling: SamplingConfig, step: int) -> Rollout:
-        """Sample every prompt `samples` times and score what comes back while the rest is still generating."""
+        """Sample every prompt `samples` times, scoring while the rest is generated."""
         by_uid = {prompt.uid: prompt for prompt in prompts}
         requests = sample_requests(self.config, prompts, samples, step)
         scoring = self.roles.rewards.begin()
@@ -130,7 +128,7 @@ class RolloutBuffer:
         return self.assembled(finished, scoring.collect())
 
     def assembled(self, finished: RolloutBatch, scores: Mapping[tuple[str, int], Score]) -> Rollout:
-        """Finished samples with their scores. Raises RolloutError if there is none."""
+        """Join finished samples and scores. Raises RolloutError if there are none."""
         self.record.timeline.samples([*finished.results, *finished.dropped])
         rollout = assemble(
             finished,
@@ -143,7 +141,7 @@ class RolloutBuffer:
         return self.scored_by_model(rollout)
 
     def scored_by_model(self, rollout: Rollout) -> Rollout:
-        """The rollout with the reward model's scores in its rewards, where there is one."""
+        """Add the reward model's scores, if there is one."""
         if self.roles.reward_model is None:
             return rollout
         plan = self.planner.whole(rollout.batch, "reward_model.scores")
@@ -152,14 +150,14 @@ class RolloutBuffer:
         return rollout.with_reward_part("model", scores, weight=self.config.reward.model.weight)
 
     def keep_groups_with_signal(self, batch: RemoteBatch) -> RemoteBatch:
-        """The batch without groups of equal rewards, unless algorithm.groups_without_signal keeps them."""
+        """Drop groups of equal rewards, unless algorithm.groups_without_signal keeps them."""
         if self.config.algorithm.groups_without_signal == "keep":
             return batch
         return batch.select(advantages.has_signal(batch["reward"], batch["uid"]))
 
 
 def sample_requests(config: Config, prompts: Sequence[Prompt], samples: int, step: int) -> list[SampleRequest]:
-    """`samples` requests for every prompt; those of a group follow each other and share their arrays."""
+    """`samples` requests per prompt, group by group, sharing their arrays."""
     starts = [_start(config, prompt) for prompt in prompts]
     return [
         SampleRequest(prompt.uid, i, prompt.ids, sample_seed(config.run.seed, step, prompt.uid, i), start)
@@ -176,14 +174,14 @@ def _start(config: Config, prompt: Prompt) -> EpisodeStart | None:
 
 
 def overlong_penalty(tokens: np.ndarray, longest: int, overlong_tokens: int) -> np.ndarray:
-    """Soft punishment of long responses (Yu et al. 2025, DAPO, eq. 13), with L_max `longest` and L_cache
-    `overlong_tokens`, at least 1:
+    """Soft punishment of long responses (Yu et al. 2025, DAPO, eq. 13); L_max: `longest`, L_cache: `overlong_tokens` >=
+    1.
 
         0                                 |y| <= L_max - L_cache
         ((L_max - L_cache) - |y|) / L_cache         in between
         -1                                |y| >= L_max
 
-    tokens: int [B], those after the prompt. Returns float64 [B] in [-1, 0].
+    tokens: int [B], after the prompt. Returns float64 [B] in [-1, 0].
     """
     free = longest - overlong_tokens
     return np.clip((free - tokens) / overlong_tokens, -1.0, 0.0)

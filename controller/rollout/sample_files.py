@@ -1,10 +1,9 @@
-"""Samples in files: those of a checkpoint that no step has trained on, and those of a recorded step.
+"""Samples in files: a checkpoint's untrained samples, and those of a recorded step.
 
     checkpoint   StoredSamples <--read_samples, write_samples--> step-30.npz
     step         Rollout <--read_step, write_step--> runs/NAME/samples/step-3.npz, which `controller.replay` trains
 
-Tokens are rows one after another with offsets, results and scores JSON. Compressed, and read without pickle: what a
-file holds is numbers and text.
+Compressed arrays: rows of tokens with offsets, results and scores as JSON. They are read without pickle.
 """
 
 import json
@@ -30,8 +29,9 @@ from workers.score import Score
 
 @dataclass(frozen=True)
 class FinishedSample:
-    """A result with its row of tokens (see `RolloutWorker.generate`), and its score if it has one yet. A sample that
-    was given up has no row."""
+    """A result with its row of tokens (see `RolloutWorker.generate`), and its score if known. A dropped sample has no
+    row.
+    """
 
     result: SampleResult
     row: dict[str, np.ndarray]
@@ -47,7 +47,7 @@ class StoredSamples:
 
 
 def write_samples(path: Path, samples: StoredSamples) -> None:
-    """Write a file that replaces `path` when it is complete. Raises OutputError."""
+    """Write a file and replace `path` when it is complete. Raises OutputError."""
     with_rows = [sample for sample in samples.finished if sample.row]
     records = {
         "finished": [_record(sample) for sample in samples.finished],
@@ -60,7 +60,7 @@ def write_samples(path: Path, samples: StoredSamples) -> None:
 
 
 def read_samples(path: Path) -> StoredSamples:
-    """The content of a file. Raises OSError or ValueError for one that is missing or broken."""
+    """Read a file. Raises OSError or ValueError if it is missing or broken."""
     with np.load(path, allow_pickle=False) as arrays:
         records = from_bytes(arrays["records"])
         rows = iter(_rows(unpacked("finished", arrays)))
@@ -70,7 +70,7 @@ def read_samples(path: Path) -> StoredSamples:
 
 
 def write_step(path: Path, rollout: Rollout) -> None:
-    """Write a step's samples and the rows that it trains on, as a file that replaces `path` when it is complete.
+    """Write a step's samples and the rows that it trains on, replacing `path` when complete.
 
     Raises OutputError, and DataError for a value of a record that JSON does not have.
     """
@@ -126,10 +126,7 @@ def _fetched(places: np.ndarray) -> DataProto:
 
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write arrays of numbers or text, compressed, as a file that replaces `path` when it is complete.
-
-    Raises OutputError.
-    """
+    """Write arrays compressed, replacing `path` when complete. Raises OutputError."""
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         begun = path.with_suffix(".part.npz")
@@ -138,28 +135,28 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def as_bytes(value: Any) -> np.ndarray:
-    """A value as JSON in UTF-8, uint8 [bytes]. Raises TypeError for what JSON does not have."""
+    """Encode as JSON in UTF-8, uint8 [bytes]. Raises TypeError for other values."""
     return np.frombuffer(json.dumps(value).encode(), dtype=np.uint8)
 
 
 def from_bytes(array: np.ndarray) -> Any:
-    """The value that `as_bytes` was given. Raises ValueError if it is no JSON."""
+    """Reverse `as_bytes`. Raises ValueError for invalid JSON."""
     return json.loads(array.tobytes())
 
 
 def packed(name: str, block: DataProto) -> dict[str, np.ndarray]:
-    """The arrays of a block under `name.offsets` and `name.COLUMN`."""
+    """Arrays of a block: `name.offsets` and `name.COLUMN`."""
     return {f"{name}.offsets": block.offsets} | {f"{name}.{column}": values for column, values in block.tokens.items()}
 
 
 def unpacked(name: str, arrays: Mapping[str, np.ndarray]) -> DataProto:
-    """The block that `packed` was given. Raises KeyError if it is not among the arrays."""
+    """Reverse `packed`. Raises KeyError if the block is missing."""
     columns = named(name, arrays)
     return DataProto(np.diff(columns.pop("offsets")), columns)
 
 
 def named(name: str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The arrays `name.COLUMN`, by column."""
+    """Arrays `name.COLUMN`, by column."""
     return {key.removeprefix(f"{name}."): arrays[key] for key in arrays if key.startswith(f"{name}.")}
 
 

@@ -30,16 +30,14 @@ SAMPLED_COLUMNS = (*TOKEN_COLUMNS, ROUTED_EXPERTS)
 
 @dataclass(frozen=True)
 class Rollout:
-    """The samples of one round of generation, or of several.
+    """Samples of one or several rounds of generation.
 
-    samples: columns uid, sample, prompt_tokens, prompt_hash (equal for equal prompts), prefix_hashes (bytes),
-    read_tokens and cached_tokens (before its turns, and of these in the prefix cache), response_tokens (the policy's),
-    length (of all), turns (int64), truncated (bool), weight_version, newest_weight_version (int64), seconds (float64,
-    of generation); tokens input_ids, loss_mask, rollout_log_probs and, with model.router_replay, routed_experts.
-    by_sample: scores with their rewards, in the order
-    of `samples`. failures: why samples have no score of their own. rounds: rounds of generation that it joins.
-    version_tokens: by version of the weights, the number of tokens that they sampled. trained: the rows that a step
-    trains on, in its order, with columns of their records; empty until the collector has chosen them.
+    samples: columns as in SampleResult: uid, sample, prompt_tokens, prompt_hash, prefix_hashes, read_tokens,
+    cached_tokens, response_tokens, length, turns (int64), truncated (bool), weight_version, newest_weight_version
+    (int64), seconds (float64). Its tokens: input_ids, loss_mask, rollout_log_probs and, with model.router_replay,
+    routed_experts. by_sample: scores in the order of `samples`. failures: why samples have no score. rounds: number of
+    rounds. version_tokens: tokens by version of the weights. trained: rows that a step trains on, in order, with record
+    columns; empty until the buffer has chosen them.
     """
 
     samples: RemoteBatch
@@ -58,7 +56,7 @@ class Rollout:
 
     @staticmethod
     def concat(rounds: Sequence["Rollout"]) -> "Rollout":
-        """Several rounds of one step as one."""
+        """Join rounds of one step."""
         return Rollout(
             RemoteBatch.concat([found.samples for found in rounds]),
             {key: score for found in rounds for key, score in found.by_sample.items()},
@@ -70,7 +68,7 @@ class Rollout:
         )
 
     def with_reward_part(self, name: str, values: np.ndarray, *, weight: float = 1.0) -> "Rollout":
-        """`values` [B] added to the rewards by their weight, and kept as a part of their own under `name`."""
+        """Add weighted `values` [B] to the rewards, and keep them as the part `name`."""
         by_sample = {
             key: replace(score, reward=score.reward + weight * value, parts=score.parts | {name: value})
             for (key, score), value in zip(self.by_sample.items(), values.tolist(), strict=True)
@@ -78,10 +76,10 @@ class Rollout:
         return replace(self, by_sample=by_sample)
 
     def with_baseline(self, greedy: "Rollout") -> "Rollout":
-        """With the reward of the greedy response to the same prompt as the column `greedy_reward`.
+        """Add the greedy response's reward to the same prompt as the column `greedy_reward`.
 
-        greedy: one sample a prompt. Samples whose prompt has none, because it failed, are dropped and counted. Raises
-        RolloutError if that leaves nothing.
+        greedy: one sample a prompt. Drops and counts samples whose greedy response failed. Raises RolloutError if none
+        is left.
         """
         rewards = {uid: score.reward for (uid, _), score in greedy.by_sample.items()}
         kept = np.array([uid in rewards for uid in self.samples["uid"].tolist()])
@@ -100,7 +98,7 @@ class Rollout:
         )
 
     def scores(self) -> dict[str, float]:
-        """Mean reward and mean of every other number that the reward function returned."""
+        """Means of the reward and of every other number of the reward functions."""
         scores = list(self.by_sample.values())
         means = {"reward": float(np.mean([score.reward for score in scores]))}
         for name in sorted({name for score in scores for name in score.parts}):
@@ -108,7 +106,7 @@ class Rollout:
         return means
 
     def scored_responses(self, prompts: Mapping[str, Prompt], prompt_key: str) -> list[ScoredResponse]:
-        """Every sample with its prompt and scores, for `summarize`."""
+        """Every sample with prompt and scores, for `summarize`."""
         return [
             ScoredResponse(
                 uid,
@@ -126,7 +124,7 @@ class Rollout:
         ]
 
     def without_tokens(self) -> "Rollout":
-        """The light columns and scores alone, which keep nothing in the object store."""
+        """Keep only light columns and scores, which frees the object store."""
         return replace(self, samples=RemoteBatch(self.samples.columns, {}), trained=RemoteBatch({}, {}))
 
     def examples(
@@ -134,7 +132,7 @@ class Rollout:
     ) -> list[dict[str, Any]]:
         """The first `count` samples, the slowest and the longest, each once, for a record.
 
-        asked: the texts of what a prompt's uid asks, of which `prompt` is one. characters: longer texts are cut.
+        asked: texts by a prompt's uid, such as `prompt`. characters: limit of a text.
         """
         rows = len(self.batch)
         slowest, longest = (np.argsort(-self.batch[name], kind="stable") for name in ("seconds", "response_tokens"))
@@ -149,7 +147,7 @@ class Rollout:
         ]
 
     def metrics(self) -> dict[str, float]:
-        """Rewards and lengths of the round, under the names that a run logs."""
+        """Rewards and lengths of the round, by metric name."""
         tokens = self.batch["response_tokens"]
         observed = self.batch["length"] - self.batch["prompt_tokens"] - tokens
         means = self.scores()
@@ -178,10 +176,9 @@ class Rollout:
 
 
 def with_record_columns(batch: RemoteBatch, prompts: Mapping[str, Prompt], names: Sequence[str]) -> RemoteBatch:
-    """The batch with columns of the records that its sequences answer: float64 [B] where all values are numbers, and
-    objects [B] otherwise.
+    """Add columns of the sequences' records: float64 [B] if all are numbers, else objects [B].
 
-    prompts: by uid, those of every sequence of the batch.
+    prompts: by uid, of every sequence.
     """
     found = {name: [prompts[uid].columns[name] for uid in batch["uid"].tolist()] for name in names}
     return batch.with_columns(**{name: record_column(values) for name, values in found.items()})
@@ -194,11 +191,9 @@ def assemble(
     drop_failed: bool = False,
     token_columns: Sequence[str] = TOKEN_COLUMNS,
 ) -> Rollout:
-    """Join light results, block references and scores by (uid, sample); `drop_failed` leaves out what has no score.
+    """Join results, block references and scores by (uid, sample); `drop_failed` omits samples without a score.
 
-    token_columns: those of the blocks that the samples keep.
-
-    Raises RolloutError, with the first reason, if every sample was dropped.
+    token_columns: columns to keep. Raises RolloutError if every sample was dropped.
     """
     kept = [
         (result, ref)
@@ -240,6 +235,6 @@ def _totals(counts: Iterable[Mapping[int, int]]) -> dict[int, int]:
 
 
 def _shortened(turns: Sequence[Mapping[str, str]], longest: int) -> list[dict[str, str]]:
-    """The turns of an episode, with at most `longest` characters together."""
+    """Turns of an episode, cut to `longest` characters together."""
     most = max(1, longest // len(turns))
     return [{who: shortened(text, most) for who, text in turn.items()} for turn in turns]
