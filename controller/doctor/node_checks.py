@@ -1,6 +1,6 @@
-"""Checks of one machine: `look` runs on it, as a Ray task on every node, and returns a line for each check.
+"""Check one machine: `look` runs as a Ray task on every node, and returns a line per check.
 
-A check takes the facts that a test cannot bring about (a driver, GPUs, limits) as arguments.
+Facts that a test cannot create (a driver, GPUs, limits) are arguments.
 """
 
 import importlib.metadata
@@ -28,10 +28,10 @@ OTHERS_SHARE = 0.1  # of a GPU's memory, used by other processes
 
 @dataclass(frozen=True)
 class Asked:
-    """What a run needs of a node.
+    """A run's requirements for a node.
 
-    requirements: as in pyproject.toml. on_gpus: models run there. nodes: of the cluster. object_store_gib: by Ray.
-    marker: a file that the driver has written into run.dir, or "". models: paths by setting.
+    requirements: as in pyproject.toml. on_gpus: models run on GPUs. nodes: of the cluster. object_store_gib: Ray's.
+    marker: file that the driver wrote into run.dir, or "". models: paths by setting.
     """
 
     requirements: tuple[str, ...]
@@ -61,7 +61,7 @@ class NodeReport:
 
 
 def look(asked: Asked, address: str) -> NodeReport:
-    """Check this machine, whose address is `address` for Ray."""
+    """Check this machine, whose Ray address is `address`."""
     cards, problem = gpus()
     ram = psutil.virtual_memory()
     shm_gib = shutil.disk_usage("/dev/shm").total / GIB if Path("/dev/shm").is_dir() else 0.0
@@ -82,7 +82,7 @@ def look(asked: Asked, address: str) -> NodeReport:
 
 
 def versions(requirements: Sequence[str]) -> Finding:
-    """Installed packages against the requirements."""
+    """Compare installed packages with the requirements."""
     wrong, found = list[str](), list[str]()
     for requirement in map(Requirement, requirements):
         try:
@@ -100,7 +100,7 @@ def versions(requirements: Sequence[str]) -> Finding:
 
 
 def gpus() -> tuple[tuple[Gpu, ...], str]:
-    """The GPUs that torch sees, or its reason for seeing none: no driver, one that is too old, a CPU build."""
+    """List torch's GPUs, or its reason for finding none: driver missing or too old, CPU build."""
     import torch
 
     try:
@@ -115,7 +115,7 @@ def gpus() -> tuple[tuple[Gpu, ...], str]:
 
 
 def gpu_findings(cards: Sequence[Gpu], problem: str, on_gpus: bool) -> Finding:
-    """Torch's GPUs, and whether other processes use them."""
+    """Report torch's GPUs, and other processes on them."""
     if not cards:
         devices = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
         if not on_gpus and not devices:
@@ -133,7 +133,7 @@ def gpu_findings(cards: Sequence[Gpu], problem: str, on_gpus: bool) -> Finding:
 
 
 def peer_access(count: int) -> Finding:
-    """Whether the node's GPUs read each other's memory directly."""
+    """Check whether the node's GPUs access each other's memory directly."""
     import torch
 
     pairs = [(i, j) for i in range(count) for j in range(i + 1, count)]
@@ -146,7 +146,7 @@ def peer_access(count: int) -> Finding:
 
 
 def shared_memory(shm_gib: float, gpu_count: int, object_store_gib: float) -> Finding:
-    """/dev/shm, which holds Ray's object store and connects NCCL's processes."""
+    """Check /dev/shm, used by Ray's object store and NCCL."""
     name, text = "/dev/shm", f"{shm_gib:.1f} GiB"
     advice = "start containers with --shm-size=16g, on Kubernetes mount an emptyDir of medium Memory there"
     if shm_gib < SMALL_SHM_GIB and gpu_count > 1:
@@ -158,7 +158,7 @@ def shared_memory(shm_gib: float, gpu_count: int, object_store_gib: float) -> Fi
 
 
 def limits(open_files: int, locked_bytes: int, infiniband: bool) -> Finding:
-    """Soft limits of a process: open files, and locked memory, which InfiniBand cards read and write."""
+    """Check process limits: open files, and locked memory, which InfiniBand needs."""
     unlimited = resource.RLIM_INFINITY
     files = "no limit" if open_files == unlimited else f"{open_files:,}"
     locked = "no limit" if locked_bytes == unlimited else f"{locked_bytes / 2**20:,.0f} MiB"
@@ -182,7 +182,7 @@ def memory(free_gib: float, total_gib: float) -> Finding:
 
 
 def network(address: str, nodes: int) -> Finding:
-    """The interface of the node's address, which ranks use."""
+    """Report the network interface of the node's address, which ranks use."""
     interfaces = psutil.net_if_addrs().items()
     having = [name for name, found in interfaces if address in {each.address.partition("%")[0] for each in found}]
     text = f"{having[0] if having else 'no interface'} carries {address}"
@@ -194,7 +194,7 @@ def network(address: str, nodes: int) -> Finding:
 
 
 def run_folder(marker: str) -> list[Finding]:
-    """run.dir, in which the driver has written `marker`; nothing without one."""
+    """Check run.dir, in which the driver wrote `marker`; nothing without one."""
     if not marker:
         return []
     folder, advice = Path(marker).parent, "put run.dir, as an absolute path, on storage that every node has"
@@ -210,7 +210,7 @@ def run_folder(marker: str) -> list[Finding]:
 
 
 def models(paths: Mapping[str, str]) -> list[Finding]:
-    """Models, by the setting that names them, that cannot be read here."""
+    """Report models, by setting, that cannot be read here."""
     advice = "put it where every node finds it, on shared storage or by `hf download` on each"
     findings = []
     for key, path in paths.items():

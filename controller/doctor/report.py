@@ -1,4 +1,4 @@
-"""Findings, a line each, and the report that prints them as they come."""
+"""Findings, one line each, printed by the report as they come."""
 
 import sys
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ class Status(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding about `name`. advice: what to change, if anything."""
+    """A finding about `name`. advice: recommended change, if any."""
 
     name: str
     status: Status
@@ -64,7 +64,7 @@ class Report:
     def guarding(self, name: str, advice: str, *, told: bool = True) -> Iterator[None]:
         """Turn an exception of the block into a finding, so that later checks still run.
 
-        told: print the name of a check that takes long, as `looking_at` does.
+        told: print the name of a slow check, as `looking_at` does.
         """
         try:
             with looking_at(name) if told else nullcontext():
@@ -79,12 +79,12 @@ class Report:
 
 
 def looking_at(name: str) -> AbstractContextManager[None]:
-    """Print the name of a block that takes long, on standard error, apart from the findings."""
+    """Print the name of a slow block on standard error, apart from the findings."""
     return told_if_slow(partial(print, file=sys.stderr, flush=True), f"...   {name}")
 
 
 def joined(by_node: dict[str, list[Finding]]) -> list[Finding]:
-    """Findings of several nodes; equal ones become one that names its nodes or their number."""
+    """Merge equal findings of several nodes into one that names the nodes or their number."""
     if len(by_node) == 1:
         return next(iter(by_node.values()))
     nodes: dict[Finding, list[str]] = {}

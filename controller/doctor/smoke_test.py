@@ -1,4 +1,4 @@
-"""Smoke tests by a run's own means: a timed all-reduce, and two steps of a run with one engine and one rank.
+"""Smoke tests with a run's own code: a timed all-reduce, and two steps with one engine and one rank.
 
 all_reduce         reserve a bundle a rank --WorkerGroup--> process group --> median seconds, and the sum
 train_two_steps    sample, compare log-probs, update --new weights--> sample, compare log-probs (`controller.fit`)
@@ -52,11 +52,11 @@ def reward(response):
 
 
 class LinkWorker(Worker):
-    """A rank without a model: only a member of the process group."""
+    """A rank without a model, only in the process group."""
 
     @dispatch(Split.ALL)
     def time_all_reduce(self, byte_count: int, repeats: int) -> tuple[float, float]:
-        """(median seconds of one all-reduce, largest sum of a number that is 1 on every rank)."""
+        """Return (median seconds of an all-reduce, largest sum of a tensor of ones)."""
         taken, largest = [], 0.0
         for _ in range(1 + repeats):
             numbers = torch.ones(byte_count // 4, device=self.device)
@@ -69,10 +69,7 @@ class LinkWorker(Worker):
 
 
 def all_reduce(config: Config, nodes: int, gpus: int) -> Finding:
-    """Time an all-reduce over a rank on every GPU; on CPUs over one on every node, two at least.
-
-    Raises what WorkerGroup raises.
-    """
+    """Time an all-reduce over all GPUs; on CPUs over one rank per node, at least two. Raises as WorkerGroup."""
     ranks = gpus if config.uses_gpus else max(2, nodes)
     if ranks == 1:
         return ok("all-reduce", "one GPU, no other rank")
@@ -97,7 +94,7 @@ def all_reduce(config: Config, nodes: int, gpus: int) -> Finding:
 
 
 def judge_all_reduce(measured: list[tuple[float, float]], device: str) -> Finding:
-    """The slowest rank's rate, or a wrong sum. Each of n ranks sends and receives 2 (n - 1) / n of its bytes."""
+    """Report the slowest rank's rate, or a wrong sum. Each of n ranks sends and receives 2 (n - 1) / n of its bytes."""
     ranks, size = len(measured), REDUCED_BYTES[device]
     for rank, (_, total) in enumerate(measured):
         if total != ranks:
@@ -114,7 +111,7 @@ def judge_all_reduce(measured: list[tuple[float, float]], device: str) -> Findin
 
 
 def tiny_model(folder: Path) -> str:
-    """Save a random Qwen2 of a quarter of a million parameters and a tokenizer in Hugging Face format."""
+    """Save a random Qwen2 with 250,000 parameters and a tokenizer in Hugging Face format."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -143,13 +140,13 @@ def tiny_model(folder: Path) -> str:
 
 
 class _Complete(Exception):  # noqa: N818 - not an error
-    """Ends the run after its last step, before a model is saved."""
+    """Ends the run after its last step, before saving a model."""
 
 
 def settings_for(asked: Config, model: str, folder: Path) -> Config:
-    """Settings of a run in `folder` of one rank and one engine with `model`, and its data and reward there.
+    """Return settings of a run in `folder` with one rank, one engine and `model`; writes its data and reward.
 
-    Devices, placement and dtype are those of `asked`.
+    Devices, placement and dtype follow `asked`.
     """
     prompts = [{"prompt": string.ascii_letters[row : row + 16]} for row in range(8)]
     (folder / "train.jsonl").write_text("".join(f"{json.dumps(prompt)}\n" for prompt in prompts))
@@ -162,7 +159,7 @@ def settings_for(asked: Config, model: str, folder: Path) -> Config:
 
 
 def train_two_steps(config: Config, report: Report) -> None:
-    """Add a finding for each step of the run. Raises what a run raises: a MismatchError where log-probs differ."""
+    """Add a finding per step. Raises a run's errors: MismatchError if log-probs differ."""
     steps: list[dict[str, float]] = []
 
     def keep(number: int, metrics: dict[str, float]) -> None:

@@ -27,8 +27,11 @@ PLACEHOLDERS = {"model.path": "models/policy", "data.train": "data/train.jsonl",
 
 @dataclass
 class Migration:
-    """settings: by key. open: for the user to decide. differs: done in another way here. defaults: settings that keep
-    the other system's default, with the reason. without: keys without a counterpart. unknown: keys in no row."""
+    """settings: by key. open: for the user to decide. differs: done differently here.
+
+    defaults: settings that keep the other system's default, with the reason. without: keys without a counterpart.
+    unknown: keys in no row.
+    """
 
     system: str
     settings: dict[str, Any] = field(default_factory=dict)
@@ -103,8 +106,10 @@ def _matches(row: Counterpart, key: str) -> bool:
 
 
 def _rows(system: str, given: Mapping[str, Any], migration: Migration) -> list[tuple[str, Any, Counterpart, bool]]:
-    """Return (their key, value, row, whether it is given) of keys and defaults, in the order of application: defaults
-    first, rows of several settings before rows of one, and switches last."""
+    """Return (their key, value, row, whether given) of keys and defaults, in order of application.
+
+    Defaults first, rows of several settings before rows of one, switches last.
+    """
     of_system = [row for row in ROWS if row.system == system]
     found = []
     for theirs, value in given.items():
@@ -177,7 +182,7 @@ def _override(key: str, value: Any) -> str:
 
 
 def _settle(migration: Migration) -> None:
-    """Remove, one after the other, the settings that the checks refuse, and list them."""
+    """Remove and list, one by one, the settings that the checks refuse."""
     chosen = migration.settings
     while True:
         try:

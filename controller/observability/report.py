@@ -1,10 +1,9 @@
-"""Writes the report: one page about a run, `runs/NAME/report.html`, that needs no network.
+"""Write a run's report: one page, `runs/NAME/report.html`, that needs no network.
 
     RunFolder --> charts (matplotlib, as SVG), cards, tables --> Jinja template --> report.html
 
-Texts of models and data sets cannot become part of the page's structure: the template escapes all texts, and inserts
-only our own charts as they are. The page's content security policy allows neither scripts nor requests. Secrets are
-masked.
+The template escapes all texts of models and data, and inserts only our own charts unescaped. The content security
+policy forbids scripts and requests. Secrets are masked.
 """
 
 import math
@@ -78,7 +77,7 @@ class Card:
 
 @dataclass(frozen=True)
 class Section:
-    """Charts under a title. charts: trusted `<svg>` elements. wide: they need all of the page's width."""
+    """Charts under a title. charts: trusted `<svg>` elements. wide: use the page's full width."""
 
     title: str
     charts: Sequence[Markup]
@@ -88,7 +87,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Table:
-    """columns: their formats by name. rows: a text for each column."""
+    """columns: formats by name. rows: a text per column."""
 
     title: str
     note: str
@@ -105,7 +104,7 @@ class Line:
 
 
 def write_report(folder: Path) -> Path:
-    """Write the report of a run into its folder; return its path.
+    """Write a run's report into its folder; return its path.
 
     Raises DataError for a folder without metrics, ConfigError if its config.yaml does not fit this version.
     """
@@ -161,7 +160,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _sections(run: RunFolder, config: TrainingConfig) -> list[Section]:
-    """Return every picture of the report that this run has something for."""
+    """Return every picture for which the run has data."""
     panels = learning(run)
     title = ("Reward" if isinstance(config, Config) else "Loss") + " and validation" * (len(panels) > 1)
     sections = [Section(title, _charts(panels))]
@@ -177,9 +176,9 @@ def _sections(run: RunFolder, config: TrainingConfig) -> list[Section]:
 
 
 def who_computes_when(run: RunFolder) -> list[Section]:
-    """Draw and explain the last step's plan beside the given order, by what the run planned with.
+    """Compare the last step's plan with the given order, by the run's planner inputs.
 
-    Time 1 is that of the plan if no rank ever waited. Empty for one rank, or without a record of the plan.
+    Time 1 is the plan's without waiting. Empty for one rank, or without a recorded plan.
     """
     try:
         record = run_step(run.path)
@@ -202,7 +201,7 @@ def _charts(panels: Iterable[Panel]) -> list[Markup]:
 
 
 def _svg(title: str, draw: Draw) -> str:
-    """Draw one picture for each panel: a page sets two side by side or, on a narrow screen, one below the other."""
+    """Draw one picture per panel; a page places two side by side, or stacks them on a narrow screen."""
     figure = Figure(figsize=SIZE, layout="constrained")
     axes = figure.subplots()
     figure.patch.set_visible(False)
@@ -214,7 +213,7 @@ def _svg(title: str, draw: Draw) -> str:
 
 
 def learning(run: RunFolder) -> list[Panel]:
-    """Return the reward with its parts, or the loss, of every step; then validation, if there was any."""
+    """Plot the reward with its parts, or the loss, per step; then validation, if any."""
     validation = [Line(name, name.removeprefix("validation/")) for name in run.names if name.startswith("validation/")]
     panels = [_curves(run, "Validation", validation)] if validation else []
     if "reward/mean" not in run.names:
@@ -225,7 +224,7 @@ def learning(run: RunFolder) -> list[Panel]:
 
 
 def policy(run: RunFolder) -> list[Panel]:
-    """Return entropy and gradient norm of the policy, and the age of its samples unless it is 0 in all steps."""
+    """Plot entropy and gradient norm, and sample age unless it is always 0."""
     panels = [
         _curves(run, "Entropy of the policy", [Line("policy/entropy", colour=VIOLET)]),
         _curves(run, "Gradient norm, before clipping", [Line("policy/grad_norm", colour=AMBER)]),
@@ -247,7 +246,7 @@ def _imbalance(run: RunFolder) -> Panel:
 def _curves(
     run: RunFolder, title: str, lines: Sequence[Line], *, percent: bool = False, from_zero: bool = False
 ) -> Panel:
-    """Return a panel with one line a metric, as many as can be told apart. percent: values are shares."""
+    """Return a panel with one line per metric, up to a readable number. percent: values are shares."""
 
     def draw(axes: Axes) -> None:
         for line, colour in zip(lines, COLOURS, strict=False):
@@ -265,7 +264,7 @@ def _curves(
 
 
 def _lengths(run: RunFolder) -> list[Panel]:
-    """Return the distribution of lengths over the steps, and in the first and the last."""
+    """Plot lengths over the steps, and their distribution in the first and last."""
     first, last = min(run.lengths), max(run.lengths)
 
     def over_steps(axes: Axes) -> None:
@@ -293,7 +292,7 @@ def _lengths(run: RunFolder) -> list[Panel]:
 
 
 def _stacked_phases(axes: Axes, run: RunFolder) -> None:
-    """Stack the seconds of the phases; the rest of a step's time is left white."""
+    """Stack the seconds of the phases; the rest of a step stays white."""
     whole = run.curve("time/step_s")
     curves = {name: run.curve(f"time/{name}_s") for name in PHASES if f"time/{name}_s" in run.names}
     by_step = {name: dict(zip(curve.steps, curve.values, strict=True)) for name, curve in curves.items()}
@@ -325,7 +324,7 @@ def _steps_below(axes: Axes) -> None:
 
 
 def _dress(axes: Axes, title: str) -> None:
-    """Add the title and, in lines of its own below it, where it covers nothing, the legend."""
+    """Add a title and, below it, the legend, where it covers nothing."""
     labels = axes.get_legend_handles_labels()[1]
     lines = 0
     if labels:

@@ -1,4 +1,4 @@
-"""The files of a run: how they are written (`metrics.RunWriter`), and `RunFolder`, which reads them back.
+"""A run's files: helpers to write them (`metrics.RunWriter`), and `RunFolder`, which reads them.
 
 runs/NAME/   config.yaml  run.log  metrics.jsonl  lengths.jsonl  samples.jsonl  timeline.jsonl  validation/step-N.jsonl
              samples/step-N.npz, of which `controller.rollout.sample_files` knows the content
@@ -25,7 +25,7 @@ LOG = "run.log"
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Inside, what cannot be written (a full disk) is an OutputError that names `path`; the system does not name it."""
+    """Turn a failed write (a full disk) in the block into an OutputError that names `path`."""
     try:
         yield
     except OSError as error:
@@ -35,11 +35,10 @@ def writing(path: Path) -> Iterator[None]:
 
 
 class JsonLines:
-    """A file of JSON lines, each flushed at once, so that a killed run loses nothing. Raises OutputError."""
+    """A file of JSON lines, each flushed, so that a killed run loses nothing. Raises OutputError."""
 
     def __init__(self, path: Path, *, after: int = 0) -> None:
-        """`after`: the step that a run resumes from; later lines, and damaged ones, are removed. 0 keeps
-        nothing."""
+        """after: step to resume from; later and damaged lines are removed. 0 keeps nothing."""
         self.path = path
         with writing(path):
             found = json_records(path, has_step) if after and path.exists() else ()
@@ -58,17 +57,17 @@ class JsonLines:
 
 
 def finite(value: float) -> float | None:
-    """`value`, or None where JSON has no number for it."""
+    """Return `value`, or None if JSON has no number for it."""
     return value if math.isfinite(value) else None
 
 
 def step_file(folder: Path, step: int) -> Path:
-    """The file of the samples of a step, where run.record_samples keeps them."""
+    """Return the file of a step's samples, kept with run.record_samples."""
     return folder / "samples" / f"step-{step}.npz"
 
 
 def recorded_steps(folder: Path) -> list[int]:
-    """The steps whose samples are kept, in order."""
+    """List the steps with kept samples, in order."""
     files = step_file(folder, 0).parent.glob("step-*.npz")
     return sorted(int(file.stem.removeprefix("step-")) for file in files if file.stem[5:].isdecimal())
 
@@ -83,13 +82,13 @@ class Curve:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Missing files count as empty. Damaged lines are left out, with a warning."""
+    """Reads a run's files. Missing ones count as empty; damaged lines are skipped with a warning."""
 
     path: Path
 
     @cached_property
     def metrics(self) -> list[Row]:
-        """A row a step. Raises DataError where there is none: then this is not the folder of a run."""
+        """A row per step. Raises DataError without any, because the folder is then not a run's."""
         rows = self._rows("metrics.jsonl", has_step, lambda row: _check_numbers(row, *row))
         if not rows:
             raise DataError(f"{self.path / 'metrics.jsonl'} holds no step; give the folder of a run that has made one.")
@@ -97,7 +96,7 @@ class RunFolder:
 
     @cached_property
     def lengths(self) -> dict[int, list[int]]:
-        """Lengths of the sequences of every step, in the order of its batch."""
+        """Lengths of every step's sequences, in batch order."""
         return {row["step"]: row["lengths"] for row in self._rows("lengths.jsonl", has_step, check_lengths)}
 
     @cached_property
@@ -116,7 +115,7 @@ class RunFolder:
 
     @cached_property
     def last_validation(self) -> tuple[int, list[Row]]:
-        """(step, every held-out response) of the last validation; (0, []) if there was none."""
+        """(step, every held-out response) of the last validation; (0, []) without one."""
         files = {int(path.stem.removeprefix("step-")): path for path in self.path.glob("validation/step-*.jsonl")}
         if not files:
             return 0, []
@@ -125,11 +124,11 @@ class RunFolder:
 
     @property
     def names(self) -> list[str]:
-        """Names of all metrics, in the order in which they appear."""
+        """Names of all metrics, in order of appearance."""
         return list(dict.fromkeys(name for row in self.metrics for name in row if name != "step"))
 
     def curve(self, name: str) -> Curve:
-        """A metric over steps; steps without it, or without a value that can be drawn, are left out."""
+        """Return a metric over steps, without steps that lack a value to draw."""
         rows = [row for row in self.metrics if row.get(name) is not None]
         points = [(row["step"], row[name]) for row in rows if abs(row[name]) < LARGEST]
         return Curve([step for step, _ in points], [value for _, value in points])
@@ -140,6 +139,6 @@ class RunFolder:
 
 
 def _check_numbers(row: Row, *names: str) -> None:
-    """Raise unless the row has a number under every name. None stands for one that was not finite."""
+    """Raise unless every value of the row is a number, or None for one that is not finite."""
     for name in names:
         math.isfinite(0 if row[name] is None else row[name])

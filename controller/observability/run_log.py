@@ -1,12 +1,11 @@
-"""run.log: what a run has said, in its folder - console, what actors and users' code print, and Ray's own lines.
+"""run.log: output of a run in its folder - console, prints of actors and users' code, and Ray's lines.
 
     Console ------------------------------------------+
     stdout, stderr of this process, but Ray's threads -+--> terminal
                      |                                 +--> run.log: plain lines, without secrets
     stdout, stderr of actors --Ray's log streaming------+
 
-Ray streams the output of actors to the driver, and prints it there in threads of its own, among lines about its nodes
-and workers. Those go to the log alone.
+Ray's threads print the actors' output and its own notices on the driver; these go only to the log.
 """
 
 import io
@@ -33,11 +32,13 @@ CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07")
 
 
 class RunLog(io.TextIOBase):
-    """A file of whole, plain lines; threads do not mix within a line. After an error of the disk it says so once, on
-    standard error, and keeps nothing more: files that a run needs are written elsewhere, and stop it."""
+    """A file of whole, plain lines, without mixing threads in a line.
+
+    After a disk error it reports once on standard error and stops writing; other files of the run raise instead.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Append to the file, in a folder that is made if it is missing."""
+        """Append to the file, and create its folder."""
         self._path, self._lock, self._parts = path, threading.Lock(), threading.local()
         self._file: TextIO | None = None
         try:
@@ -52,7 +53,7 @@ class RunLog(io.TextIOBase):
         stream.write(f"{self._path} cannot be written ({error.strerror or error}); it ends here\n")
 
     def write(self, text: str) -> int:
-        """Keep the lines that are whole; a rest waits for its end."""
+        """Write whole lines; a remainder waits for its end."""
         *lines, rest = (getattr(self._parts, "rest", "") + text).split("\n")
         self._parts.rest = rest
         for line in lines:
@@ -69,10 +70,10 @@ class RunLog(io.TextIOBase):
                 self._end(error)
 
     def flush(self) -> None:
-        """Lines are written as they come."""
+        """No effect: lines are written at once."""
 
     def close(self) -> None:
-        """Write what is no whole line yet, and close the file."""
+        """Write the unfinished line, and close the file."""
         if getattr(self._parts, "rest", ""):
             self.write("\n")
         with self._lock:
@@ -83,7 +84,7 @@ class RunLog(io.TextIOBase):
 
 
 class _Routed:
-    """A standard stream: what is written goes to the log, and to the stream unless a thread of Ray writes."""
+    """A standard stream that also writes to the log; lines of Ray's threads go only there."""
 
     def __init__(self, stream: TextIO, log: TextIO) -> None:
         self._stream, self._log = stream, log
@@ -101,7 +102,7 @@ class _Routed:
 
 @contextmanager
 def run_log(folder: Path, console: "Console") -> Iterator[None]:
-    """Keep in folder/run.log what is said in the block, and what ends it."""
+    """Record the block's output, and the exception that ends it, in folder/run.log."""
     log = cast(TextIO, RunLog(folder / LOG))
     log.write(f"=== {datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z} {' '.join(sys.argv)}\n")
     shown, errors = (cast(TextIO, _Routed(stream, log)) for stream in (sys.stdout, sys.stderr))
@@ -117,7 +118,7 @@ def run_log(folder: Path, console: "Console") -> Iterator[None]:
 
 @contextmanager
 def rays_logging_in(log: TextIO) -> Iterator[None]:
-    """Sends Ray's records of Python's logging to `log` while the block runs."""
+    """Send Ray's Python logging to `log` during the block."""
     handlers = [handler for handler in logging.getLogger("ray").handlers if isinstance(handler, logging.StreamHandler)]
     before = [handler.setStream(log) for handler in handlers]
     try:

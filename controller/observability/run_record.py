@@ -1,4 +1,4 @@
-"""RunRecord: the listener of a run, from which terminal, files, trackers and Prometheus get what happens.
+"""RunRecord: receives a run's events, and passes them to terminal, files, trackers and Prometheus.
 
 with record.phase("update"):   terminal, Prometheus, timeline.jsonl, and the seconds in `time/update_s`
 record.add(metrics)            metrics of the step
@@ -35,7 +35,7 @@ RECORDED_SAMPLES = 4  # of each kind: first, slowest, longest
 
 
 class Samples(Protocol):
-    """The part of `controller.rollout.samples.Rollout` that is recorded."""
+    """The recorded part of `controller.rollout.samples.Rollout`."""
 
     @property
     def by_sample(self) -> Mapping[tuple[str, int], "Score"]: ...
@@ -51,11 +51,10 @@ class Samples(Protocol):
 
 
 class RunRecord:
-    """Reports to several places at once; what concerns one place alone goes to `console`, `writer` or `timeline`.
+    """Reports to several places at once; use `console`, `writer` or `timeline` for a single one.
 
-    samples: whether engines sample from the policy while it learns. metrics: of the step. seconds: by phase since the
-    step began, in the order in which phases ended. rollout, trained: the step's samples and those that it trains on,
-    without their tokens.
+    samples: whether engines sample from the policy while it learns. metrics: of the step. seconds: by finished phase of
+    the step. rollout, trained: the step's samples, and the trained ones, without tokens.
     """
 
     def __init__(self, console: Console, live: LiveMetrics, writer: RunWriter, *, samples: bool = True) -> None:
@@ -70,7 +69,7 @@ class RunRecord:
 
     @contextmanager
     def step(self, step: int, steps: int) -> Iterator[None]:
-        """The block is step `step` of `steps`."""
+        """Record the block as step `step` of `steps`."""
         self.metrics, self.seconds, self.rollout = {}, {}, None
         self._step, self._planned = step, False
         self.console.begin_step(step, steps)
@@ -79,7 +78,7 @@ class RunRecord:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """The block is phase `name`, also where it raises; phases nest."""
+        """Time the block as phase `name`, even if it raises; phases nest."""
         start = time.perf_counter()
         try:
             with self.live.phase(name), self.console.phase(name):
@@ -90,36 +89,36 @@ class RunRecord:
             self.seconds[name] = self.seconds.get(name, 0.0) + end - start
 
     def times(self) -> dict[str, float]:
-        """`seconds` under the names that a run logs."""
+        """Return `seconds` under their metric names."""
         return {f"time/{name}_s": seconds for name, seconds in self.seconds.items()}
 
     def add(self, metrics: Mapping[str, float]) -> None:
-        """Add metrics of the step; of one name, the last counts."""
+        """Add metrics of the step; the last value of a name counts."""
         self.metrics |= metrics
 
     def samples(self, rollout: Samples, trained: RemoteBatch, asked: Callable[[str], dict[str, str]]) -> None:
-        """Record the samples of a step. asked: the texts of what a prompt's uid asks."""
+        """Record a step's samples. asked: texts of a uid's prompt."""
         self.writer.samples(self._step, rollout.examples(RECORDED_SAMPLES, asked))
         self.live.samples(rollout.batch)
         self.rollout, self._asked = rollout.without_tokens(), asked
         self.trains_on(trained)
 
     def trains_on(self, batch: RemoteBatch) -> None:
-        """Record the light columns of what the step trains on."""
+        """Record the light columns of the trained samples."""
         self.trained = RemoteBatch(batch.columns, {})
 
     def completions(self, count: int) -> None:
-        """Show the first `count` samples of the step, with their rewards and advantages."""
+        """Show the step's first `count` samples, with rewards and advantages."""
         if self.rollout is not None:
             scores = dict(islice(self.rollout.by_sample.items(), count))
             self.console.completions(scores, self.trained, self._asked)
 
     def all_samples(self) -> list[dict[str, Any]]:
-        """All samples of the step, with their whole texts."""
+        """Return all samples of the step with full texts."""
         return [] if self.rollout is None else self.rollout.examples(len(self.rollout.batch), self._asked, sys.maxsize)
 
     def plans(self, plans: Sequence[Plan], width: int | None = None, **columns: np.ndarray) -> None:
-        """Record the plans of a step's updates, one for each epoch; of several calls in a step the first counts.
+        """Record the plans of a step's updates, one per epoch; only the first call in a step counts.
 
         width: tokens of the longest possible sequence. columns: see `RunWriter.lengths`.
         """
@@ -131,17 +130,17 @@ class RunRecord:
         self.add({f"balance/{name}": statistics.fmean(each[name] for each in found) for name in found[0]})
 
     def micro_steps(self, times: Mapping[str, Sequence["MicroStepTime"]], cost_model: CostModel) -> None:
-        """The micro-steps of a step, by the name of the rank's actor, and the cost model of their plan."""
+        """Record a step's micro-steps by the rank's actor, with the cost model of their plan."""
         self.timeline.micro_steps(times, cost_model)
         self.live.micro_steps(times, cost_model)
 
     def end_step(self, step: int, steps: int) -> None:
-        """Write the metrics of a step, then show them: what the terminal showed is in the file."""
+        """Write a step's metrics, then show them, so that everything shown is in the file."""
         self.writer.step(step, self.metrics)
         self.console.step(step, steps, self.metrics)
         for told in self._health.see(step, self.metrics):
             self.console.log(told)
 
     def write_timeline(self, step: int) -> None:
-        """Write what happened since the last call as the timeline of `step`."""
+        """Write the events since the last call as the timeline of `step`."""
         self.writer.timeline(step, self.timeline.take())

@@ -1,5 +1,5 @@
-"""Text as a run shows it: short, counted, without secrets - values of telling environment variables, passwords in URLs,
-tokens of a known form."""
+"""Shorten texts for display, and mask secrets: sensitive environment variables, passwords in URLs, known token
+formats."""
 
 import os
 import re
@@ -20,7 +20,7 @@ PATTERNS = (
 
 
 def redacted(value: Any, environment: Mapping[str, str] = os.environ) -> Any:
-    """`value` with every secret in its texts masked; lists, tuples and mappings are walked through, keys kept."""
+    """Mask every secret in the texts of `value`, also in lists, tuples and mappings; keys stay."""
     if isinstance(value, str):
         return _masked(value, environment)
     if isinstance(value, Mapping):
@@ -40,13 +40,13 @@ def _masked(text: str, environment: Mapping[str, str]) -> str:
 
 
 def shortened(text: str, longest: int) -> str:
-    """`text`, or its first `longest` characters and how many more there are."""
+    """Return `text`, or its first `longest` characters and the number of others."""
     rest = len(text) - longest
     return text if rest <= 0 else f"{text[:longest]} ... ({rest:,} more characters)"
 
 
 def shown_prompt(prompt: Any) -> str:
-    """A prompt, text or cleaned chat messages, as text: a paragraph for each message."""
+    """Write a prompt, text or cleaned chat messages, as text: a paragraph per message."""
     if isinstance(prompt, str):
         return prompt
     messages = in_form(prompt, texts=True, parts=False)
@@ -54,5 +54,5 @@ def shown_prompt(prompt: Any) -> str:
 
 
 def other_columns(record: Mapping[str, Any], prompt_key: str) -> str:
-    """The columns of a record beside its prompt, one a line."""
+    """Write the columns of a record besides its prompt, one per line."""
     return "\n".join(f"{name}: {value}" for name, value in record.items() if name != prompt_key)

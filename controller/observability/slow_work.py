@@ -1,9 +1,9 @@
-"""Nothing waits in silence: work that lasts more than a moment says what it is, and how far it has come.
+"""Report slow work: its name and progress.
 
 with told_if_slow(say, "loading x"): ...         "loading x" after 2 s, "loading x, for 12 s so far" every 10 s
 for item in counted_if_slow(items, "x", say)     "x: 12,000 of 90,000 after 2 s", in the same rhythm, and a last line
 
-`say` may be called in a thread of its own.
+`say` may be called in another thread.
 """
 
 import threading
@@ -23,7 +23,7 @@ EVERY_SECONDS = 10.0  # between lines
 def told_if_slow(
     say: Say, what: str | Callable[[], str], *, after: float = SILENT_SECONDS, every: float = EVERY_SECONDS
 ) -> Iterator[None]:
-    """Say `what` once the block has taken `after` seconds, and how long it takes every `every` seconds from then on."""
+    """Call `say` once the block has taken `after` seconds, then every `every` seconds with the time so far."""
     done, began = threading.Event(), time.monotonic()
 
     def tell() -> None:
@@ -55,7 +55,7 @@ def counted_if_slow(
     after: float = SILENT_SECONDS,
     every: float = EVERY_SECONDS,
 ) -> Iterator[Item]:
-    """The items; says how many are done, of `total` if that is known, once they take more than `after` seconds."""
+    """Yield the items; after `after` seconds, report how many are done, of `total` if known."""
     began, told, count = time.monotonic(), 0.0, 0
     of = "" if total is None else f" of {total:,}"
     for count, item in enumerate(items, start=1):

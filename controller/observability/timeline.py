@@ -48,7 +48,7 @@ _ORIGIN = time.time() - time.perf_counter()
 
 
 class TimelineRecorder:
-    """Events since the last `take`; samples may come from another thread."""
+    """Collects events since the last `take`; samples may come from another thread."""
 
     def __init__(self) -> None:
         self._phases: list[list[Any]] = []
@@ -61,7 +61,7 @@ class TimelineRecorder:
         self._phases.append([name, round(_ORIGIN + start, 6), round(_ORIGIN + end, 6)])
 
     def samples(self, results: Iterable["SampleResult"]) -> None:
-        """Record time and engine of every sample; not of those that never reached an engine."""
+        """Record time and engine of every sample that reached an engine."""
         for result in results:
             if result.replica < 0:
                 continue
@@ -70,20 +70,20 @@ class TimelineRecorder:
                 self._rows["samples"].setdefault(f"rollout {result.replica}", []).append(row)
 
     def weight_loads(self, loads: Mapping[str, Sequence["WeightLoad"]]) -> None:
-        """Record the weight updates of each engine, by its actor's name."""
+        """Record each engine's weight updates, by its actor's name."""
         for actor, found in loads.items():
             rows = [[*_interval(load.start, load.seconds), load.version] for load in found]
             self._rows["weights"].setdefault(actor, []).extend(rows)
 
     def micro_steps(self, times: Mapping[str, Sequence["MicroStepTime"]], cost_model: CostModel) -> None:
-        """Record the micro-steps of each rank, by its actor's name, and the costs that they were planned with."""
+        """Record each rank's micro-steps, by its actor's name, with their planned costs."""
         self._cost = (cost_model.linear, cost_model.quadratic)
         for actor, found in times.items():
             rows = [[t.name, *_interval(t.start, t.seconds), t.tokens, t.squared_tokens] for t in found]
             self._rows["micro_steps"].setdefault(actor, []).extend(rows)
 
     def take(self) -> dict[str, Any]:
-        """Return everything since the last call, ready for JSON."""
+        """Return all events since the last call, ready for JSON."""
         phases, self._phases = self._phases, []
         with self._lock:
             rows, self._rows = self._rows, {name: {} for name in self._rows}
@@ -91,7 +91,7 @@ class TimelineRecorder:
 
 
 def _interval(start: float, seconds: float) -> tuple[float, float]:
-    """(start, end), rounded alike, so that what follows another still does."""
+    """Round (start, end) so that consecutive intervals stay consecutive."""
     return round(start, 6), round(start + seconds, 6)
 
 
@@ -110,16 +110,16 @@ class MicroStep(NamedTuple):
 
 
 def _slice(process: int, thread: int, name: str, start: float, end: float, **arguments: Any) -> Event:
-    """Return a complete event; whole microseconds, rounded so that what lies inside another still does."""
+    """Return a complete event in whole microseconds, rounded so that nested events stay nested."""
     begin = round(start * 1e6)
     track = {"ph": "X", "name": name, "cat": "ballast", "pid": process, "tid": thread}
     return track | {"ts": begin, "dur": round(end * 1e6) - begin, "args": arguments}
 
 
 def read_timeline(folder: Path, steps: range | None = None) -> list[dict[str, Any]]:
-    """The records of a run, in order; those of `steps` alone where given. Damaged ones are left out, with a warning.
+    """Read a run's records in order, or only those of `steps`; damaged ones are skipped with a warning.
 
-    Raises DataError if the run has recorded none, or none of these steps.
+    Raises DataError if nothing is recorded for these steps.
     """
     path = folder / RECORD
     if not path.is_file():
@@ -133,7 +133,7 @@ def read_timeline(folder: Path, steps: range | None = None) -> list[dict[str, An
 
 
 def trace_events(records: Sequence[Mapping[str, Any]]) -> list[Event]:
-    """The events of Chrome's trace format: metadata that names the tracks, then slices and counters."""
+    """Build Chrome trace events: metadata that names the tracks, then slices and counters."""
     names = {name for record in records for kind in ("samples", "weights", "micro_steps") for name in record[kind]}
     process = {name: number for number, name in enumerate([DRIVER, *sorted(names, key=_natural)], start=1)}
     events = list(_metadata(process))
@@ -163,7 +163,7 @@ def _metadata(process: Mapping[str, int]) -> Iterator[Event]:
 
 
 def _generation(process: int, rows: Sequence[list[float]], step: int) -> Iterator[Event]:
-    """An engine's times of generation, a slice for each stretch without a break, and how many samples at a time."""
+    """Return an engine's generation as a slice per uninterrupted stretch, and the number of samples at a time."""
     stretches: list[list[float]] = []  # start, end, samples, tokens
     for start, end, tokens in sorted(rows):
         if stretches and start <= stretches[-1][1]:
@@ -182,7 +182,7 @@ def _generation(process: int, rows: Sequence[list[float]], step: int) -> Iterato
 
 
 def _micro_steps(process: Mapping[str, int], record: Mapping[str, Any]) -> Iterator[Event]:
-    """Measured and planned slices of every rank, role by role and pass by pass."""
+    """Return measured and planned slices of every rank, by role and pass."""
     linear, quadratic = record["cost"]
     ranks = {actor: [MicroStep(*row) for row in rows] for actor, rows in record["micro_steps"].items()}
     for role in dict.fromkeys(actor.split()[0] for actor in ranks):
@@ -197,7 +197,7 @@ def _micro_steps(process: Mapping[str, int], record: Mapping[str, Any]) -> Itera
 
 
 def _scaled(predicted: Mapping[str, list[float]], measured: Mapping[str, list[MicroStep]]) -> dict[str, list[float]]:
-    """Predictions in seconds: the slowest ranks of all micro-steps together last as long as they did."""
+    """Scale predictions to seconds: the sum of each micro-step's slowest rank equals the measured sum."""
     lasted = sum(max(step.seconds for step in column if step) for column in zip_longest(*measured.values()))
     expected = sum(max(value or 0.0 for value in column) for column in zip_longest(*predicted.values()))
     factor = lasted / expected if expected else 0.0
@@ -207,7 +207,7 @@ def _scaled(predicted: Mapping[str, list[float]], measured: Mapping[str, list[Mi
 def _one_pass(
     process: Mapping[str, int], measured: Mapping[str, list[MicroStep]], planned: Mapping[str, list[float]]
 ) -> Iterator[Event]:
-    """A planned slice begins when the first rank began the micro-step, but not before the one before it ends."""
+    """A planned slice begins with the first rank's micro-step, but not before the previous slice ends."""
     begins = [min(step.start for step in column if step) for column in zip_longest(*measured.values())]
     for actor, steps in measured.items():
         free = 0.0
@@ -220,7 +220,7 @@ def _one_pass(
 
 
 def write_trace(folder: Path, output: Path, steps: range | None = None) -> int:
-    """Write the trace of a run's folder to `output`; returns the number of events. Raises as `read_timeline`."""
+    """Write the trace of a run's folder to `output`; return the number of events. Raises as `read_timeline`."""
     events = trace_events(read_timeline(folder, steps))
     with output.open("w", encoding="utf-8") as file:
         json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file, separators=(",", ":"))

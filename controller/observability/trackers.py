@@ -1,11 +1,10 @@
-"""Trackers: where a run's metrics go besides its folder. `open_trackers` opens those that a run asks for.
+"""Trackers: services that receive a run's metrics; `open_trackers` opens the requested ones.
 
     a step's metrics --> Tracker.log of each: TensorBoard | Weights & Biases | MLflow | Ray (Prometheus)
     some samples --> Tracker.table of each:   TensorBoard | Weights & Biases | MLflow
 
-Each is opened with the state that a resume needs, and closed with whether the run succeeded. A tracker whose service is
-unreachable does not stop a run; missing metrics are logged at the end. Keys and addresses come from the services' own
-environment variables (WANDB_*, MLFLOW_*), never from the configuration, which is written to the run's folder.
+An unreachable service does not stop a run; missing metrics are logged at the end. Keys and addresses come from the
+services' environment variables (WANDB_*, MLFLOW_*), never from the configuration, which is written to the run's folder.
 """
 
 import json
@@ -24,23 +23,23 @@ from workers.errors import ConfigError
 
 
 class Tracker(Protocol):
-    """One place that metrics go to."""
+    """A service that receives metrics."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the metrics of one step (from 1; 0 is the validation before training)."""
+        """Record a step's metrics (from 1; 0 is the validation before training)."""
 
     def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Show `rows`, texts and numbers by column, as the table `name` of a step, where the place can."""
+        """Show `rows`, texts and numbers by column, as the step's table `name`, if supported."""
 
     def close(self, *, succeeded: bool) -> None:
-        """Write what is not written yet, and say how the run ended."""
+        """Write what is pending, and report how the run ended."""
 
 
 class TensorBoardTracker:
     """TensorBoard events."""
 
     def __init__(self, folder: Path, *, after: int = 0) -> None:
-        """`after`: the step that a run resumes from; TensorBoard hides later records."""
+        """after: step to resume from; TensorBoard hides later records."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._folder = folder
@@ -53,7 +52,7 @@ class TensorBoardTracker:
                 self._writer.add_scalar(name, value, step)
 
     def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """A table of the tab TEXT."""
+        """Write a table in the tab TEXT."""
         with writing(self._folder):
             self._writer.add_text(name, markdown(rows), step)
 
@@ -64,12 +63,12 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """A run in Weights & Biases; `id` names it. WANDB_MODE=offline writes to `folder`/wandb, for `wandb sync`."""
+    """A run in Weights & Biases, named by `id`. WANDB_MODE=offline writes to `folder`/wandb, for `wandb sync`."""
 
     def __init__(self, folder: Path, project: str, name: str, shown: Mapping[str, Any], id: str = "") -> None:
-        """`shown`: settings. `id`: of the run to resume; empty begins one.
+        """shown: settings. id: of the run to resume; empty starts one.
 
-        Raises ConfigError if W&B cannot begin it: no key, no such project, no connection.
+        Raises ConfigError if W&B cannot start: no key, project or connection.
         """
         import wandb
 
@@ -88,11 +87,11 @@ class WandbTracker:
         self.id = str(self._run.id)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """W&B leaves out steps that it has already: those that a resumed run repeats."""
+        """W&B drops steps that it has already, which a resumed run repeats."""
         self._run.log(dict(metrics), step=step)
 
     def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """A table of its own for every step, under one name."""
+        """Log a new table per step, under one name."""
         import wandb
 
         names = columns_of(rows)
@@ -117,12 +116,12 @@ MLFLOW_DEFAULTS = {
 
 
 class MlflowTracker:
-    """A run in MLflow, at MLFLOW_TRACKING_URI; `id` names it."""
+    """A run in MLflow, at MLFLOW_TRACKING_URI, named by `id`."""
 
     def __init__(
         self, project: str, name: str, shown: Mapping[str, Any], log: Callable[[str], None], id: str = ""
     ) -> None:
-        """`shown`: settings, a new run's parameters. `log`: shows a line. `id`: of the run to resume; empty begins one.
+        """shown: settings, as parameters of a new run. log: prints a line. id: of the run to resume; empty starts one.
 
         Raises ConfigError if MLflow does not answer or does not know the run.
         """
@@ -151,7 +150,7 @@ class MlflowTracker:
         return str(run)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """While the server is away metrics wait here; the next step tries again."""
+        """Queue metrics while the server is unreachable; the next step retries."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
@@ -162,7 +161,7 @@ class MlflowTracker:
             self._log(f"MLflow: {_first_line(error)}; {len(self._waiting)} metrics wait for the next step")
 
     def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """An artifact, `samples/step-7.json`, which MLflow shows as a table."""
+        """Write an artifact, `samples/step-7.json`, which MLflow shows as a table."""
         names = columns_of(rows)
         data = {"columns": names, "data": [[cell(row.get(column)) for column in names] for row in rows]}
         try:
@@ -190,19 +189,19 @@ def _first_line(error: Exception) -> str:
 
 
 def columns_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The columns of rows, of which each may lack some."""
+    """Collect the columns of rows, some of which may lack some."""
     return list(dict.fromkeys(name for row in rows for name in row))
 
 
 def cell(value: Any) -> Any:
-    """A value for a table: a number, or a text; lists and mappings are JSON."""
+    """Convert a value to a number or a text for a table; lists and mappings become JSON."""
     if isinstance(value, float):
         return finite(value)
     return json.dumps(value, ensure_ascii=False) if isinstance(value, (list, dict)) else value
 
 
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows as a table in Markdown. Texts are shown as they are: HTML in them is escaped."""
+    """Write rows as a Markdown table, with HTML escaped."""
     names = columns_of(rows)
     lines = [names, ["---"] * len(names), *([_in_markdown(row.get(name, "")) for name in names] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -216,10 +215,10 @@ def _in_markdown(value: Any) -> str:
 def open_trackers(
     config: TrainingConfig, known: Mapping[str, str], after: int, log: Callable[[str], None], exported: RayMetrics
 ) -> tuple[list[Tracker], dict[str, str]]:
-    """Open Ray's metrics and the trackers of tracking.*; also returns the run's id in each service.
+    """Open Ray's metrics and the trackers of tracking.*; also return the run's id in each service.
 
-    known: ids of the resumed run, which its trackers continue; under a new name it is a new run there too. after: the
-    last recorded step. Raises ConfigError if a service does not take the run.
+    known: ids of the resumed run, which its trackers continue; a new run name starts new ones. after: last recorded
+    step. Raises ConfigError if a service refuses the run.
     """
     folder, tracking = config.run_folder, config.tracking
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""Training on given sequences: the loop of reinforcement learning without engines and rewards.
+"""Training on given sequences: the reinforcement learning loop without engines and rewards.
 
 records --tokenized--> rows --datasets--> batch of a step --Planner--> plan --> trainers --> policy ranks
                                                       pairs: log-probs --preference_losses--> coefficients --^
 
-`controller.sft` and `controller.preferences` are its commands, `running` what they share.
+Commands: `controller.sft` and `controller.preferences`; `running` holds their common code.
 """

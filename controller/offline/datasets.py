@@ -1,4 +1,4 @@
-"""Datasets: tokenized records, dealt in an endless stream of epochs; a step's tokens go to the object store once."""
+"""Datasets: tokenized records in an endless stream of epochs; a step's tokens enter the object store once."""
 
 from collections.abc import Sequence
 
@@ -18,13 +18,15 @@ Item = tuple[Row, ...]
 
 
 def record_name(path: str, index: int) -> str:
-    """Of the record at `index`, from 0, of a file: messages count from 1, as editors count lines."""
+    """Name the record at `index` (from 0) of a file; messages count from 1, as editors do."""
     return f"{path} record {index + 1}"
 
 
 class SequenceDataset:
-    """Records of one file, in a fixed or freshly shuffled order every epoch. `dropped`: records that were too long.
-    `warnings`: lines for the user."""
+    """Records of one file, in fixed order or shuffled every epoch.
+
+    dropped: number of records that were too long. warnings: lines for the user.
+    """
 
     def __init__(
         self,
@@ -37,10 +39,10 @@ class SequenceDataset:
         seed: int = 0,
         say: Say = print,
     ) -> None:
-        """records: the examples of each. say: hears how many are tokenized, if that takes long.
+        """records: examples of each. say: called with progress if tokenizing is slow.
 
-        Raises DataError on a record that cannot be tokenized, on one that is too long with over_long="error", and when
-        nothing is left.
+        Raises DataError on a record that cannot be tokenized, on one too long with over_long="error", and if none is
+        left.
         """
         self.name, self._shuffle, self._seed, self.dropped = name, shuffle, seed, 0
         self._items: list[Item] = []
@@ -80,19 +82,19 @@ class SequenceDataset:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of every sequence, in the order of the file."""
+        """Tokens of every sequence, in file order."""
         return [len(row["input_ids"]) for item in self._items for row in item]
 
     def take(self, start: int, count: int) -> RemoteBatch:
-        """`count` records from place `start` (from 0) of the stream, a pure function of the seed; see `first`."""
+        """Return `count` records from position `start` (from 0) of the stream, determined by the seed; see `first`."""
         places = range(start, start + count)
         return _batch([f"{place}" for place in places], [self._at(place) for place in places])
 
     def first(self, count: int) -> RemoteBatch:
-        """The first `count` records in file order, 0 for all.
+        """Return the first `count` records in file order, 0 for all.
 
-        Light columns `uid`, equal for the sequences of a record, `length`, `response_tokens` (those to learn); tokens
-        `input_ids`, `loss_mask`. The sequences of a record are neighbours.
+        Light columns `uid`, equal for a record's sequences, `length`, `response_tokens` (learned ones); tokens
+        `input_ids`, `loss_mask`. A record's sequences are adjacent.
         """
         items = self._items[: count or None]
         return _batch([f"{number}" for number in range(len(items))], items)

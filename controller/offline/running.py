@@ -43,14 +43,14 @@ Examples = dict[str, list[tuple[Example, ...]]]
 
 @dataclass(frozen=True)
 class OfflineCommand(Generic[Settings]):
-    """One of the commands. examples: (settings, record, the record's name) -> examples of the record."""
+    """One of the commands. examples: (settings, record, the record's name) -> the record's examples."""
 
     arguments: Command
     schema: type[Settings]
     examples: Callable[[Settings, Record, str], tuple[Example, ...]]
 
     def prepare(self, arguments: Sequence[str] | None) -> Callable[[], None] | None:
-        """Returns the function that starts the run; None after a dry run, or if the run has ended already.
+        """Return the function that starts the run; None after a dry run, or if no steps are left.
 
         Raises ConfigError or DataError for settings and data that cannot work.
         """
@@ -65,7 +65,7 @@ class OfflineCommand(Generic[Settings]):
         return None
 
     def prepare_run(self, config: Settings, callbacks: Sequence["Callback"] = ()) -> Callable[[], None] | None:
-        """Check everything, and return what starts the run; None, with a line, if it has ended already.
+        """Check everything, and return the function that starts the run; None if no steps are left.
 
         callbacks: see `training_loop.train`. Raises as `prepare`, and ResourceError.
         """
@@ -91,7 +91,7 @@ class OfflineCommand(Generic[Settings]):
     def dry_run(self, config: Settings, *, everything: bool) -> None:
         """Print what would run and where, then read the data and load small models; raises as these do.
 
-        everything: print settings at their defaults too.
+        everything: include default settings.
         """
         print(describe(config, everything=everything))
         print("\n== inputs ==", flush=True)
@@ -105,9 +105,9 @@ class OfflineCommand(Generic[Settings]):
             print(line, flush=True)
 
     def read_examples(self, config: Settings) -> tuple[Examples, DataIdentity]:
-        """The examples of every record, and the identity of data.train without `records`; needs no tokenizer.
+        """Read the examples of every record, and data.train's identity, without a tokenizer.
 
-        Raises DataError for what cannot be read, ConfigError if run.resume has other data or the chat template fails.
+        Raises DataError for unreadable data, ConfigError if run.resume has other data or the chat template fails.
         """
         read = {path: read_records(path) for path in (config.data.train, config.data.validation) if path}
         identity = offline_identity(config, read[config.data.train])
@@ -122,7 +122,7 @@ class OfflineCommand(Generic[Settings]):
         return examples, identity
 
     def read_inputs(self, config: Settings, say: Say = print) -> "Inputs":
-        """Data and cost model. Raises ConfigError or DataError for what cannot be used."""
+        """Read data and cost model. Raises ConfigError or DataError for unusable ones."""
         examples, identity = self.read_examples(config)
         cost_model = CostModel.from_model_config(config.model_description())
         renderer, data, seed = load_renderer(config, say), config.data, config.run.seed
@@ -140,7 +140,7 @@ class OfflineCommand(Generic[Settings]):
         return Inputs(train, validation, cost_model, identity, first_text, warnings)
 
     def run(self, config: Settings, inputs: "Inputs", console: "Console", callbacks: Sequence["Callback"] = ()) -> None:
-        """Start Ray and the roles, train, write `runs/NAME/`, end what was started."""
+        """Start Ray and the roles, train, write `runs/NAME/`, and stop everything started."""
         lines = [f"warning: {warning}" for warning in inputs.warnings]
         for dataset in filter(None, (inputs.train, inputs.validation)):
             if dataset.dropped:
@@ -162,7 +162,7 @@ class OfflineCommand(Generic[Settings]):
 
     @contextmanager
     def training(self, config: Settings, inputs: "Inputs", console: "Console") -> Iterator["OfflineRun[Settings]"]:
-        """Start the roles on a connected Ray and yield a run of them, loaded from the checkpoint of run.resume."""
+        """Start the roles on a connected Ray and yield a run, resumed by run.resume."""
         from controller.actors.roles import start_training_roles
         from controller.offline.steps import OfflineRun
         from workers.roles.offline_policy import OfflinePolicyWorker

@@ -24,7 +24,7 @@ Settings = TypeVar("Settings", bound=OfflineConfig)
 
 
 class OfflineRun(TrainingRun[Settings, TrainingRoles]):
-    """A run that trains on records. dataset: its records. position: the place of the next one in their stream."""
+    """A run that trains on records. dataset: its records. position: index of the next one in their stream."""
 
     def __init__(
         self,
@@ -39,17 +39,17 @@ class OfflineRun(TrainingRun[Settings, TrainingRoles]):
         self.dataset, self.held_out, self.position = train, validation, self.progress.position
 
     def state(self) -> dict[str, Any]:
-        """The place in the stream of records."""
+        """Return the position in the record stream."""
         return {"position": self.position}
 
     def measure(self) -> dict[str, float]:
-        """Seconds, tokens/s, and how far the run has come in its data."""
+        """Return seconds, tokens/s, and progress through the data."""
         found = self.record.times() | update_throughput(self.record.trained, self.record.seconds)
         epoch = self.position / len(self.dataset)
         return found | {"data/epoch": epoch, "data/dropped": float(self.dataset.dropped)}
 
     def validate(self, step: int) -> dict[str, float]:
-        """Measure the policy on data.validation, and show it; empty without it."""
+        """Validate on data.validation and show the result; empty without it."""
         if self.held_out is None:
             return {}
         with self.record.phase("validation"):
@@ -70,9 +70,9 @@ def sft_step(run: OfflineRun[SftConfig]) -> None:
 
 
 def preferences_step(run: OfflineRun[PreferencesConfig]) -> None:
-    """Compute the loss of every pair in a forward pass, then make a step along its gradient.
+    """Compute every pair's loss in a forward pass, then step along its gradient.
 
-    A pair's two sequences are planned apart, and couple through numbers on the driver.
+    A pair's two sequences are planned separately, and connected by numbers on the driver.
     """
     batch, plan = next_batch(run)
     with run.record.phase("log_probs"):
@@ -90,7 +90,7 @@ STEPS: dict[type[OfflineConfig], Step] = {SftConfig: sft_step, PreferencesConfig
 
 
 def next_batch(run: OfflineRun[Any]) -> tuple[RemoteBatch, Plan]:
-    """Take the records of a step, and plan their update; the last step of run.epochs takes those that are left."""
+    """Take a step's records and plan their update; the last step of run.epochs takes the remaining ones."""
     with run.record.phase("plan"):
         count, settings = run.config.records_per_step, run.config.run
         if not settings.steps:

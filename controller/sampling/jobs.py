@@ -1,4 +1,4 @@
-"""A job: which samples a command makes, of which model, with which settings, and where they go.
+"""A job: which samples a command makes, with which model and settings, and where they go.
 
 --config, --model, overrides --narrowed, checked--> settings --data, rewards read and tried--> Job
 """
@@ -27,7 +27,7 @@ from workers.errors import ConfigError
 
 @dataclass(frozen=True)
 class Request:
-    """A user's request, see `ballast.generate`. settings: in place of a file's."""
+    """A user's request, see `ballast.generate`. settings: instead of a file's."""
 
     config: Path | None = None
     model: str = ""
@@ -41,8 +41,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Job:
-    """config: narrowed; its run folder is the output, and model.path the model that samples. prompts: by uid.
-    identity: see `job_identity`. warnings: lines for the user."""
+    """config: narrowed; its run folder is the output, and model.path the sampled model. prompts: by uid.
+
+    identity: see `job_identity`. warnings: lines for the user.
+    """
 
     config: SamplerConfig
     model: Model
@@ -53,7 +55,7 @@ class Job:
 
     @property
     def keys(self) -> list[Key]:
-        """(uid, sample) of its samples, prompt by prompt."""
+        """(uid, sample) of its samples, in prompt order."""
         return [(uid, sample) for uid in self.prompts for sample in range(self.config.rollout.samples_per_prompt)]
 
 
@@ -75,7 +77,7 @@ def read_job(schema: type[SamplerConfig], request: Request) -> Job:
 
 
 def checked_settings(schema: type[SamplerConfig], request: Request) -> tuple[SamplerConfig, Model, GivenFunctions]:
-    """Return the narrowed settings, their model, and the functions they stand for. Raises as `read_job`."""
+    """Return the narrowed settings, their model, and functions passed to the call. Raises as `read_job`."""
     if request.prompts < 0:
         raise ConfigError(f"prompts={request.prompts}: must be at least 0, which takes all.")
     config, model = job_settings(schema, request)
@@ -116,7 +118,7 @@ def _of_run(model: Model) -> Path:
 
 
 def described(schema: type[SamplerConfig], request: Request) -> str:
-    """Describe the job for a dry run: read and tokenize the data, try the code. Raises as `read_job`."""
+    """Describe the job for a dry run: read and tokenize the data, try users' code. Raises as `read_job`."""
     config, model, given = checked_settings(schema, request)
     check_machine(config, dry_run=True)
     tried = try_inputs(config, given=given)

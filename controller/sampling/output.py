@@ -37,11 +37,10 @@ OF_EPISODES = ("rollout.max_turns", "rollout.max_episode_tokens")
 
 
 class SamplesFile:
-    """The samples of one job, by (uid, sample), and the file that they go to."""
+    """One job's samples by (uid, sample), and their file."""
 
     def __init__(self, folder: Path, job: Mapping[str, Any]) -> None:
-        """job: see `job_identity`. Raises as `check_same_job`, DataError for a file of something else, OutputError if
-        it cannot be written."""
+        """job: see `job_identity`. Raises as `check_same_job`, DataError for another kind of file, and OutputError."""
         self.path = folder / SAMPLES
         check_same_job(folder, job)
         with writing(folder):
@@ -64,7 +63,7 @@ class SamplesFile:
 
 
 def _whole_lines(path: Path) -> list[Line]:
-    """Read the lines of the file, and remove one that a crash cut short."""
+    """Read the file's lines, and remove one cut short by a crash."""
     if not path.exists():
         return []
     with path.open("rb+") as file:
@@ -86,7 +85,7 @@ def _parsed(text: bytes, where: str) -> Line:
 
 
 def as_line(result: SampleResult, score: Score, prompt: Prompt, prompt_key: str, *, rewarded: bool) -> Line:
-    """Return the line of a sample, without its tokens. rewarded: whether anything scores it."""
+    """Return a sample's line, without tokens. rewarded: whether anything scores it."""
     line = {
         "uid": result.uid,
         "sample": result.sample,
@@ -106,10 +105,10 @@ def as_line(result: SampleResult, score: Score, prompt: Prompt, prompt_key: str,
 
 
 def token_columns(result: SampleResult, row: Mapping[str, np.ndarray]) -> Line:
-    """Return token ids and log-probs of a sample, from its row of a DataProto.
+    """Return token ids and log-probs of a sample, from its DataProto row.
 
     response_ids, log_probs: of everything after the prompt, R numbers each. With several turns also `sampled`, R of 0
-    or 1: an environment's tokens were not sampled, and their log-probs are 0. The digits give the same float32 again.
+    or 1: an environment's tokens have log-prob 0. The digits restore the same float32.
     """
     start = result.prompt_tokens
     mask = row["loss_mask"][start:]
@@ -145,9 +144,9 @@ def check_same_job(folder: Path, job: Mapping[str, Any]) -> None:
 
 
 def job_identity(model: Model, config: SamplerConfig, data: DataIdentity, given: GivenFunctions) -> dict[str, Any]:
-    """Return everything that changes samples or scores, as JSON by part.
+    """Return everything that affects samples or scores, as JSON by part.
 
-    The numbers of prompts and samples are left out, so that more of both can be added.
+    Excludes the numbers of prompts and samples, so that more can be added.
     """
     environment = config.rollout.environment
     episodes = [environment, _content(environment), _values(config, OF_EPISODES)] if environment else None
@@ -176,7 +175,7 @@ def _values(config: SamplerConfig, keys: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _files(path: str, key: str) -> dict[str, Any]:
-    """List the files of a model with sizes and times: reading all weights would take minutes."""
+    """List a model's files with sizes and times, because reading all weights would take minutes."""
     folder = read_model_files(path, key).folder
     files = sorted({file for pattern in ("config.json", *WEIGHTS, *TOKENIZERS) for file in folder.glob(pattern)})
     found = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
@@ -184,6 +183,6 @@ def _files(path: str, key: str) -> dict[str, Any]:
 
 
 def _content(function: str) -> str:
-    """Return the SHA-256 of the file with a user's code; pickles of the same code may differ."""
+    """Return the SHA-256 of a user's code file, because pickles of the same code may differ."""
     file = source_file(function)
     return hashlib.sha256(file.read_bytes()).hexdigest() if file is not None and file.is_file() else ""
