@@ -4,7 +4,7 @@
     settings --------------------+--> Phases of training | Parts while generating --> the largest against the GPU
 
 P parameters, A of them trained (P, or those of the adapters), s ranks that share them (data-parallel ranks / replicate
-* context * tensor parallel); b bytes of the compute type (2 or 4), T the cap on a micro-batch's tokens on one rank, L
+* context * tensor parallel); b bytes of the compute type (2 or 4), T the cap on a micro-batch's tokens on one rank; L
 one layer's parameters, R those of the root (embedding, output layer), M those of the output layer, h the hidden size, f
 the width of a feed-forward block, n layers, c tokens of a chunk of logits. Always present:
 
