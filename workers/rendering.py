@@ -144,7 +144,7 @@ def forms(render: Callable[[Messages], str]) -> tuple[bool, bool]:
     def shows(content: Any) -> bool:
         try:
             text = render([{"role": "user", "content": content}])
-        except Exception:  # a template may raise whatever it likes
+        except Exception:  # templates may raise anything
             return False
         return PROBE in text and f"'{PROBE}'" not in text and f'"{PROBE}"' not in text
 
@@ -208,7 +208,7 @@ class Renderer:
             raise DataError(f"{where} holds chat messages, but the tokenizer of model.path has no chat template.")
         try:
             return self._render(in_form(messages, *self._forms), **options)
-        except Exception as error:  # a template may raise whatever it likes
+        except Exception as error:  # templates may raise anything
             raise DataError(f"{where} is not rendered by the chat template of model.path: {named(error)}.") from error
 
     def ids(self, text: str, where: str) -> list[int]:

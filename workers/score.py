@@ -9,7 +9,7 @@ from typing import Any
 
 from workers.errors import DataError, quoted
 
-LARGEST = 3.4e38  # what float32 holds
+LARGEST = 3.4e38  # the largest float32
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def as_score(value: Any, response: str) -> Score:
     answer = parts.pop("answer", None)
     try:
         numbers = {str(name): float(part) for name, part in parts.items()}
-    except Exception:  # whatever a value raises when it is asked for its number
+    except Exception:  # converting a value may raise anything
         numbers = {"reward": float("nan")}
     if not all(map(is_finite, numbers.values())):
         told = f"it returned {quoted(value)} for {quoted(response)}"

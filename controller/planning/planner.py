@@ -79,7 +79,7 @@ def _depths(
     return depths
 
 
-MINI_BATCHES = 1  # sets this random stream apart from that of the data's order
+MINI_BATCHES = 1  # separates this random stream from the data order's
 
 
 @dataclass(frozen=True)

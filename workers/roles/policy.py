@@ -82,7 +82,7 @@ class PolicyWorker(TrainedWorker):
         address, port = meeting[0]
         # An engine beside every rank reads that rank's own; over the network one rank sends, and alone gathers.
         keeper = None if placement == "colocated" else 0
-        dtype = self.engine.dtype  # what the engines compute in: half the bytes where ours are kept in float32
+        dtype = self.engine.dtype  # the engines' dtype: half the bytes of float32 weights
         self._sender = WeightSender(
             placement,
             engines,

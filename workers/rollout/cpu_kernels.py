@@ -13,7 +13,7 @@ from vllm.platforms import current_platform
 
 PROVIDER = "ballast_cpu"
 NORMS = ("rms_norm", "fused_add_rms_norm")
-LANES = 32  # a kernel takes rows of whole vectors, the longest are of so many numbers
+LANES = 32  # numbers in the longest vector; a kernel takes rows of whole vectors
 
 
 def _fits(x: Tensor, weight: Tensor | None, variance_size: int | None) -> bool:

@@ -104,7 +104,7 @@ class EngineThread(EngineCoreClient):
         answer: Future[Any] = Future()
 
         def command() -> None:
-            if not answer.set_running_or_notify_cancel():  # nobody waits for it any more
+            if not answer.set_running_or_notify_cancel():  # its caller has gone
                 return
             if self.resources.engine_dead:
                 answer.set_exception(self.resources.error())

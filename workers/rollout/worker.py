@@ -175,7 +175,7 @@ class RolloutWorker:
             return await self._play(request, sampling)
         except EngineDeadError as error:
             raise RolloutError(f"the engine of rollout replica {self.index} died: {_reason(error)}") from error
-        except Exception as error:  # whatever else vLLM raises concerns this request alone
+        except Exception as error:  # other errors of vLLM concern this request alone
             return _failure(request, f"{type(error).__name__}: {error.__cause__ or error}")
 
     async def _play(self, request: SampleRequest, sampling: SamplingConfig) -> Sample:
@@ -365,7 +365,7 @@ def _end_engine(engine: "AsyncLLM | None") -> None:
     processes = psutil.Process().children(recursive=True)
     if engine is not None:
         engine.shutdown(timeout=STOP_SECONDS)
-    for process in processes:  # what is still being built, or did not end in time
+    for process in processes:  # processes still being built, or late to end
         with suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(processes, STOP_SECONDS)

@@ -31,13 +31,13 @@ from workers.errors import LONGEST_QUOTE, BallastError, ConfigError, named
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 EXIT_SECONDS = 1.0  # for a process that has closed its connection to exit, and so to have an exit code
-START_SECONDS = 60.0  # for a process to start and read what it is sent
+START_SECONDS = 60.0  # for a process to start and read its request
 HEADER = 8  # bytes: the size of a request
 LONGEST_ANSWER = 2**24  # bytes, of a sample's score or an environment's turn
-LONGEST_PICKLE = 2**30  # bytes, of a function with what it holds, or of an epoch's order
+LONGEST_PICKLE = 2**30  # bytes of a function's pickle, or of an epoch's order
 LONGEST_LINE = 2**16  # bytes that are shown of users' code at a time
-SHOWN_BYTES, SHOWN_SECONDS = 10**6, 60.0  # what users' code may print, and within what time
-FIRST_DESCRIPTOR = 500  # of a channel in its process, beyond those that careless code writes to or closes
+SHOWN_BYTES, SHOWN_SECONDS = 10**6, 60.0  # limit on users' output, and its period
+FIRST_DESCRIPTOR = 500  # of a process's channel, above descriptors that careless code uses
 
 RAISED = (Exception, KeyboardInterrupt, SystemExit)
 """Everything that users' code may raise: in its own process KeyboardInterrupt and SystemExit are nobody else's."""
@@ -132,7 +132,7 @@ class UserProcess(Connection):
         self._kept = io.StringIO() if quiet else None
         with self._theirs:
             environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-            environment["PYTHONUNBUFFERED"] = "1"  # what it prints is seen at once, also if the process is killed
+            environment["PYTHONUNBUFFERED"] = "1"  # shows output at once, even if the process is killed
             command = "from workers.user_code.process import main; main()"
             self._process = subprocess.Popen(
                 [sys.executable, "-c", command, target, str(self._theirs.fileno())],

@@ -61,7 +61,7 @@ class RewardProcess:
         scores: dict[int, Score] = {}
         if len(calls) > 1:
             self._try(calls, scores)
-        for call in calls:  # alone, because any of those that are left may have ended the process
+        for call in calls:  # alone, because any call left may have ended the process
             if call.number not in scores and (reason := self._try([call], scores)):
                 scores[call.number] = Score(0.0, call.response, failure=reason)
         return scores
@@ -73,7 +73,7 @@ class RewardProcess:
             process = self._started()
             process.send(calls)
             for _ in calls:
-                # The process itself ends a coroutine that takes too long; only what hangs is late by a second.
+                # The process itself ends a coroutine that takes too long; only a hanging call is late by a second.
                 number, score = process.receive(self._timeout_s, "reward.timeout_s", late_s=1.0)
                 scores[number] = Score(response=responses[number], **score)
         except (NoAnswerError, BallastError) as error:
