@@ -123,5 +123,4 @@ def activations_on_host(device: torch.device) -> saved_tensors_hooks:
 
 @cache
 def _copy_stream(device: torch.device) -> CopyStream:
-    """Return the one stream of the device, shared by all passes."""
     return CopyStream(device)

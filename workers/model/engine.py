@@ -135,7 +135,6 @@ class TrainingEngine:
                 )
 
     def _source(self, parameter_dtype: torch.dtype) -> Source[PackedModel]:
-        """Return the model to load, with the attention of the layout that all passes can use."""
         shared = self.parallel.context.size() * self.parallel.tensor.size() > 1
         layout = self.model_config.attention_layout(shared=shared)
         loaded = replace(self.model_config, layout=layout, forward_layout="same")

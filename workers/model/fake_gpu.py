@@ -145,14 +145,12 @@ class FakeGpu(TorchDispatchMode):
 
 
 def _is_fake(leaf: Any) -> bool:
-    """Return whether `leaf` is a fake tensor or the fake device."""
     if isinstance(leaf, torch.Tensor):
         return isinstance(leaf, FakeTensor) or leaf.is_meta or leaf.device.type == DEVICE
     return isinstance(leaf, torch.device) and leaf.type == DEVICE
 
 
 def _without_numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a fake tensor of the same size and type."""
     if isinstance(tensor, FakeTensor) or tensor.is_meta:
         return tensor
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)

@@ -119,7 +119,6 @@ class RowLayout:
         return packed_attention(self._backend, row, self._device)
 
     def _part_of(self, row: PackedRow, micro_batch: DataProto, context: DeviceMesh) -> LaidOut:
-        """Return this rank's part of the row that the ranks of `context` share."""
         group, size = context.get_group(), len(row.targets)
         part = cut(row, context.size(), context.get_local_rank())
         selected = part.selected.to(self._device)

@@ -187,7 +187,6 @@ def _grad_logits(
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right to total, without a temporary if all have one dtype."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     else:

@@ -92,7 +92,6 @@ def extrapolate(points: Mapping[int, float], layers: int) -> float:
 
 
 def _bytes_at(role: Role, layers: int, request: Mapping[str, Any], ledger: Ledger) -> dict[str, float]:
-    """Return bytes by pass of the role with `layers` layers on each stage."""
     gc.collect()
     stages = request["parallel"]["pipeline_parallel"]
     before = ledger.current
@@ -157,7 +156,6 @@ def _row(input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def _folder(description: dict[str, Any], layers: int) -> Iterator[str]:
-    """Create a folder with the config.json of the same model with `layers` layers."""
     kinds = description.get("layer_types")
     of_layers = {"layer_types": [kinds[layer % len(kinds)] for layer in range(layers)]} if kinds else {}
     shorter = description | {"num_hidden_layers": layers} | of_layers

@@ -246,7 +246,6 @@ def check_complete(path: str, missing: Sequence[str]) -> None:
 def _filled_without_numbers(
     skeleton: PreTrainedModel, dtype: torch.dtype, shapes: Shapes
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Load meta tensors of these shapes, which transformers converts and compares like files."""
     state = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
     loaded: tuple[PreTrainedModel, dict[str, Any]] = type(skeleton).from_pretrained(
         None,
@@ -368,7 +367,6 @@ def _use_own_attention(model: PreTrainedModel, setting: str, features: frozenset
 
 
 def _layers(model: PreTrainedModel) -> nn.ModuleList | None:
-    """Return the decoder's list of layers, whatever the family calls it."""
     return next((child for child in decoder_of(model).children() if isinstance(child, nn.ModuleList)), None)
 
 

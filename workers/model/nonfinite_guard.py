@@ -48,7 +48,6 @@ class NonfiniteGuard:
         return False
 
     def _message(self, watched: Sequence[tuple[list[str], Tensor]]) -> str:
-        """Name the sequences of non-finite micro-batches, or all if only gradients are not finite."""
         mine = [name for names, finite in watched if not finite for name in names]
         everything = [name for names, _ in watched for name in names]
         found: list[tuple[list[str], list[str]]] = [([], [])] * dist.get_world_size()

@@ -159,7 +159,6 @@ def check_against_reference(engine: Engine, probe: Probe, expected: Expected) ->
 
 
 def _check_pass(engine: Engine, probe: Probe, expected: Expected, forward: bool) -> Difference:
-    """Check the layout of training, or with `forward` of forward-only passes."""
     config = replace(engine.model_config, layout=engine.model_config.rows(forward=forward)[0])
     parallel = engine.parallel
     path = _path(config, parallel.context.size(), parallel.tensor.size(), parallel.pipeline.size())
@@ -221,7 +220,6 @@ def make_probe(packed: PackedModel, dtype: torch.dtype, temperature: float = 1.0
 
 
 def _built_in(packed: PackedModel) -> list[int]:
-    """Return the lengths of `BUILT_IN` that the model's sequences can exceed."""
     config, limit = packed.model.config.get_text_config(), max_positions(packed.model.config)
     spans = {name: span for name in BUILT_IN if (span := getattr(config, name, None)) and (limit or span + 1) > span}
     for name, span in spans.items():
@@ -467,14 +465,11 @@ def _values_of(part: nn.Module) -> Iterator[dict[str, Any]]:
 
 
 def _undisturbed(device: torch.device = CPU) -> Any:
-    """Return a context that restores the state of the random generators."""
     return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 @contextmanager
 def _rounded(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Inside, the output of every module, and its gradient, is rounded to `dtype`."""
-
     def rounded(part: nn.Module, given: Any, output: Any) -> Any:
         is_float = isinstance(output, Tensor) and output.is_floating_point()
         return output.to(dtype).to(output.dtype) if is_float else output

@@ -84,7 +84,6 @@ def check_kind(folder: Path, heads: tuple[str, ...]) -> None:
 
 
 def _has_another_head(architecture: str, heads: tuple[str, ...]) -> bool:
-    """Return whether transformers has this class for another use than `heads`."""
     tables = {name: table for name, table in vars(modeling_auto).items() if name.endswith("_MAPPING_NAMES")}
     uses = {name for name, table in tables.items() if any(architecture in _names(found) for found in table.values())}
     names = {"lm": "MODEL_FOR_CAUSAL_LM", "value": "MODEL_FOR_SEQUENCE_CLASSIFICATION"}

@@ -192,7 +192,6 @@ def _visible(folder: Path) -> Iterator[Path]:
 
 
 def _sync_folder(path: Path) -> None:
-    """Flush the folder's entries to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -123,7 +123,6 @@ def _merged(layer: Any, device: torch.device, weight: Tensor) -> Tensor:
 
 
 def _target_names(model: PreTrainedModel, setting: str) -> list[str]:
-    """Return the modules of the setting, after checking that every name is a linear module."""
     # The output layer is applied by its weight alone, in chunks of tokens: an adapter on it would do nothing.
     head = model.get_output_embeddings()
     known = {

@@ -129,7 +129,6 @@ def _hash(numbers: Tensor) -> Tensor:
 
 
 def _shift_right(bits: Tensor, places: int) -> Tensor:
-    """Shift right without copies of the sign bit."""
     return (bits >> places) & ((1 << (64 - places)) - 1)
 
 

@@ -82,7 +82,6 @@ class PackedTokens:
         )
 
     def _bounds(self) -> Iterator[tuple[int, int, int]]:
-        """Yield (sequence, start and stop of its tokens) for every sequence with tokens."""
         start = 0
         for sequence, length in enumerate(self.sequence_lengths.tolist()):
             if length:

@@ -205,7 +205,6 @@ def _custom(path: str) -> PolicyLoss:
 
 @cache
 def _of_file(file: str, name: str) -> PolicyLoss:
-    """Return the loss of a file, which is executed once in a process."""
     return _registered(f"{file}:{name}")
 
 

@@ -150,7 +150,6 @@ def _selects_beyond_a_window(features: Mapping[str, Any]) -> bool:
 
 
 def _is_unknown_cap(name: str, value: Any) -> bool:
-    """Return whether this is an unknown soft cap of attention or logits."""
     if not value or not ("softcap" in name or "soft_cap" in name) or any(part in name for part in INNER_SOFTCAPS):
         return False
     return name not in (ATTENTION_SOFTCAP, *FINAL_SOFTCAPS)
