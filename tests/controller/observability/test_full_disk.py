@@ -88,11 +88,12 @@ def test_a_run_that_a_full_disk_stops_says_what_it_leaves(
     @contextmanager
     def training(*_: Any) -> Iterator[Any]:
         with writer(config.run_folder, "metrics.jsonl") as opened:
-            yield SimpleNamespace(fit=lambda callbacks: opened.step(1, {"policy/loss": 0.5}))
+            yield opened
 
-    monkeypatch.setattr(fit, "ray_session", lambda *_: nullcontext())
+    monkeypatch.setattr("controller.lifecycle.session.ray_session", lambda *_: nullcontext())
+    monkeypatch.setattr("controller.training_loop.train", lambda run, *_: run.step(1, {"policy/loss": 0.5}))
     monkeypatch.setattr(fit, "training", training)
     with pytest.raises(OutputError) as caught:
-        fit.run(config, SimpleNamespace(sources=[], validation=None, warnings=[]), Console())
+        fit.run(config, SimpleNamespace(sources=[], validation=None, warnings=[], step=b""), Console())
     expected = left.replace("{4}", str(checkpoint_path(config.run_folder, 4)))
     assert str(caught.value).endswith(f"set run.dir to another disk; {expected}")
