@@ -33,6 +33,6 @@ def test_a_run_with_steps_left_goes_on(workspace: Path, monkeypatch: pytest.Monk
     (workspace / "runs" / "test" / "summary.json").write_text(summary)
     begun: list[object] = []
     monkeypatch.setattr(fit, "read_inputs", lambda config, say, given: "inputs")
-    monkeypatch.setattr(fit, "run", lambda config, inputs, console, callbacks: begun.append(inputs))
+    monkeypatch.setattr(fit, "run", lambda config, inputs, *_: begun.append(inputs))
     assert main(RESUME) == 0
     assert begun == ["inputs"]
