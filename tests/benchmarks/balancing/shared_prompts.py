@@ -105,9 +105,9 @@ def _table(cap: float) -> Table:
         ["responses", "prompts", "mini-batches", "micro-steps", "heaviest rank", "time", "above the cap", "plan_batch"],
         rows,
         f"{GROUPS} groups of {SAMPLES} on {RANKS} ranks. Workload of the heaviest rank, and time of synchronous "
-        "micro-steps: over the lower bound on the time (lower_bounds.py), - 1, which need not be reachable: where "
-        "there are about as many micro-batches as groups, heavy groups are divided to even them out, and each part "
-        "computes the prompt again, which the bound counts only where a cap or the load of a whole rank forces it. "
+        "micro-steps: over the lower bound on the time (lower_bounds.py), - 1. The bound need not be reachable. With "
+        "about as many micro-batches as groups, heavy groups are divided, and each part computes the prompt again. The "
+        "bound only counts this if a cap forces it. "
         "Above the cap: micro-batches. plan_batch: all mini-batches, CPU time of its one thread, median of "
         f"{REPETITIONS}.",
     )
