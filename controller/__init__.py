@@ -3,14 +3,14 @@
     fit                    command line in, exit code out (`replay`, `report` and `timeline` are commands too)
      |--> config/          what a user can set
      |--> preflight/       checks and the pages of `--dry-run`, before anything starts
-     '--> training_loop     for each step: make it, validate, record, save
+     |--> lifecycle/       inputs, Ray, signals: the start and the end
+     '--> training_loop    for each step: make it, validate, record, save
            |--> step       a step, from top to bottom, and its parts
-           |--> prompts in, scored samples out: collector (or continuous_collector), samples; data/
-           |     '--> generation/    engines, and the routing of requests
-           |--> plans: planner, cost_model_fitting
-           |--> numbers: advantages, logprob_check, validation_metrics
-           |--> actors/    the roles of a run, and where they are placed
-           |--> resuming: checkpoint, checkpoint_writer, session, interrupts
+           |--> rollout/   prompts in, scored samples out; data/
+           |     '--> engines/     the engine pool, routing, restarts
+           |--> planning/, algorithm/   plans; advantages and checks, without I/O
+           |--> actors/    worker groups, and where they are placed
+           |--> checkpoints/    progress, saving, resuming
            '--> observability/    RunRecord: console, files, trackers; report, timeline
 
 Read `step` first. Which module may import which stands in pyproject.toml, `[tool.importlinter]`.
