@@ -81,7 +81,7 @@ def prepare(
     with console.waiting("the models"):
         check_models(config)
     with console.waiting("the data"):
-        inputs = read_inputs(config, console.say, given)
+        inputs = read_inputs(config, console.note, given)
     return locked(config, partial(run, config, inputs, console, callbacks, step))
 
 

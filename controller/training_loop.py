@@ -150,7 +150,7 @@ def train(run: TrainingRun[Any, Any], step: Step, callbacks: Sequence[Callback] 
     An interrupt leaves a checkpoint of the last complete step, if run.checkpoint_every is set. callbacks: see
     `Callback`. An exception in one ends the run after the step is recorded and saved, see `StopTraining`.
     """
-    tell = partial(run.record.console.say, "compiling the planner, once")
+    tell = partial(run.record.console.note, "compiling the planner, once")
     rows = list[dict[str, float]]()
     with run.interrupts, telling_of_compilation(tell):
         try:

@@ -83,16 +83,16 @@ def check_whole(model: ModelFiles, path: str, key: str) -> None:
         )
 
 
-def fetch_description(path: str, key: str, say: Callable[[str], None]) -> None:
+def fetch_description(path: str, key: str, log: Callable[[str], None]) -> None:
     """Fetch config.json from the hub into the local cache, unless `read_model_files` finds it.
 
-    say: called with a line before the request. Raises ConfigError, naming `key`, if the hub does not provide it.
+    log: called with a line before the request. Raises ConfigError, naming `key`, if the hub does not provide it.
     """
     if Path(path).is_dir() or _cached(path) or _shipped(path) or not _looks_like_name(path):
         return
     from huggingface_hub import hf_hub_download
 
-    say(f"{key}={path}: asking the hub for config.json")
+    log(f"{key}={path}: asking the hub for config.json")
     try:
         hf_hub_download(path, "config.json", etag_timeout=FETCH_SECONDS)
     except Exception as error:  # requests', httpx's and the hub's own, by version

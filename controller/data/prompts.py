@@ -12,7 +12,7 @@ import numpy as np
 
 from controller.data.curriculum import checked_order
 from controller.data.records import Record
-from controller.observability.slow_work import Say, counted_if_slow
+from controller.observability.slow_work import Log, count_if_slow
 from workers.errors import DataError
 from workers.rendering import Renderer
 
@@ -71,18 +71,18 @@ class PromptDataset:
         seed: int = 0,
         name: str = "data",
         curriculum: Curriculum | None = None,
-        say: Say = print,
+        log: Log = print,
     ) -> None:
         """Tokenize `records`.
 
-        curriculum: orders every epoch of the kept records. say: called with progress if tokenizing is slow. Raises
+        curriculum: orders every epoch of the kept records. log: called with progress if tokenizing is slow. Raises
         DataError on a prompt that is too long with over_long="error", empty, or of the wrong type, and if none is left.
         """
         self._shuffle, self._seed, self.name, self._curriculum = shuffle, seed, name, curriculum
         self._orders: dict[int, np.ndarray] = {}
         self._prompts: list[tuple[np.ndarray, Record, str]] = []
         self.dropped = self.truncated = 0
-        counted = counted_if_slow(records, f"{name}: prompts tokenized", say, total=len(records))
+        counted = count_if_slow(records, f"{name}: prompts tokenized", log, total=len(records))
         for index, record in enumerate(counted, start=1):
             ids = self._tokenized(record, renderer, rules, index)
             if ids is not None:

@@ -15,7 +15,7 @@ from typing import Any, cast
 from controller.config.model_files import about_copy
 from controller.data.hub import hub_dataset, hub_records
 from controller.observability.shown_text import shortened
-from controller.observability.slow_work import Say, counted_if_slow
+from controller.observability.slow_work import Log, count_if_slow
 from workers.errors import DataError
 from workers.rendering import cleaned
 
@@ -23,12 +23,12 @@ Record = dict[str, Any]
 DEEPEST = 100  # levels of lists and objects in a line
 
 
-def read_records(path: str, prompt_key: str = "", say: Say = print) -> list[Record]:
+def read_records(path: str, prompt_key: str = "", log: Log = print) -> list[Record]:
     """All records. Raises DataError naming file and record of a malformed record, or one without `prompt_key`.
 
-    say: called with progress if reading is slow.
+    log: called with progress if reading is slow.
     """
-    records = list(counted_if_slow(iter_records(path, prompt_key), f"{path}: records read", say))
+    records = list(count_if_slow(iter_records(path, prompt_key), f"{path}: records read", log))
     if not records:
         raise DataError(f"{path} has no records.")
     return records

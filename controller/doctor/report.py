@@ -8,7 +8,7 @@ from enum import Enum
 from functools import partial
 
 from controller.engines.engine_calls import cause_of
-from controller.observability.slow_work import told_if_slow
+from controller.observability.slow_work import log_if_slow
 
 LONGEST_TEXT = 400  # characters of an error
 
@@ -80,7 +80,7 @@ class Report:
 
 def looking_at(name: str) -> AbstractContextManager[None]:
     """Print the name of a slow block on standard error, apart from the findings."""
-    return told_if_slow(partial(print, file=sys.stderr, flush=True), f"...   {name}")
+    return log_if_slow(partial(print, file=sys.stderr, flush=True), f"...   {name}")
 
 
 def joined(by_node: dict[str, list[Finding]]) -> list[Finding]:

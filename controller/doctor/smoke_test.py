@@ -168,7 +168,7 @@ def train_two_steps(config: Config, report: Report) -> None:
             raise _Complete
 
     start, quiet = time.monotonic(), Console(rich.console.Console(quiet=True))
-    with training(config, read_inputs(config, quiet.say), quiet) as run, suppress(_Complete):
+    with training(config, read_inputs(config, quiet.note), quiet) as run, suppress(_Complete):
         report.add(ok("engine and rank", f"started in {time.monotonic() - start:.0f} s, {config.rollout_placement}"))
         train(run, step, [keep])
     before, after = steps

@@ -35,7 +35,7 @@ from controller.data.prompts import (
 )
 from controller.data.records import Record, check_loss_columns, read_records
 from controller.observability.shown_text import redacted, shortened
-from controller.observability.slow_work import Say, told_if_slow
+from controller.observability.slow_work import Log, log_if_slow
 from controller.preflight.algorithm_checks import check_keep_best
 from workers.dataproto import record_column
 from workers.environment import as_text
@@ -99,32 +99,32 @@ class Inputs:
         return self.sources[0] if len(self.sources) == 1 else PromptMixture(self.sources, list(self.weights.values()))
 
 
-def try_inputs(config: Config, say: Say = print, given: GivenFunctions = NONE_GIVEN) -> Tried:
+def try_inputs(config: Config, log: Log = print, given: GivenFunctions = NONE_GIVEN) -> Tried:
     """Read all data, and try users' code and the chat template in separate processes.
 
-    say: called with a line if a trial takes long. given: functions passed to the call. Raises ConfigError or DataError.
+    log: called with a line if a trial takes long. given: functions passed to the call. Raises ConfigError or DataError.
     """
     data = config.data
-    train = {path: read_records(path, data.prompt_key, say) for path in data.weights}
-    held_out = {data.validation: read_records(data.validation, data.prompt_key, say)} if data.validation else {}
+    train = {path: read_records(path, data.prompt_key, log) for path in data.weights}
+    held_out = {data.validation: read_records(data.validation, data.prompt_key, log)} if data.validation else {}
     identity = data_identity(config, train)
     check_same_data(config, identity)
     first = next(iter(train.values()))[0]
-    functions, score = reward_functions(config, first, say, given)
+    functions, score = reward_functions(config, first, log, given)
     for path, rows in (train | held_out).items():
         _check_records(path, rows, functions)
         _check_lengths(config, path, rows)
     for path, rows in train.items():
         check_loss_columns(path, rows, config.loss_columns)
-    try_template(config, _first_chats(config, train | held_out), say)
-    environment, answered = _environment(config, first, say)
-    curriculum = _curriculum(config, train, say)
+    try_template(config, _first_chats(config, train | held_out), log)
+    environment, answered = _environment(config, first, log)
+    curriculum = _curriculum(config, train, log)
     if config.algorithm.loss.name == "custom":
         key, name = "algorithm.loss.function", config.algorithm.loss.function
-        with _waiting(say, f"the import of {name}, {key}", config):
+        with _waiting(log, f"the import of {name}, {key}", config):
             trial = loss_trial(config, next(iter(train.values())))
             check_loss(key, name, *trial, timeout_s=config.resources.user_code_timeout_s)
-    step = find_step(config, say, given) if config.run.step else b""
+    step = find_step(config, log, given) if config.run.step else b""
     cost_model = CostModel.from_model_config(config.model_description())
     return Tried(train, held_out, functions, environment, step, curriculum, cost_model, identity, score, answered)
 
@@ -199,19 +199,19 @@ def _tokens_line(dataset: PromptDataset) -> str:
     )
 
 
-def read_inputs(config: Config, say: Say = print, given: GivenFunctions = NONE_GIVEN) -> Inputs:
+def read_inputs(config: Config, log: Log = print, given: GivenFunctions = NONE_GIVEN) -> Inputs:
     """Return tokenized inputs. Raises as `try_inputs`, and for prompts that cannot be tokenized."""
-    return tokenized(config, try_inputs(config, say, given), say)
+    return tokenized(config, try_inputs(config, log, given), log)
 
 
-def tokenized(config: Config, tried: Tried, say: Say = print) -> Inputs:
+def tokenized(config: Config, tried: Tried, log: Log = print) -> Inputs:
     """Tokenize the inputs. Raises ConfigError or DataError for unusable prompts."""
     data = config.data
-    renderer = replace(load_renderer(config, say), continue_last=data.continue_last_message)
+    renderer = replace(load_renderer(config, log), continue_last=data.continue_last_message)
     if config.rollout.environment:
         _check_continuing(config, renderer, tried.train)
     rules = PromptRules(data.prompt_key, data.max_prompt_tokens, data.over_long, data.system_prompt, data.source_key)
-    dataset = partial(PromptDataset, renderer=renderer, rules=rules, say=say)
+    dataset = partial(PromptDataset, renderer=renderer, rules=rules, log=log)
     sources = [
         dataset(rows, shuffle=data.shuffle, seed=config.run.seed, name=path, curriculum=tried.curriculum)
         for path, rows in tried.train.items()
@@ -234,7 +234,7 @@ def tokenized(config: Config, tried: Tried, say: Say = print) -> Inputs:
 
 
 def reward_functions(
-    config: Config, example: Record, say: Say = print, given: GivenFunctions = NONE_GIVEN
+    config: Config, example: Record, log: Log = print, given: GivenFunctions = NONE_GIVEN
 ) -> tuple[list[RewardFunction], Score | None]:
     """Try the reward functions on `example`, the first record, with an empty response; the score may be None.
 
@@ -243,47 +243,47 @@ def reward_functions(
     functions, score = [], None
     key = "reward.functions" if config.reward.functions else "reward.function"
     for name, weight in config.reward.weights.items():
-        with _waiting(say, f"the import of {name}, {key}", config):
+        with _waiting(log, f"the import of {name}, {key}", config):
             found = given.get(name) or find_function(key, name, timeout_s=config.resources.user_code_timeout_s)
         columns = requested_columns(found.signature, example, name)
         functions.append(RewardFunction(name.rpartition(":")[2], weight, found.packed, columns))
     if functions:
-        with _waiting(say, f"{key}, tried on an empty response", config, "reward.timeout_s"):
+        with _waiting(log, f"{key}, tried on an empty response", config, "reward.timeout_s"):
             score = try_rewards(functions, example, config.reward.timeout_s)
         check_keep_best(config, score.parts)
     return functions, score
 
 
-def _environment(config: Config, example: Record, say: Say) -> tuple[bytes, Answered | None]:
+def _environment(config: Config, example: Record, log: Log) -> tuple[bytes, Answered | None]:
     """Try the environment on the first record; return it pickled with its answer, or empty and None."""
     key, name = "rollout.environment", config.rollout.environment
     if not name:
         return b"", None
-    with _waiting(say, f"the import of {name}, {key}", config):
+    with _waiting(log, f"the import of {name}, {key}", config):
         packed = find_class(key, name, ("reset", "step"), timeout_s=config.resources.user_code_timeout_s)
-    with _waiting(say, f"{key}, tried on an empty response", config, "reward.timeout_s"):
+    with _waiting(log, f"{key}, tried on an empty response", config, "reward.timeout_s"):
         answered = try_environment(packed, example, config.reward.timeout_s)
     return packed, answered
 
 
-def find_step(config: Config, say: Say = print, given: GivenFunctions = NONE_GIVEN) -> bytes:
+def find_step(config: Config, log: Log = print, given: GivenFunctions = NONE_GIVEN) -> bytes:
     """Pickle the function of run.step. Raises ConfigError unless it takes only the run."""
     key, name, timeout_s = "run.step", config.run.step, config.resources.user_code_timeout_s
-    with _waiting(say, f"the import of {name}, {key}", config):
+    with _waiting(log, f"the import of {name}, {key}", config):
         found = given.get(name) or find_function(key, name, timeout_s=timeout_s)
     if not found.signature.names or len(found.signature.required) > 1:
         raise ConfigError(f"{key}={name!r}: must take one parameter, the run. Write `def step(run)`.")
     return found.packed
 
 
-def _curriculum(config: Config, train: Records, say: Say) -> IsolatedCurriculum | None:
+def _curriculum(config: Config, train: Records, log: Log) -> IsolatedCurriculum | None:
     """Try the curriculum on the first epoch of every source."""
     key, name, timeout_s = "data.curriculum", config.data.curriculum, config.resources.user_code_timeout_s
     if not name:
         return None
-    with _waiting(say, f"the import of {name}, {key}", config):
+    with _waiting(log, f"the import of {name}, {key}", config):
         curriculum = IsolatedCurriculum(find_function(key, name, timeout_s=timeout_s).packed, timeout_s)
-    with _waiting(say, f"{key}, tried on the first epoch", config):
+    with _waiting(log, f"{key}, tried on the first epoch", config):
         for rows in train.values():
             curriculum(rows, 0)
     return curriculum
@@ -322,7 +322,7 @@ def _first_chats(config: Config, data: Mapping[str, list[Record]]) -> list[Any]:
     return found
 
 
-def try_template(config: TrainingConfig, chats: Sequence[Any], say: Say = print, *, answered: bool = False) -> None:
+def try_template(config: TrainingConfig, chats: Sequence[Any], log: Log = print, *, answered: bool = False) -> None:
     """Render `chats`, lists of messages, by model.path's template in a separate process.
 
     answered: whether they end with a response. Raises DataError without a template, ConfigError if it fails.
@@ -337,16 +337,16 @@ def try_template(config: TrainingConfig, chats: Sequence[Any], say: Say = print,
             f"some prompts are chat messages, but the tokenizer of model.path={config.model.path} has no chat template."
         )
     timeout_s = config.resources.user_code_timeout_s
-    with _waiting(say, f"the chat template of model.path={config.model.path}", config):
+    with _waiting(log, f"the chat template of model.path={config.model.path}", config):
         render_isolated(template, chats, config.model.path, answered=answered, timeout_s=timeout_s)
 
 
-def load_renderer(config: TrainingConfig, say: Say = print) -> Renderer:
+def load_renderer(config: TrainingConfig, log: Log = print) -> Renderer:
     """Load model.path's tokenizer, with resources.user_code_timeout_s for its template.
 
-    say: called with a line if loading takes long, for example while torch is first imported.
+    log: called with a line if loading takes long, for example while torch is first imported.
     """
-    with told_if_slow(say, f"loading torch, and the tokenizer of model.path={config.model.path}"):
+    with log_if_slow(log, f"loading torch, and the tokenizer of model.path={config.model.path}"):
         from workers.model.model import load_tokenizer
 
         tokenizer = load_tokenizer(config.model.path)
@@ -377,7 +377,7 @@ def _check_continuing(config: Config, renderer: Renderer, train: Records) -> Non
 
 
 @contextmanager
-def _waiting(say: Say, what: str, config: TrainingConfig, setting: str = TIMEOUT_SETTING) -> Iterator[None]:
+def _waiting(log: Log, what: str, config: TrainingConfig, setting: str = TIMEOUT_SETTING) -> Iterator[None]:
     """Log what is awaited, with its time limit's setting, if the block is slow."""
-    with told_if_slow(say, f"waiting for {what} (at most {setting}={value_of(config, setting):g} s)"):
+    with log_if_slow(log, f"waiting for {what} (at most {setting}={value_of(config, setting):g} s)"):
         yield

@@ -29,7 +29,7 @@ from controller.engines.fleet import RestartBudget
 from controller.lifecycle.interrupts import heeded, in_main_thread
 from controller.observability.run_folder import RunFolder
 from controller.observability.run_log import rays_logging_in, run_log
-from controller.observability.slow_work import told_if_slow
+from controller.observability.slow_work import log_if_slow
 from workers.errors import (
     BallastError,
     ConfigError,
@@ -222,7 +222,7 @@ def push_to_hub(config: TrainingConfig, log: Callable[[str], None]) -> None:
 
     api, folder = HfApi(), config.run_folder
     try:
-        with told_if_slow(log, f"pushing {folder / 'model'} to {repository}"):
+        with log_if_slow(log, f"pushing {folder / 'model'} to {repository}"):
             address = api.create_repo(repository, private=True, exist_ok=True)
             message = f"{config.run.name}: {config.headline}"
             api.upload_folder(repo_id=repository, folder_path=folder / "model", commit_message=message)

@@ -1,7 +1,7 @@
 """Console: the terminal of a run, with a row per step, a live line below, and completions on request.
 
     step, validation, log, completions    rows, lines and tables that stay
-    phase, samples, say                   the live line, only on a terminal:
+    phase, samples, note                  the live line, only on a terminal:
 
       step  elapsed    left  reward  exact_match  response  tokens/s       s
       6/60     0:09    1:21   0.812        0.812      24.1     5,321    1.98
@@ -28,7 +28,7 @@ from rich.table import Table
 from rich.text import Text
 
 from controller.observability.health import LEAST_MISMATCH
-from controller.observability.slow_work import told_if_slow
+from controller.observability.slow_work import log_if_slow
 
 if TYPE_CHECKING:
     from workers.remote_batch import RemoteBatch
@@ -232,7 +232,7 @@ class Console:
         """Print one line."""
         self._print(text)
 
-    def say(self, text: str) -> None:
+    def note(self, text: str) -> None:
         """Show slow work in the live line if there is one, else in a line."""
         if self._live is None:
             self.log(text)
@@ -272,8 +272,8 @@ class Console:
     def waiting(self, what: str) -> Iterator[None]:
         """Show what the block waits for: live on a terminal, else in lines if it is slow."""
         text, alive = f"waiting for {what}", self._console.is_interactive
-        say = self._keep if alive else self.log
-        with self.phase(text) if alive else nullcontext(), told_if_slow(say, text):
+        log = self._keep if alive else self.log
+        with self.phase(text) if alive else nullcontext(), log_if_slow(log, text):
             yield
 
     @contextmanager
@@ -310,7 +310,7 @@ class Console:
     def _start(self) -> None:
         if not self._console.is_interactive:
             rhythm = {"after": HEARTBEAT_SECONDS, "every": HEARTBEAT_SECONDS}
-            self._heartbeat.enter_context(told_if_slow(self.log, self._status.line, **rhythm))
+            self._heartbeat.enter_context(log_if_slow(self.log, self._status.line, **rhythm))
             return
         self._live = Live(
             get_renderable=lambda: self._status.row(time.monotonic()),

@@ -1,9 +1,9 @@
 """Report slow work: its name and progress.
 
-with told_if_slow(say, "loading x"): ...         "loading x" after 2 s, "loading x, for 12 s so far" every 10 s
-for item in counted_if_slow(items, "x", say)     "x: 12,000 of 90,000 after 2 s", in the same rhythm, and a last line
+with log_if_slow(log, "loading x"): ...         "loading x" after 2 s, "loading x, for 12 s so far" every 10 s
+for item in count_if_slow(items, "x", log)     "x: 12,000 of 90,000 after 2 s", in the same rhythm, and a last line
 
-`say` may be called in another thread.
+`log` may be called in another thread.
 """
 
 import threading
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 Item = TypeVar("Item")
 
 SILENT_SECONDS = 2.0  # until the first line
@@ -20,18 +20,18 @@ EVERY_SECONDS = 10.0  # between lines
 
 
 @contextmanager
-def told_if_slow(
-    say: Say, what: str | Callable[[], str], *, after: float = SILENT_SECONDS, every: float = EVERY_SECONDS
+def log_if_slow(
+    log: Log, what: str | Callable[[], str], *, after: float = SILENT_SECONDS, every: float = EVERY_SECONDS
 ) -> Iterator[None]:
-    """Call `say` once the block has taken `after` seconds, then every `every` seconds with the time so far."""
+    """Call `log` once the block has taken `after` seconds, then every `every` seconds with the time so far."""
     done, began = threading.Event(), time.monotonic()
 
     def tell() -> None:
         if done.wait(after):
             return
-        say(_text(what))
+        log(_text(what))
         while not done.wait(every):
-            say(f"{_text(what)}, for {time.monotonic() - began:.0f} s so far")
+            log(f"{_text(what)}, for {time.monotonic() - began:.0f} s so far")
 
     thread = threading.Thread(target=tell, name="slow work", daemon=True)
     thread.start()
@@ -46,10 +46,10 @@ def _text(what: str | Callable[[], str]) -> str:
     return what if isinstance(what, str) else what()
 
 
-def counted_if_slow(
+def count_if_slow(
     items: Iterable[Item],
     what: str,
-    say: Say,
+    log: Log,
     *,
     total: int | None = None,
     after: float = SILENT_SECONDS,
@@ -63,6 +63,6 @@ def counted_if_slow(
         now = time.monotonic() - began
         if now >= (told + every if told else after):
             told = now
-            say(f"{what}: {count:,}{of} after {now:.0f} s")
+            log(f"{what}: {count:,}{of} after {now:.0f} s")
     if told:
-        say(f"{what}: {count:,} in {time.monotonic() - began:.0f} s")
+        log(f"{what}: {count:,} in {time.monotonic() - began:.0f} s")

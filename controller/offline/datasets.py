@@ -6,7 +6,7 @@ import numpy as np
 
 from controller.config.offline import OfflineDataConfig
 from controller.data.prompts import epoch_order
-from controller.observability.slow_work import Say, counted_if_slow
+from controller.observability.slow_work import Log, count_if_slow
 from controller.offline.tokenized import Example, Row, example_row
 from workers.dataproto import DataProto
 from workers.errors import DataError
@@ -37,9 +37,9 @@ class SequenceDataset:
         name: str,
         shuffle: bool,
         seed: int = 0,
-        say: Say = print,
+        log: Log = print,
     ) -> None:
-        """records: examples of each. say: called with progress if tokenizing is slow.
+        """records: examples of each. log: called with progress if tokenizing is slow.
 
         Raises DataError on a record that cannot be tokenized, on one too long with over_long="error", and if none is
         left.
@@ -47,7 +47,7 @@ class SequenceDataset:
         self.name, self._shuffle, self._seed, self.dropped = name, shuffle, seed, 0
         self._items: list[Item] = []
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
-        counted = counted_if_slow(records, f"{name}: records tokenized", say, total=len(records))
+        counted = count_if_slow(records, f"{name}: records tokenized", log, total=len(records))
         for index, record in enumerate(counted):
             where = record_name(name, index)
             self._add(tuple(example_row(renderer, example, where) for example in record), settings, where)

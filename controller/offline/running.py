@@ -21,7 +21,7 @@ from controller.data.records import Record, read_records
 from controller.lifecycle.inputs import TRIED_PROMPTS, load_renderer, quoted, try_template, turn_end_warnings
 from controller.lifecycle.model_checks import check_models, numerics_lines
 from controller.lifecycle.session import finished, run_training, session
-from controller.observability.slow_work import Say
+from controller.observability.slow_work import Log
 from controller.offline.datasets import SequenceDataset, record_name
 from controller.offline.tokenized import Example
 from controller.preflight.arguments import Command, parse_arguments
@@ -82,7 +82,7 @@ class OfflineCommand(Generic[Settings]):
         with console.waiting("the models"):
             check_models(config)
         with console.waiting("the data"):
-            inputs = self.read_inputs(config, console.say)
+            inputs = self.read_inputs(config, console.note)
         if done := finished(config, config.steps_over(len(inputs.train)), config.length_setting):
             print(done)
             return None
@@ -121,14 +121,14 @@ class OfflineCommand(Generic[Settings]):
         try_template(config, chats, answered=True)
         return examples, identity
 
-    def read_inputs(self, config: Settings, say: Say = print) -> "Inputs":
+    def read_inputs(self, config: Settings, log: Log = print) -> "Inputs":
         """Read data and cost model. Raises ConfigError or DataError for unusable ones."""
         examples, identity = self.read_examples(config)
         cost_model = CostModel.from_model_config(config.model_description())
-        renderer, data, seed = load_renderer(config, say), config.data, config.run.seed
+        renderer, data, seed = load_renderer(config, log), config.data, config.run.seed
 
         def dataset(path: str, *, shuffle: bool) -> SequenceDataset:
-            return SequenceDataset(examples[path], renderer, data, name=path, shuffle=shuffle, seed=seed, say=say)
+            return SequenceDataset(examples[path], renderer, data, name=path, shuffle=shuffle, seed=seed, log=log)
 
         validation = dataset(data.validation, shuffle=False) if data.validation else None
         train = dataset(data.train, shuffle=data.shuffle)

@@ -32,7 +32,7 @@ def test_a_run_with_steps_left_goes_on(workspace: Path, monkeypatch: pytest.Monk
     end_run(0)
     (workspace / "runs" / "test" / "summary.json").write_text(summary)
     begun: list[object] = []
-    monkeypatch.setattr(fit, "read_inputs", lambda config, say, given: "inputs")
+    monkeypatch.setattr(fit, "read_inputs", lambda config, log, given: "inputs")
     monkeypatch.setattr(fit, "run", lambda config, inputs, *_: begun.append(inputs))
     assert main(RESUME) == 0
     assert begun == ["inputs"]

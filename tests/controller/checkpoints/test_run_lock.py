@@ -122,7 +122,7 @@ def test_the_command_refuses_a_folder_that_is_in_use(
     holder = start()
     go(holder)
     assert told(holder.stdout) == "runs"
-    monkeypatch.setattr(fit, "read_inputs", lambda config, say, given: "inputs")
+    monkeypatch.setattr(fit, "read_inputs", lambda config, log, given: "inputs")
     monkeypatch.setattr(fit, "run", lambda *_: pytest.fail("it has started"))
     assert fit.main(["--config", "config.yaml"]) == 2
     assert "is in use by process" in capsys.readouterr().err

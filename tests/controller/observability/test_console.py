@@ -159,7 +159,7 @@ def test_where_a_line_is_alive_waiting_is_told_in_it_and_kept_in_the_log(tmp_pat
         output = recorded(terminal)
         console = Console(output)
         with run_log(tmp_path / str(terminal), console), console.phase("starting"):
-            console.say("waiting for [policy]")
+            console.note("waiting for [policy]")
         assert "waiting for [policy]\n" in (tmp_path / str(terminal) / "run.log").read_text()
         assert "waiting for [policy]" in (drawn := output.file.getvalue())
         assert (drawn == "waiting for [policy]\n") is not terminal

@@ -2,7 +2,7 @@
 
 import threading
 
-from controller.observability.slow_work import counted_if_slow, told_if_slow
+from controller.observability.slow_work import count_if_slow, log_if_slow
 
 NEVER = 3600.0
 
@@ -11,12 +11,12 @@ def test_a_block_that_lasts_says_what_it_is_and_for_how_long_until_it_ends() -> 
     said: list[str] = []
     twice = threading.Event()
 
-    def say(text: str) -> None:
+    def log(text: str) -> None:
         said.append(text)
         if len(said) == 2:
             twice.set()
 
-    with told_if_slow(say, "loading x", after=0.0, every=0.0):
+    with log_if_slow(log, "loading x", after=0.0, every=0.0):
         twice.wait()
     assert said[0] == "loading x"
     assert said[1] == "loading x, for 0 s so far"
@@ -25,13 +25,13 @@ def test_a_block_that_lasts_says_what_it_is_and_for_how_long_until_it_ends() -> 
 
 def test_what_is_quick_says_nothing() -> None:
     said: list[str] = []
-    with told_if_slow(said.append, "loading x", after=NEVER):
+    with log_if_slow(said.append, "loading x", after=NEVER):
         pass
-    assert list(counted_if_slow(iter("abc"), "x", said.append, after=NEVER)) == ["a", "b", "c"]
+    assert list(count_if_slow(iter("abc"), "x", said.append, after=NEVER)) == ["a", "b", "c"]
     assert said == []
 
 
 def test_items_are_counted_as_they_come() -> None:
     said: list[str] = []
-    assert list(counted_if_slow("ab", "prompts", said.append, total=2, after=0.0, every=0.0)) == ["a", "b"]
+    assert list(count_if_slow("ab", "prompts", said.append, total=2, after=0.0, every=0.0)) == ["a", "b"]
     assert said == ["prompts: 1 of 2 after 0 s", "prompts: 2 of 2 after 0 s", "prompts: 2 in 0 s"]
