@@ -1,4 +1,4 @@
-"""Settings of the worker roles: plain dataclasses, importable without torch, Ray or vLLM.
+"""Settings of the worker roles and engines: plain dataclasses, importable without torch, Ray or vLLM.
 
 Each field declares its default, documentation and range: `setting(default, "What it does.", ...)`. A section's
 `only_with` lists conditions and the settings that need them. `controller.config` combines and checks the sections.
@@ -7,6 +7,13 @@ Each field declares its default, documentation and range: `setting(default, "Wha
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from workers.loss_config import POLICY_LOSS_NAMES as POLICY_LOSS_NAMES
+from workers.loss_config import GaeConfig as GaeConfig
+from workers.loss_config import KlInRewardConfig as KlInRewardConfig
+from workers.loss_config import LossConfig as LossConfig
+from workers.loss_config import RolloutCorrectionConfig as RolloutCorrectionConfig
+from workers.loss_config import SupervisedLossConfig as SupervisedLossConfig
+from workers.loss_config import ValueLossConfig as ValueLossConfig
 from workers.model_config import LoraConfig as LoraConfig
 from workers.model_config import ModelConfig as ModelConfig
 from workers.setting import setting as setting
@@ -18,16 +25,12 @@ class OptimizerConfig:
 
     only_with = ((".schedule=linear or cosine", "total_steps, final_learning_rate_ratio"),)
 
-    learning_rate: float = setting(1e-6, "Peak learning rate.", minimum=0, maximum=1, exclusive_minimum=True)
+    learning_rate: float = setting(1e-6, "Peak learning rate.", above=0, maximum=1)
     weight_decay: float = setting(0.0, "Decoupled weight decay, on matrices only.", minimum=0, maximum=100)
-    beta1: float = setting(0.9, "Decay of the first moment.", minimum=0, maximum=1, exclusive_maximum=True)
-    beta2: float = setting(0.95, "Decay of the second moment.", minimum=0, maximum=1, exclusive_maximum=True)
-    epsilon: float = setting(
-        1e-8, "Added to the root of the second moment.", minimum=0, maximum=1, exclusive_minimum=True
-    )
-    max_grad_norm: float = setting(
-        1.0, "Clip gradients to this L2 norm.", minimum=0, maximum=10**9, exclusive_minimum=True
-    )
+    beta1: float = setting(0.9, "Decay of the first moment.", minimum=0, below=1)
+    beta2: float = setting(0.95, "Decay of the second moment.", minimum=0, below=1)
+    epsilon: float = setting(1e-8, "Added to the root of the second moment.", above=0, maximum=1)
+    max_grad_norm: float = setting(1.0, "Clip gradients to this L2 norm.", above=0, maximum=10**9)
     schedule: str = setting(
         "constant", "Learning rate schedule after warm-up.", choices=("constant", "linear", "cosine")
     )
@@ -147,8 +150,7 @@ class PolicyConfig:
         "Stop the run if log-probs of engines and trainer differ by more than this in a step: mean, in nats per "
         "token. With equal weights, expect about 1e-6 in float32 and 0.01 to 0.1 in bfloat16. Stale samples add what "
         "the policy has learned since. NaN always stops the run.",
-        minimum=0,
-        exclusive_minimum=True,
+        above=0,
     )
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -170,21 +172,18 @@ class ReferenceConfig:
     cpu_offload: bool = setting(False, "Keep parameters in host memory (FSDP2).")
 
 
-NO_CUT = ("temperature", "max_new_tokens")
-"""Settings of sampling that leave every token possible."""
-
-
 @dataclass
 class SamplingConfig:
     temperature: float = setting(1.0, "Softmax temperature; 0 is greedy (validation only).", minimum=0, maximum=100)
-    top_p: float = setting(1.0, "Probability mass of nucleus sampling.", minimum=0, maximum=1, exclusive_minimum=True)
+    top_p: float = setting(1.0, "Probability mass of nucleus sampling.", above=0, maximum=1)
     top_k: int = setting(0, "Number of candidate tokens; 0 keeps all.", minimum=0)
     max_new_tokens: int = setting(1024, "Maximum response length, in tokens.", minimum=1)
 
     @property
     def cuts(self) -> list[str]:
         """Settings that exclude tokens from sampling, such as `top_k=20`."""
-        values = ((each, getattr(self, each.name)) for each in fields(self) if each.name not in NO_CUT)
+        candidates = [each for each in fields(self) if each.name not in ("temperature", "max_new_tokens")]
+        values = ((each, getattr(self, each.name)) for each in candidates)
         return [f"{each.name}={value}" for each, value in values if value != each.default]
 
     @property
@@ -232,9 +231,8 @@ class RolloutConfig:
         0.3,
         "Share of the groups in progress, oldest first, in which a finished group may be trained before an unfinished "
         "older one.",
-        minimum=0,
+        above=0,
         maximum=1,
-        exclusive_minimum=True,
     )
     kv_cache_after_update: str = setting(
         "recompute",
@@ -253,13 +251,9 @@ class RolloutConfig:
         256, "Requests that one engine processes at the same time; others wait in the router.", minimum=1, maximum=10**6
     )
     memory_fraction: float = setting(
-        0.5,
-        "Share of a GPU's memory for an engine (weights and KV cache).",
-        minimum=0,
-        maximum=1,
-        exclusive_minimum=True,
+        0.5, "Share of a GPU's memory for an engine (weights and KV cache).", above=0, maximum=1
     )
-    cpu_kv_cache_gib: float = setting(1.0, "KV cache of an engine on CPU, in GiB.", minimum=0, exclusive_minimum=True)
+    cpu_kv_cache_gib: float = setting(1.0, "KV cache of an engine on CPU, in GiB.", above=0)
     enforce_eager: bool = setting(False, "Disable CUDA graphs. On CPU, vLLM always runs eagerly here.")
     engine: dict[str, Any] = setting(
         {},
@@ -272,8 +266,7 @@ class RolloutConfig:
         60.0,
         "After this many seconds without a finished sample, an engine is asked whether it is alive. If it does not "
         "answer within the same time, it is replaced.",
-        minimum=0,
-        exclusive_minimum=True,
+        above=0,
     )
     environment: str = setting(
         "",
@@ -297,87 +290,6 @@ class RolloutConfig:
 
 
 @dataclass
-class SupervisedLossConfig:
-    """Negative log-likelihood of the tokens to learn; formulas: `workers.model.losses.supervised`."""
-
-    only_with = ((".aggregation=sequence_mean_token_sum_norm", "constant_length"),)
-
-    aggregation: str = setting(
-        "token_mean",
-        "How token losses are aggregated; denominators count the whole step.",
-        choices=("token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "sequence_mean_token_sum_norm"),
-    )
-    constant_length: int = setting(
-        0, "Divisor of a sequence's sum in sequence_mean_token_sum_norm, in tokens.", minimum=0
-    )
-
-
-POLICY_LOSS_NAMES = ("ppo_clip", "reinforce", "cispo", "gspo", "gmpo", "sapo", "clip_cov", "kl_cov")
-
-
-@dataclass
-class RolloutCorrectionConfig:
-    """Importance weights and rejection for the difference between the sampler's and the trainer's log-probs.
-
-    Formulas: `workers.model.losses.correction`.
-    """
-
-    only_with = (
-        (".weights=token or sequence", "cap"),
-        (".rejection=token or sequence", "rejection_low, rejection_high"),
-    )
-
-    weights: str = setting(
-        "none",
-        "Truncated importance weights, trainer over sampler: per `token`, or per `sequence`.",
-        choices=("none", "token", "sequence"),
-    )
-    cap: float = setting(2.0, "Upper limit of importance weights.", minimum=0, exclusive_minimum=True)
-    rejection: str = setting(
-        "none",
-        "Leave out each `token` whose ratio is outside the bounds, or each `sequence` whose geometric mean ratio is.",
-        choices=("none", "token", "sequence"),
-    )
-    rejection_low: float = setting(0.5, "Lower bound of accepted ratios.", minimum=0, maximum=1, exclusive_minimum=True)
-    rejection_high: float = setting(2.0, "Upper bound of accepted ratios.", minimum=1)
-
-    @property
-    def is_on(self) -> bool:
-        """Whether anything is corrected."""
-        return not self.weights == self.rejection == "none"
-
-
-@dataclass
-class ValueLossConfig:
-    """The critic's loss; formulas: `workers.model.losses.value`."""
-
-    only_with = (("several updates", "clip"),)
-
-    clip: float = setting(
-        0.2, "Values that moved further than this during the update give no gradient; 0 disables clipping.", minimum=0
-    )
-    aggregation: str = setting(
-        "token_mean",
-        "How token losses are aggregated; denominators count the whole mini-batch.",
-        choices=("token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum"),
-    )
-
-
-@dataclass
-class GaeConfig:
-    """Generalised advantage estimation; formulas: `workers.model.losses.returns`."""
-
-    gamma: float = setting(1.0, "Discount per token.", minimum=0, maximum=1)
-    lam: float = setting(
-        1.0,
-        "Lambda, from 0 (only the next value: low variance, biased by the critic) to 1 (all future rewards).",
-        minimum=0,
-        maximum=1,
-    )
-    whiten: bool = setting(True, "Normalise the advantages of a step's tokens to mean 0 and standard deviation 1.")
-
-
-@dataclass
 class RewardModelConfig:
     """A model whose score is part of the reward. It uses the policy's ranks, parallelism, threads and model settings,
     without adapters."""
@@ -393,30 +305,6 @@ class RewardModelConfig:
     max_tokens: int = setting(0, "Cap on packed tokens of a micro-batch; 0 uses policy.max_tokens.", minimum=0)
     max_sequences: int = setting(0, "Cap on sequences of a micro-batch; 0 uses policy.max_sequences.", minimum=0)
     cpu_offload: bool = setting(False, "Keep parameters in host memory (FSDP2).")
-
-
-@dataclass
-class KlInRewardConfig:
-    """A penalty on the KL to the reference, subtracted from the rewards.
-
-    Per token with algorithm.advantage=gae or reinforce_plus_plus (with or without baseline), else per sequence.
-    Formulas: `workers.model.losses.returns` and `controller.algorithm.advantages`.
-    """
-
-    only_with = ((".target above 0", "horizon"),)
-
-    coefficient: float = setting(
-        0.0, "Weight of the penalty; with a target, the initial weight. 0 disables the penalty.", minimum=0
-    )
-    estimator: str = setting("k1", "Estimator of the KL (Schulman 2020).", choices=("k1", "k2", "k3", "absolute"))
-    target: float = setting(
-        0.0,
-        "Target KL of a response, in nats; the weight is adapted to it at each step. 0 keeps the weight.",
-        minimum=0,
-    )
-    horizon: int = setting(
-        10000, "Sequences after which a KL far from its target has changed the weight by about a fifth.", minimum=1
-    )
 
 
 @dataclass
@@ -445,96 +333,3 @@ class CriticConfig:
     cpu_offload: bool = setting(False, "Keep parameters, gradients and optimiser state in host memory (FSDP2).")
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(learning_rate=1e-5))
     loss: ValueLossConfig = field(default_factory=ValueLossConfig)
-
-
-@dataclass
-class LossConfig:
-    """The policy loss; formulas: the functions in `workers.model.losses`."""
-
-    only_with = (
-        (".name=custom", "function, columns, old_entropies"),
-        (".name=ppo_clip or cispo or gspo or gmpo or clip_cov or custom", "clip_low, clip_high"),
-        (".name=ppo_clip or custom", "dual_clip"),
-        (".name=sapo or custom", "sapo_tau_positive, sapo_tau_negative"),
-        (".name=clip_cov or kl_cov or custom", "covariance_fraction"),
-        (".name=clip_cov or custom", "clip_cov_low, clip_cov_high"),
-        (".name=kl_cov or custom", "kl_cov_coefficient"),
-        ("old policy", "clip_low, clip_high, dual_clip, sapo_tau_positive, sapo_tau_negative"),
-        (".aggregation=sequence_mean_token_sum_norm", "constant_length"),
-        (".kl_coefficient above 0", "kl_estimator, kl_correction"),
-    )
-
-    name: str = setting(
-        "ppo_clip", "Policy loss; `custom` uses algorithm.loss.function.", choices=(*POLICY_LOSS_NAMES, "custom")
-    )
-    function: str = setting(
-        "",
-        "Custom loss, `module:function` or `path/file.py:function`, decorated with "
-        "`workers.model.losses.policy_loss`. The file must have the same path on every policy node.",
-    )
-    columns: str = setting(
-        "",
-        "Columns of the training records for a custom loss, such as `level,source`. Numbers arrive as tensors, "
-        "anything else as objects.",
-    )
-    old_entropies: bool = setting(
-        False,
-        "Give a custom loss each token's entropy before the first update, as the column `old_entropies`. May need an "
-        "extra forward pass.",
-    )
-    clip_low: float = setting(
-        0.2, "Lower clip: ratios below 1 - clip_low give no gradient (gmpo: of the log-ratio).", minimum=0, maximum=1
-    )
-    clip_high: float = setting(
-        0.2, "Upper clip: ratios above 1 + clip_high give no gradient (gmpo: of the log-ratio).", minimum=0
-    )
-    dual_clip: float = setting(
-        0.0,
-        "Bound on the loss of a token with negative advantage, in multiples of the advantage. 0 disables it, else it "
-        "must be above 1.",
-        minimum=0,
-    )
-    sapo_tau_positive: float = setting(
-        1.0, "Steepness of SAPO's gate at positive advantages.", minimum=0, exclusive_minimum=True
-    )
-    sapo_tau_negative: float = setting(
-        1.05, "Steepness of SAPO's gate at other advantages.", minimum=0, exclusive_minimum=True
-    )
-    covariance_fraction: float = setting(
-        0.0002,
-        "Share of a mini-batch's tokens that clip_cov or kl_cov restrains.",
-        minimum=0,
-        maximum=1,
-        exclusive_minimum=True,
-    )
-    clip_cov_low: float = setting(1.0, "clip_cov selects tokens whose covariance is above this.")
-    clip_cov_high: float = setting(5.0, "clip_cov selects tokens whose covariance is below this.")
-    kl_cov_coefficient: float = setting(1.0, "Weight of kl_cov's penalty.", minimum=0)
-    aggregation: str = setting(
-        "auto",
-        "How token losses are aggregated; denominators count the whole mini-batch. `auto` follows the loss's paper.",
-        choices=(
-            "auto",
-            "token_mean",
-            "sequence_mean_token_mean",
-            "sequence_mean_token_sum",
-            "sequence_mean_token_sum_norm",
-            "group_mean_token_mean",
-        ),
-    )
-    constant_length: int = setting(
-        0, "Divisor of a sequence's sum in sequence_mean_token_sum_norm, in tokens (Dr. GRPO).", minimum=0
-    )
-    entropy_coefficient: float = setting(0.0, "Weight of the entropy bonus.", minimum=0)
-    kl_coefficient: float = setting(
-        0.0, "Weight of the KL to the reference in the loss; 0 starts no reference.", minimum=0
-    )
-    kl_estimator: str = setting("k3", "Estimator of the KL (Schulman 2020).", choices=("k1", "k2", "k3", "absolute"))
-    kl_correction: str = setting(
-        "none",
-        "Gradient of the KL. `none`: gradient of the estimate, which for k1 and k3 is not the KL's. "
-        "`straight_through`: gradient of k2, which is the KL's on samples of the current policy (verl's `k3+`). "
-        "`importance`: k1 or k3 times the ratio to the old policy, also correct for older samples (DeepSeek-V3.2).",
-        choices=("none", "straight_through", "importance"),
-    )
-    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)

@@ -15,7 +15,7 @@ class LoraConfig:
     only_with = ((".rank above 0", "alpha, target_modules"),)
 
     rank: int = setting(0, "Rank of the adapters; 0 trains the whole model.", minimum=0, maximum=100_000)
-    alpha: float = setting(32.0, "Adapters are scaled by alpha / rank.", minimum=0, exclusive_minimum=True)
+    alpha: float = setting(32.0, "Adapters are scaled by alpha / rank.", above=0)
     target_modules: str = setting(
         "all-linear",
         "Modules that get an adapter, by the last part of their names, such as `q_proj,v_proj`. `all-linear` is every "

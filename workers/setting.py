@@ -10,18 +10,18 @@ def setting(
     *,
     minimum: float | None = None,
     maximum: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
     choices: tuple[str, ...] | None = None,
-    exclusive_minimum: bool = False,
-    exclusive_maximum: bool = False,
 ) -> Any:
-    """A dataclass field with its documentation and range; an `exclusive_` bound itself is not allowed."""
+    """A dataclass field with its documentation and range; the bounds `above` and `below` are excluded."""
     metadata = {
         "doc": doc,
-        "minimum": minimum,
-        "maximum": maximum,
+        "minimum": minimum if above is None else above,
+        "maximum": maximum if below is None else below,
         "choices": choices,
-        "exclusive_minimum": exclusive_minimum,
-        "exclusive_maximum": exclusive_maximum,
+        "exclusive_minimum": above is not None,
+        "exclusive_maximum": below is not None,
     }
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)

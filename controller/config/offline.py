@@ -88,12 +88,7 @@ class PreferenceLossConfig:
         "al. 2024) does not.",
         choices=("dpo", "ipo", "simpo"),
     )
-    beta: float = setting(
-        0.1,
-        "Scale of log-probs in the loss; the papers use 0.1 for dpo, 2 for simpo.",
-        minimum=0,
-        exclusive_minimum=True,
-    )
+    beta: float = setting(0.1, "Scale of log-probs in the loss; the papers use 0.1 for dpo, 2 for simpo.", above=0)
     log_probs: str = setting(
         "auto",
         "Log-prob of a response: the `sum` over its tokens, or the length-normalised `mean`. `auto` follows the "
@@ -101,11 +96,7 @@ class PreferenceLossConfig:
         choices=("auto", "sum", "mean"),
     )
     label_smoothing: float = setting(
-        0.0,
-        "Assumed share of pairs whose labels are swapped (dpo, simpo).",
-        minimum=0,
-        maximum=0.5,
-        exclusive_maximum=True,
+        0.0, "Assumed share of pairs whose labels are swapped (dpo, simpo).", minimum=0, below=0.5
     )
     margin: float = setting(0.0, "Margin by which the chosen response should win (simpo's gamma).", minimum=0)
 

@@ -154,10 +154,7 @@ class RewardConfig:
     )
     workers: int = setting(1, "Processes that score samples during generation.", minimum=1, maximum=10_000)
     timeout_s: float = setting(
-        30.0,
-        "Time limit in seconds for one call of a reward function or of rollout.environment.",
-        minimum=0,
-        exclusive_minimum=True,
+        30.0, "Time limit in seconds for one call of a reward function or of rollout.environment.", above=0
     )
     concurrency: int = setting(
         16, "Samples that one worker scores at the same time if a reward function is a coroutine.", minimum=1
@@ -314,31 +311,22 @@ class ResourcesConfig:
         "Ray is started.",
     )
     cpus_per_worker: float = setting(
-        0.25,
-        "CPUs that each actor reserves in Ray. Fractions are fine, because roles take turns.",
-        minimum=0,
-        exclusive_minimum=True,
+        0.25, "CPUs that each actor reserves in Ray. Fractions are fine, because roles take turns.", above=0
     )
-    placement_timeout_s: float = setting(
-        120.0, "Seconds to wait for room in the cluster.", minimum=0, exclusive_minimum=True
-    )
-    start_timeout_s: float = setting(
-        600.0, "Seconds to wait for actors to load their models.", minimum=0, exclusive_minimum=True
-    )
+    placement_timeout_s: float = setting(120.0, "Seconds to wait for room in the cluster.", above=0)
+    start_timeout_s: float = setting(600.0, "Seconds to wait for actors to load their models.", above=0)
     collective_timeout_s: float = setting(
         1800.0,
         "Seconds that ranks wait for each other, for example while one reads or writes files; also the limit for "
         "sending new weights to engines on GPUs.",
-        minimum=0,
-        exclusive_minimum=True,
+        above=0,
     )
     user_code_timeout_s: float = setting(
         60.0,
         "Time limit in seconds for each of these before training: importing a reward function, environment, loss or "
         "curriculum; rendering the first prompts; rendering each later prompt; and one epoch of data.curriculum (also "
         "during training).",
-        minimum=0,
-        exclusive_minimum=True,
+        above=0,
     )
     dashboard: bool = setting(False, "Start Ray's dashboard with a local Ray.")
 

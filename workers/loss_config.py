@@ -1,0 +1,195 @@
+"""Settings of the losses and advantages; see `workers.config`."""
+
+from dataclasses import dataclass, field
+
+from workers.setting import setting
+
+
+@dataclass
+class SupervisedLossConfig:
+    """Negative log-likelihood of the tokens to learn; formulas: `workers.model.losses.supervised`."""
+
+    only_with = ((".aggregation=sequence_mean_token_sum_norm", "constant_length"),)
+
+    aggregation: str = setting(
+        "token_mean",
+        "How token losses are aggregated; denominators count the whole step.",
+        choices=("token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "sequence_mean_token_sum_norm"),
+    )
+    constant_length: int = setting(
+        0, "Divisor of a sequence's sum in sequence_mean_token_sum_norm, in tokens.", minimum=0
+    )
+
+
+POLICY_LOSS_NAMES = ("ppo_clip", "reinforce", "cispo", "gspo", "gmpo", "sapo", "clip_cov", "kl_cov")
+
+
+@dataclass
+class RolloutCorrectionConfig:
+    """Importance weights and rejection for the difference between the sampler's and the trainer's log-probs.
+
+    Formulas: `workers.model.losses.correction`.
+    """
+
+    only_with = (
+        (".weights=token or sequence", "cap"),
+        (".rejection=token or sequence", "rejection_low, rejection_high"),
+    )
+
+    weights: str = setting(
+        "none",
+        "Truncated importance weights, trainer over sampler: per `token`, or per `sequence`.",
+        choices=("none", "token", "sequence"),
+    )
+    cap: float = setting(2.0, "Upper limit of importance weights.", above=0)
+    rejection: str = setting(
+        "none",
+        "Leave out each `token` whose ratio is outside the bounds, or each `sequence` whose geometric mean ratio is.",
+        choices=("none", "token", "sequence"),
+    )
+    rejection_low: float = setting(0.5, "Lower bound of accepted ratios.", above=0, maximum=1)
+    rejection_high: float = setting(2.0, "Upper bound of accepted ratios.", minimum=1)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is corrected."""
+        return not self.weights == self.rejection == "none"
+
+
+@dataclass
+class LossConfig:
+    """The policy loss; formulas: the functions in `workers.model.losses`."""
+
+    only_with = (
+        (".name=custom", "function, columns, old_entropies"),
+        (".name=ppo_clip or cispo or gspo or gmpo or clip_cov or custom", "clip_low, clip_high"),
+        (".name=ppo_clip or custom", "dual_clip"),
+        (".name=sapo or custom", "sapo_tau_positive, sapo_tau_negative"),
+        (".name=clip_cov or kl_cov or custom", "covariance_fraction"),
+        (".name=clip_cov or custom", "clip_cov_low, clip_cov_high"),
+        (".name=kl_cov or custom", "kl_cov_coefficient"),
+        ("old policy", "clip_low, clip_high, dual_clip, sapo_tau_positive, sapo_tau_negative"),
+        (".aggregation=sequence_mean_token_sum_norm", "constant_length"),
+        (".kl_coefficient above 0", "kl_estimator, kl_correction"),
+    )
+
+    name: str = setting(
+        "ppo_clip", "Policy loss; `custom` uses algorithm.loss.function.", choices=(*POLICY_LOSS_NAMES, "custom")
+    )
+    function: str = setting(
+        "",
+        "Custom loss, `module:function` or `path/file.py:function`, decorated with "
+        "`workers.model.losses.policy_loss`. The file must have the same path on every policy node.",
+    )
+    columns: str = setting(
+        "",
+        "Columns of the training records for a custom loss, such as `level,source`. Numbers arrive as tensors, "
+        "anything else as objects.",
+    )
+    old_entropies: bool = setting(
+        False,
+        "Give a custom loss each token's entropy before the first update, as the column `old_entropies`. May need an "
+        "extra forward pass.",
+    )
+    clip_low: float = setting(
+        0.2, "Lower clip: ratios below 1 - clip_low give no gradient (gmpo: of the log-ratio).", minimum=0, maximum=1
+    )
+    clip_high: float = setting(
+        0.2, "Upper clip: ratios above 1 + clip_high give no gradient (gmpo: of the log-ratio).", minimum=0
+    )
+    dual_clip: float = setting(
+        0.0,
+        "Bound on the loss of a token with negative advantage, in multiples of the advantage. 0 disables it, else it "
+        "must be above 1.",
+        minimum=0,
+    )
+    sapo_tau_positive: float = setting(1.0, "Steepness of SAPO's gate at positive advantages.", above=0)
+    sapo_tau_negative: float = setting(1.05, "Steepness of SAPO's gate at other advantages.", above=0)
+    covariance_fraction: float = setting(
+        0.0002, "Share of a mini-batch's tokens that clip_cov or kl_cov restrains.", above=0, maximum=1
+    )
+    clip_cov_low: float = setting(1.0, "clip_cov selects tokens whose covariance is above this.")
+    clip_cov_high: float = setting(5.0, "clip_cov selects tokens whose covariance is below this.")
+    kl_cov_coefficient: float = setting(1.0, "Weight of kl_cov's penalty.", minimum=0)
+    aggregation: str = setting(
+        "auto",
+        "How token losses are aggregated; denominators count the whole mini-batch. `auto` follows the loss's paper.",
+        choices=(
+            "auto",
+            "token_mean",
+            "sequence_mean_token_mean",
+            "sequence_mean_token_sum",
+            "sequence_mean_token_sum_norm",
+            "group_mean_token_mean",
+        ),
+    )
+    constant_length: int = setting(
+        0, "Divisor of a sequence's sum in sequence_mean_token_sum_norm, in tokens (Dr. GRPO).", minimum=0
+    )
+    entropy_coefficient: float = setting(0.0, "Weight of the entropy bonus.", minimum=0)
+    kl_coefficient: float = setting(
+        0.0, "Weight of the KL to the reference in the loss; 0 starts no reference.", minimum=0
+    )
+    kl_estimator: str = setting("k3", "Estimator of the KL (Schulman 2020).", choices=("k1", "k2", "k3", "absolute"))
+    kl_correction: str = setting(
+        "none",
+        "Gradient of the KL. `none`: gradient of the estimate, which for k1 and k3 is not the KL's. "
+        "`straight_through`: gradient of k2, which is the KL's on samples of the current policy (verl's `k3+`). "
+        "`importance`: k1 or k3 times the ratio to the old policy, also correct for older samples (DeepSeek-V3.2).",
+        choices=("none", "straight_through", "importance"),
+    )
+    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
+
+
+@dataclass
+class ValueLossConfig:
+    """The critic's loss; formulas: `workers.model.losses.value`."""
+
+    only_with = (("several updates", "clip"),)
+
+    clip: float = setting(
+        0.2, "Values that moved further than this during the update give no gradient; 0 disables clipping.", minimum=0
+    )
+    aggregation: str = setting(
+        "token_mean",
+        "How token losses are aggregated; denominators count the whole mini-batch.",
+        choices=("token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum"),
+    )
+
+
+@dataclass
+class GaeConfig:
+    """Generalised advantage estimation; formulas: `workers.model.losses.returns`."""
+
+    gamma: float = setting(1.0, "Discount per token.", minimum=0, maximum=1)
+    lam: float = setting(
+        1.0,
+        "Lambda, from 0 (only the next value: low variance, biased by the critic) to 1 (all future rewards).",
+        minimum=0,
+        maximum=1,
+    )
+    whiten: bool = setting(True, "Normalise the advantages of a step's tokens to mean 0 and standard deviation 1.")
+
+
+@dataclass
+class KlInRewardConfig:
+    """A penalty on the KL to the reference, subtracted from the rewards.
+
+    Per token with algorithm.advantage=gae or reinforce_plus_plus (with or without baseline), else per sequence.
+    Formulas: `workers.model.losses.returns` and `controller.algorithm.advantages`.
+    """
+
+    only_with = ((".target above 0", "horizon"),)
+
+    coefficient: float = setting(
+        0.0, "Weight of the penalty; with a target, the initial weight. 0 disables the penalty.", minimum=0
+    )
+    estimator: str = setting("k1", "Estimator of the KL (Schulman 2020).", choices=("k1", "k2", "k3", "absolute"))
+    target: float = setting(
+        0.0,
+        "Target KL of a response, in nats; the weight is adapted to it at each step. 0 keeps the weight.",
+        minimum=0,
+    )
+    horizon: int = setting(
+        10000, "Sequences after which a KL far from its target has changed the weight by about a fifth.", minimum=1
+    )
