@@ -14,6 +14,7 @@ import argparse
 import multiprocessing
 import resource
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from time import process_time
@@ -79,15 +80,12 @@ def model_of_20m(layout: str) -> PackedCausalLM:
 def packed(module: PackedCausalLM, batch: DataProto) -> Tensor:
     """Loss of the batch as one packed row."""
     row = pack(batch)
-    attention = packed_attention("sdpa", row, CPU)
-    return module(row.input_ids, row.position_ids, row.predicting, row.targets, attention, 1.0)[0].mean()
+    return module(replace(row, attention=packed_attention("sdpa", row, CPU)), 1.0)[0].mean()
 
 
 def padded(module: PackedCausalLM, batch: DataProto) -> Tensor:
     """Loss of the batch as rows of its longest sequence."""
-    rows = pad(batch)
-    cells = (rows.input_ids, rows.position_ids, rows.predicting, rows.targets)
-    return module(*cells, None, 1.0, rows.attention_mask)[0].mean()
+    return module(pad(batch), 1.0)[0].mean()
 
 
 def native(module: PackedCausalLM, batch: DataProto) -> Tensor:

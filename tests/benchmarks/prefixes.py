@@ -92,8 +92,7 @@ class Passes:
     def run(self) -> float:
         """CPU seconds of one pass."""
         start = process_time()
-        laid_out = self._layout.lay_out(self._sequences)
-        log_probs, _ = self._module(**laid_out.arguments, temperature=1.0)
+        log_probs, _ = self._module(self._layout.lay_out(self._sequences), temperature=1.0)
         log_probs.mean().backward()
         self._module.zero_grad()
         return process_time() - start

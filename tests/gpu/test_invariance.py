@@ -4,6 +4,7 @@ It needs torch, transformers and pytest, and of this project `workers.model` alo
 """
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -52,8 +53,8 @@ def packed(model: PreTrainedModel, sequences: DataProto) -> tuple[Tensor, dict[s
     module, row = packed_causal_lm(copy.deepcopy(model), ModelConfig()), pack(sequences)
     backend = choose_backend("auto", CUDA, next(model.parameters()).dtype, module.required_features)
     attention = packed_attention(backend, row, CUDA)
-    cells = (tensor.to(CUDA) for tensor in (row.input_ids, row.position_ids, row.predicting, row.targets))
-    log_probs, _ = module(*cells, attention, 1.0)
+    read = {name: getattr(row, name).to(CUDA) for name in ("input_ids", "position_ids", "predicting", "targets")}
+    log_probs, _ = module(replace(row, attention=attention, **read), 1.0)
     return log_probs, gradients_of(module.model, log_probs)
 
 

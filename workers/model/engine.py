@@ -31,13 +31,15 @@ from workers.model.checkpoint.checkpoint_weights import CheckpointWeights, Shard
 from workers.model.checkpoint.export import FILE_BYTES, stored_dtype, write_folder, write_model
 from workers.model.checkpoint.loading import Source
 from workers.model.checkpoint.lora import adapter_weights, add_adapters, merged_shards, without_adapters, write_adapters
-from workers.model.forward_backward import Passes, Work, outputs, predictions_of
-from workers.model.layout import LaidOut, RowLayout
+from workers.model.forward_backward import EnginePass, MicroBatchRunner
+from workers.model.layout import RowLayout
 from workers.model.losses import (
     Denominators,
     LossFunction,
+    Predictions,
     Statistics,
     ValueLossFunction,
+    ValuePredictions,
     mean,
     prepare,
     rollout_mismatch,
@@ -49,7 +51,14 @@ from workers.model.moe.routing import Routing
 from workers.model.nonfinite_guard import NonfiniteGuard
 from workers.model.numerics_check import check_against_reference, make_probe, own_outputs
 from workers.model.optimizer import make_optimizer, make_schedule
-from workers.model.rows.packing import MicroBatch, check_micro_batches, check_sequences, check_tokenizer, max_positions
+from workers.model.rows.packing import (
+    MicroBatch,
+    ModelInput,
+    check_micro_batches,
+    check_sequences,
+    check_tokenizer,
+    max_positions,
+)
 from workers.model.rules.model_rules import check_model
 from workers.model.sharding.parallel import make_parallel, prepare_backward, reshard, shard_model
 from workers.model.sharding.stage_layers import Part, Passing
@@ -119,7 +128,7 @@ class TrainingEngine:
         self._distribute(cpu_offload)
         source.fill(self.device, cpu_offload=cpu_offload)
         prepare, hooks = self._before_backward, self.routing.hooks
-        self.passes = Passes(self.stage, self.layout, self.clock, self.device, self.dtype, prepare, hooks)
+        self.runner = MicroBatchRunner(self.stage, self.layout, self.clock, self.device, self.dtype, prepare, hooks)
         self.checkpoint_weights = CheckpointWeights(
             self.module.model, source.rules, weights, self._shards, self.device, self.stage
         )
@@ -127,7 +136,7 @@ class TrainingEngine:
         if optimizer is not None:
             self.optimizer = make_optimizer(self.module.parameters(), optimizer)
             self.schedule = make_schedule(self.optimizer, optimizer, total_steps)
-            self.skip_policy = NonfiniteGuard(optimizer.max_skipped_steps)
+            self.nonfinite_guard = NonfiniteGuard(optimizer.max_skipped_steps)
         if check_numerics:
             with self.routing.without_losses():
                 check_against_reference(
@@ -204,8 +213,8 @@ class TrainingEngine:
         self._check_head("lm")
         result = torch.zeros(len(sequences), dtype=torch.float64)
 
-        def finish(start: int, stop: int, laid_out: LaidOut, outputs: Any) -> None:
-            predictions = predictions_of(self.head, sequences.slice(start, stop), laid_out, outputs)
+        def finish(start: int, stop: int, rows: ModelInput, outputs: Any) -> None:
+            predictions = self._predictions(sequences.slice(start, stop), rows, outputs)
             summed = torch.zeros(stop - start, dtype=torch.float64, device=self.device)
             summed.index_add_(0, predictions.sequence_index, predictions.log_probs.double())
             result[start:stop] = summed.cpu()
@@ -234,8 +243,8 @@ class TrainingEngine:
         self._check_head("value")
         result = torch.zeros(len(sequences), dtype=torch.float32)
 
-        def finish(start: int, stop: int, laid_out: LaidOut, outputs: Any) -> None:
-            result[start:stop] = laid_out.whole(outputs).float().cpu()
+        def finish(start: int, stop: int, rows: ModelInput, outputs: Any) -> None:
+            result[start:stop] = rows.whole(outputs).float().cpu()
 
         self._forward_passes("scores", sequences, micro_batches, finish, forward=True, last=True)
         return self.stage.from_last(result)
@@ -252,11 +261,11 @@ class TrainingEngine:
         results = [torch.zeros(sequences.num_tokens, dtype=torch.float32) for _ in kept]
         statistics: list[Statistics] = []
 
-        def finish(start: int, stop: int, laid_out: LaidOut, outputs: Any) -> None:
-            predictions = predictions_of(self.head, sequences.slice(start, stop), laid_out, outputs)
+        def finish(start: int, stop: int, rows: ModelInput, outputs: Any) -> None:
+            predictions = self._predictions(sequences.slice(start, stop), rows, outputs)
             first = int(sequences.offsets[start])
             for result, column in zip(results, kept, strict=True):
-                result[first + laid_out.rows.loss_positions] = getattr(predictions, column).float().cpu()
+                result[first + rows.loss_positions] = getattr(predictions, column).float().cpu()
             statistics.append(measure(predictions))
 
         self._forward_passes(name, sequences, micro_batches, finish, forward=True)
@@ -267,16 +276,16 @@ class TrainingEngine:
         name: str,
         sequences: DataProto,
         micro_batches: Sequence[MicroBatch],
-        finish: Callable[[int, int, LaidOut, Any], None],
+        finish: Callable[[int, int, ModelInput, Any], None],
         **layout: bool,
     ) -> None:
-        """Run each micro-batch forward, timed as `name`; finish(start, stop, ...). layout: see `Work`."""
+        """Run each micro-batch forward, timed as `name`; finish(start, stop, ...). layout: see `EnginePass`."""
         check_sequences(sequences, self.vocabulary, self.positions)
         check_micro_batches(micro_batches, len(sequences), complete=True)
         rounds = self.stage.whole_rounds(micro_batches)
         slices = [sequences.slice(*rows) for rows in rounds]
-        work = Work(name, slices, lambda index, *found: finish(*rounds[index], *found), **layout)
-        self.passes.run(work, self._outputs)
+        work = EnginePass(name, slices, self._compute, lambda index, *found: finish(*rounds[index], *found), **layout)
+        self.runner.run(work)
         reshard(self.module)  # without a backward pass nothing else frees the gathered parameters
 
     def _check_head(self, head: str) -> None:
@@ -309,14 +318,14 @@ class TrainingEngine:
         parts = prepare(loss_function, slices, denominators, self.data_parallel_groups)
         statistics: list[Statistics] = []
 
-        def finish(index: int, laid_out: LaidOut, outputs: Any) -> Tensor:
-            loss, measured = loss_function(predictions_of(self.head, parts[index], laid_out, outputs), denominators)
-            self.skip_policy.watch(sequences, *micro_batches[index], loss)
+        def finish(index: int, rows: ModelInput, outputs: Any) -> Tensor:
+            loss, measured = loss_function(self._predictions(parts[index], rows, outputs), denominators)
+            self.nonfinite_guard.watch(sequences, *micro_batches[index], loss)
             statistics.append(measured)
             return loss
 
         self.routing.begin(parts, self.data_parallel_groups)
-        self.passes.run(Work("update", parts, finish, trains=True), self._outputs)
+        self.runner.run(EnginePass("update", parts, self._compute, finish, trains=True))
         return self.stage.from_last(to_metrics([*statistics, *self.routing.take()]))
 
     def optimizer_step(self) -> Metrics:
@@ -330,7 +339,7 @@ class TrainingEngine:
         if self.optimizer_config is None:
             raise ConfigError("this engine is frozen: it was built without an optimizer")
         norm = clip_over_stages(self.stage, self.module, self.optimizer_config.max_grad_norm)
-        finite = self.skip_policy.takes_step(norm, self.device)
+        finite = self.nonfinite_guard.takes_step(norm, self.device)
         learning_rate = self.schedule.get_last_lr()[0]
         if finite:
             self.optimizer.step()
@@ -403,7 +412,7 @@ class TrainingEngine:
         extra: the caller's own state, a JSON object, stored in the checkpoint.
         """
         checkpointer = self.checkpointer
-        numbers = {"skipped_in_a_row": self.skip_policy.in_a_row}
+        numbers = {"skipped_in_a_row": self.nonfinite_guard.in_a_row}
         checkpointer.save(path, step=step, engine=numbers, extra=extra)
 
     def wait_for_checkpoint(self) -> None:
@@ -414,7 +423,7 @@ class TrainingEngine:
         """Resume from a checkpoint, see `Checkpointer.load`; returns the caller's `extra`. Collective."""
         manifest = self.checkpointer.load(path)
         self.optimizer.zero_grad(set_to_none=True)
-        self.skip_policy.in_a_row = manifest.engine["skipped_in_a_row"]
+        self.nonfinite_guard.in_a_row = manifest.engine["skipped_in_a_row"]
         return manifest.extra
 
     def save_pretrained(self, path: str | Path, file_bytes: int = FILE_BYTES) -> None:
@@ -431,8 +440,15 @@ class TrainingEngine:
         settings, layers = self.parallel.config, self.module.layers_of(part)
         prepare_backward(self.module, layers, last, reshard_after_forward=self.reshard_after_forward, config=settings)
 
-    def _outputs(self, laid_out: LaidOut, passing: Passing) -> Any:
-        return outputs(self.module, laid_out, passing, self.temperature)
+    def _compute(self, rows: ModelInput, passing: Passing) -> Any:
+        return self.module(rows, self.temperature, passing)
+
+    def _predictions(self, micro_batch: DataProto, rows: ModelInput, outputs: Any) -> Any:
+        """Return (Value)Predictions; on every rank of a context-parallel group, of the whole micro-batch."""
+        if self.head == "value":
+            return ValuePredictions.gather(rows.whole(outputs), micro_batch, rows)
+        log_probs, entropy = rows.whole(torch.stack(outputs, dim=-1)).unbind(-1)
+        return Predictions.gather(log_probs, entropy, micro_batch, rows)
 
 
 def _measure(predictions: Any) -> Statistics:

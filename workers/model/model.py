@@ -36,8 +36,9 @@ from transformers import (
 from workers.config import ModelConfig
 from workers.errors import BallastError, ConfigError, UnsupportedModelError, clause, named
 from workers.model.activations import activations_on_host
-from workers.model.attention.attention import ATTENTION_NAME, PackedAttention, ballast_packed
+from workers.model.attention.attention import ATTENTION_NAME, ballast_packed
 from workers.model.logprobs import linear_log_probs
+from workers.model.rows.packing import ModelInput
 from workers.model.rules.families import KERNEL_FEATURES, final_softcap, logit_factor, required_features
 from workers.model.rules.model_rules import check_kernel_features, check_layout
 from workers.model.rules.recurrent import check_mixers, find_mixers, split_by_segment
@@ -100,34 +101,29 @@ class PackedModel(nn.Module):
         """Return whether a layer carries a state along the row, see `recurrent`."""
         return any(find_mixers(layer) for layer in self.layers)
 
-    def hidden_states(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        predicting: Tensor,
-        attention: PackedAttention | None,
-        attention_mask: Tensor | None,
-        passing: Passing | None = None,
-    ) -> Tensor:
-        """Return the last hidden states [N, H] of the cells `predicting`; see `PackedCausalLM.forward`.
+    def hidden_states(self, rows: ModelInput, passing: Passing | None = None) -> Tensor:
+        """Return the last hidden states [N, H] of the cells `predicting`.
 
         passing: through a part of the layers; on a non-final part, all cells [R, W, H] are returned.
         """
         # Packed rows get neither cache nor mask: with either, transformers would not tell their segments apart.
-        arguments: dict[str, Any] = {"position_ids": position_ids} if self.takes_positions else {}
-        arguments |= {"attention_mask": attention_mask} if attention is None else {"packed_attention": attention}
-        read = {"input_ids": input_ids}
+        arguments: dict[str, Any] = {"position_ids": rows.position_ids} if self.takes_positions else {}
+        if rows.attention is None:
+            arguments["attention_mask"] = rows.attention_mask
+        else:
+            arguments["packed_attention"] = rows.attention
+        read = {"input_ids": rows.input_ids}
         if passing is not None and passing.received is not None:
             read = {"inputs_embeds": passing.received}
         with (
-            activations_on_host(input_ids.device) if self.activation_offload else nullcontext(),
+            activations_on_host(rows.input_ids.device) if self.activation_offload else nullcontext(),
             carried(_layers(self.model), passing),
         ):
             output = decoder_of(self.model)(use_cache=False, **read, **arguments)
         if passing is not None and not passing.part.last:
             return passing.result()
         # Under tensor parallelism every rank has a part of the tokens, and of the vocabulary.
-        return full_tensor(output.last_hidden_state).flatten(0, 1).index_select(0, predicting)
+        return full_tensor(output.last_hidden_state).flatten(0, 1).index_select(0, rows.predicting)
 
 
 class PackedCausalLM(PackedModel):
@@ -138,32 +134,20 @@ class PackedCausalLM(PackedModel):
         self.chunk_tokens = config.chunk_tokens
 
     def forward(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        predicting: Tensor,
-        targets: Tensor,
-        attention: PackedAttention | None,
-        temperature: float,
-        attention_mask: Tensor | None = None,
-        passing: Passing | None = None,
+        self, rows: ModelInput, temperature: float, passing: Passing | None = None
     ) -> tuple[Tensor, Tensor] | Tensor:
-        """Compute log-probs and entropies of `targets` [N], predicted by the cells `predicting` int64 [N].
+        """Return (log_probs [N], entropy [N]) of the targets, see `linear_log_probs`.
 
-        input_ids, position_ids: int64 [R, W]. Cells are counted row by row. attention: of a packed row; padded rows
-        have an attention_mask [R, W].
-
-        Returns (log_probs [N], entropy [N]), see `linear_log_probs`; on a non-final part, the hidden states for the
-        next.
+        On a non-final part: the hidden states for the next.
         """
-        hidden = self.hidden_states(input_ids, position_ids, predicting, attention, attention_mask, passing)
+        hidden = self.hidden_states(rows, passing)
         if passing is not None and not passing.part.last:
             return hidden
         return linear_log_probs(
             hidden,
-            targets=targets,
+            targets=rows.targets,
             temperature=temperature,
-            chunk_tokens=self.chunk_tokens(input_ids.device.type),
+            chunk_tokens=self.chunk_tokens(hidden.device.type),
             softcap=self.softcap,
             factor=self.logit_factor,
             **own_vocabulary(self.model.get_output_embeddings()),

@@ -1,8 +1,8 @@
 """Compare the engine with the model's own forward pass on a few random sequences at load.
 
-    Probe --one sequence after the other, transformers' own attention, float32--> Expected      rank 0, the whole model
+    Probe --one sequence after the other, transformers' own attention, float32--> expected      rank 0, the whole model
           --in rows, as the run lays out its micro-batches--> Outputs                           every rank, its shards
-    Expected, Outputs --compare--> Difference --judge--> nothing, or UnsupportedModelError
+    expected, Outputs --compare--> Difference --> nothing, or UnsupportedModelError
 
 Lists of families cannot keep up with transformers: a state that leaks between sequences, ignored positions, or a factor
 on the logits change log-probs silently. The first sequence of a row shows none of this, so there are three. Policy and
@@ -16,22 +16,23 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from workers.config import ModelConfig
+from workers.config import ModelConfig, ParallelConfig
 from workers.dataproto import DataProto
 from workers.errors import BallastError, ConfigError, UnsupportedModelError
 from workers.metrics import TOLERANCE
 from workers.model.attention.attention import ATTENTION_NAME
-from workers.model.forward_backward import Work
-from workers.model.layout import LaidOut, RowLayout
+from workers.model.forward_backward import EnginePass
+from workers.model.layout import RowLayout
 from workers.model.model import PackedModel, described
-from workers.model.rows.packing import max_positions
+from workers.model.rows.packing import ModelInput, max_positions
 from workers.model.sharding.parallel import full_tensor, reshard
 from workers.model.sharding.stage_layers import Passing
 from workers.model.value_head import HEAD, PackedValueModel
@@ -57,20 +58,6 @@ CPU = torch.device("cpu")
 Result = TypeVar("Result")
 
 
-class Engine(Protocol):
-    """Name the parts of `TrainingEngine` that compute the probe; the engine imports this module."""
-
-    module: Any
-    model_config: ModelConfig
-    parallel: Any
-    device: torch.device
-    layout: Any
-    stage: Any
-    passes: Any
-    clock: Any
-    routing: Any
-
-
 @dataclass(frozen=True)
 class Probe:
     """Hold the input of the check.
@@ -83,11 +70,6 @@ class Probe:
     temperature: float
     dtype: torch.dtype
     parameter: str
-
-    @property
-    def dtype_name(self) -> str:
-        """Return the dtype as a value of `model.dtype`."""
-        return str(self.dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -105,88 +87,67 @@ class Difference:
     Hidden states and values are in units of their root mean square. gradient: 0 if not compared.
     """
 
-    mean: float
-    largest: float
+    mean: float = 0.0
+    largest: float = 0.0
     gradient: float = 0.0
 
 
-@dataclass(frozen=True)
-class Expected:
-    """Hold outputs of the model's own forward pass.
-
-    rounding: their change when activations are rounded to the engine's dtype; 0 for an engine in float32.
-    """
-
-    outputs: Outputs
-    rounding: Difference = Difference(0.0, 0.0)
-
-
-def measure(packed: PackedModel, config: ModelConfig, probe: Probe | None = None) -> Difference:
-    """Compare, in one process and in float32, a model from `load_model` or `load_value_model`.
-
-    The module is on the CPU, in float32, unsharded, and not changed. Raises the model's own errors in rows, and those
-    of `own_outputs`.
-    """
-    layout = RowLayout(config, None, packed, CPU, torch.float32)
-    probe = probe or make_probe(packed, torch.float32, prefix=layout.shared_from)
-    expected = own_outputs(packed, probe)
-    with _undisturbed(), _short_lengths(packed), torch.set_grad_enabled(bool(probe.parameter)):
-        values = row_values(packed, layout.lay_out(probe.sequences), probe.temperature)
-        found = Outputs(values.detach().float(), _gradient(values, packed, probe.parameter))
-    return compare(found, expected.outputs)
+Expected = tuple[Outputs, Difference]
+"""Outputs of the model's own forward pass, and their change when activations are rounded to the engine's dtype."""
 
 
 def check_numerics(packed: PackedModel, config: ModelConfig) -> Difference:
-    """Run `measure` and judge the result. Raises UnsupportedModelError as `check_against_reference` does."""
-    shared_from = RowLayout(config, None, packed, CPU, torch.float32).shared_from
-    probe, path = make_probe(packed, torch.float32, prefix=shared_from), _path(config)
-    found = _translated(packed, path, lambda: measure(packed, config, probe))
-    judge(found, Difference(0.0, 0.0), probe, packed, path, shared_from)
+    """Check a model from `LOADERS` in this process: on the CPU, in float32, unsharded; it is not changed.
+
+    Raises as `check_against_reference` and `own_outputs` do.
+    """
+    layout = RowLayout(config, None, packed, CPU, torch.float32)
+    probe, settings = make_probe(packed, torch.float32, prefix=layout.shared_from), _settings(config, ParallelConfig())
+    expected, rounding = own_outputs(packed, probe)
+
+    def compute() -> Outputs:
+        values = _row_values(packed, layout.lay_out(probe.sequences), probe.temperature)
+        return _outputs(values, packed, probe)
+
+    with _as_probed(packed, probe):
+        found = compare(_translated(packed, settings, compute), expected)
+    _raise_if_different(found, rounding, probe, packed, settings, layout.shared_from)
     return found
 
 
-def check_against_reference(engine: Engine, probe: Probe, expected: Expected) -> Difference:
-    """Compute the probe as `engine` computes its micro-batches, and compare; collective, the engine is not changed.
+def check_against_reference(engine: Any, probe: Probe, expected: Expected) -> None:
+    """Compute the probe as a TrainingEngine computes its micro-batches, and compare; collective, nothing is changed.
 
     Raises UnsupportedModelError on every rank, naming family, layout and largest difference, if the difference exceeds
     rounding or a pass raises.
     """
-    found = _check_pass(engine, probe, expected, forward=False)
     config = engine.model_config
-    if config.rows(forward=True)[0] != config.layout:
-        _check_pass(engine, probe, expected, forward=True)
-    return found
+    for forward in (False, True)[: 1 + (config.rows(forward=True)[0] != config.layout)]:
+        settings = _settings(replace(config, layout=config.rows(forward=forward)[0]), engine.parallel.config)
+        outputs = _translated(engine.module, settings, partial(_engine_outputs, engine, probe, forward))
+        found = compare(outputs, expected[0])
+        worst = torch.tensor([found.mean, found.largest, found.gradient], device=engine.device)
+        dist.all_reduce(worst, dist.ReduceOp.MAX)
+        found = Difference(*worst.tolist())
+        _raise_if_different(found, expected[1], probe, engine.module, settings, engine.layout.shared_from)
 
 
-def _check_pass(engine: Engine, probe: Probe, expected: Expected, forward: bool) -> Difference:
-    config = replace(engine.model_config, layout=engine.model_config.rows(forward=forward)[0])
-    parallel = engine.parallel
-    path = _path(config, parallel.context.size(), parallel.tensor.size(), parallel.pipeline.size())
-    outputs = _translated(engine.module, path, lambda: _engine_outputs(engine, probe, forward))
-    found = compare(outputs, expected.outputs)
-    worst = torch.tensor([found.mean, found.largest, found.gradient], device=engine.device)
-    dist.all_reduce(worst, dist.ReduceOp.MAX)
-    found = Difference(*worst.tolist())
-    judge(found, expected.rounding, probe, engine.module, path, engine.layout.shared_from)
-    return found
-
-
-def _engine_outputs(engine: Engine, probe: Probe, forward: bool) -> Outputs:
+def _engine_outputs(engine: Any, probe: Probe, forward: bool) -> Outputs:
     trains, gradient = bool(probe.parameter), None
     found: list[Tensor] = []
 
-    def finish(_: int, __: LaidOut, values: Tensor) -> Tensor | None:
+    def compute(rows: ModelInput, passing: Passing) -> Tensor:
+        return _row_values(engine.module, rows, probe.temperature, passing)
+
+    def finish(_: int, __: ModelInput, values: Tensor) -> Tensor | None:
         found.append(values.detach().float().cpu())
         # All ranks have the same sequences, and their gradients are summed.
         return values.sum() / engine.parallel.dp if trains else None
 
-    def compute(laid_out: LaidOut, passing: Passing) -> Tensor:
-        return row_values(engine.module, laid_out, probe.temperature, passing)
-
-    with _undisturbed(engine.device), _short_lengths(engine.module), torch.set_grad_enabled(trains):
+    with _as_probed(engine.module, probe, engine.device):
         rounds = engine.stage.whole_rounds([(0, len(probe.sequences))])
         slices = [probe.sequences.slice(*rows) for rows in rounds]
-        engine.passes.run(Work("numerics", slices, finish, trains, forward), compute)
+        engine.runner.run(EnginePass("numerics", slices, compute, finish, trains, forward))
         if trains and engine.stage.is_first:
             summed = engine.module.get_parameter(probe.parameter).grad
             gradient = None if summed is None else full_tensor(summed.to(engine.device))
@@ -216,7 +177,7 @@ def make_probe(packed: PackedModel, dtype: torch.dtype, temperature: float = 1.0
         chosen = torch.randint(len(ids), (min(length, limit),), generator=generator)
         rows.append({"input_ids": ids[chosen], "loss_mask": torch.arange(len(chosen)) > 0})
     rows[2]["input_ids"][:prefix] = rows[1]["input_ids"][:prefix]
-    return Probe(DataProto.from_list(rows), temperature, dtype, probed_parameter(packed))
+    return Probe(DataProto.from_list(rows), temperature, dtype, _probed_parameter(packed))
 
 
 def _built_in(packed: PackedModel) -> list[int]:
@@ -239,7 +200,7 @@ def _ordinary_ids(model: PreTrainedModel) -> Tensor:
     return ordinary if len(ordinary) else ids
 
 
-def probed_parameter(packed: PackedModel) -> str:
+def _probed_parameter(packed: PackedModel) -> str:
     """Return the name of the smallest trained parameter of the first layer, whose gradient passes all later layers.
 
     Biases are excluded, because softmax may cancel them, and so is the half of an adapter with an initial gradient of
@@ -262,16 +223,15 @@ def own_outputs(packed: PackedModel, probe: Probe) -> Expected:
     packed: whole, on the CPU, in float32 or float64. Raises ConfigError for weights with NaN or infinity,
     UnsupportedModelError if the forward pass raises or returns NaN or infinity.
     """
-    check_weights(packed)
-    trains = bool(probe.parameter)
-    with _undisturbed(), _own_attention(packed.model), _short_lengths(packed), torch.set_grad_enabled(trains):
+    _check_weights(packed)
+    with _own_attention(packed.model), _as_probed(packed, probe):
         outputs = _translated(packed, "its own forward pass", lambda: _own_forward(packed, probe))
         if not outputs.values.isfinite().all():
             raise UnsupportedModelError(f"{packed.name}: its own forward pass gives NaN or infinity")
         if probe.dtype in (torch.float32, torch.float64):
-            return Expected(outputs)
+            return outputs, Difference()
         with _rounded(packed.model, probe.dtype):
-            return Expected(outputs, compare(_own_forward(packed, probe), outputs))
+            return outputs, compare(_own_forward(packed, probe), outputs)
 
 
 def _translated(packed: PackedModel, where: str, compute: Callable[[], Result]) -> Result:
@@ -285,8 +245,7 @@ def _translated(packed: PackedModel, where: str, compute: Callable[[], Result]) 
         raise UnsupportedModelError(f"{packed.name}: {where} raises {type(error).__name__}: {text}") from error
 
 
-def check_weights(packed: PackedModel) -> None:
-    """Raise ConfigError, naming the first parameter with NaN or infinity."""
+def _check_weights(packed: PackedModel) -> None:
     for name, parameter in packed.model.named_parameters():
         # A sum is read at the speed of memory and keeps what is not finite; it might overflow by itself.
         if not parameter.detach().sum().isfinite() and not parameter.detach().isfinite().all():
@@ -296,121 +255,107 @@ def check_weights(packed: PackedModel) -> None:
             )
 
 
-def row_values(packed: nn.Module, laid_out: LaidOut, temperature: float, passing: Passing | None = None) -> Tensor:
+def _row_values(packed: PackedModel, rows: ModelInput, temperature: float, passing: Passing | None = None) -> Tensor:
     """Return the engine's outputs [N, C], on every rank of a context-parallel group.
 
-    Columns are log-probs, or values and the value head's inputs. On a non-final part: the hidden states for the next.
+    On a non-final part: the hidden states for the next.
     """
-    arguments, sends = laid_out.arguments | {"passing": passing}, passing is not None and not passing.part.last
-    if not isinstance(packed, PackedValueModel):
-        outputs = packed(**arguments, temperature=temperature)
-        return outputs if sends else laid_out.whole(outputs[0])[:, None]
-    del arguments["targets"]
-    if sends:
-        return packed(**arguments)
     with _head_inputs(packed) as seen:
-        values = packed(**arguments)
-    return laid_out.whole(torch.cat([values[:, None], seen[0].to(values.dtype)], dim=1))
+        outputs = packed(rows, temperature, passing)
+    if passing is not None and not passing.part.last:
+        return outputs
+    if seen:
+        return rows.whole(torch.cat([outputs[:, None], seen[0].to(outputs.dtype)], dim=1))
+    return rows.whole(outputs[0])[:, None]
+
+
+def _own_forward(packed: PackedModel, probe: Probe) -> Outputs:
+    found = []
+    for ids in probe.sequences.tokens["input_ids"].split(probe.sequences.lengths.tolist()):
+        with _head_inputs(packed) as seen:
+            outputs = packed.model(input_ids=ids[None], use_cache=False)
+        if seen:
+            hidden = seen[0][0, :-1]
+            found.append(torch.cat([getattr(packed.model, HEAD)(hidden), hidden], dim=1))
+        else:
+            all_log_probs = (outputs.logits[0, :-1].float() / probe.temperature).log_softmax(-1)
+            found.append(all_log_probs.gather(-1, ids[1:, None]))
+    return _outputs(torch.cat(found), packed, probe)
+
+
+def _outputs(values: Tensor, packed: PackedModel, probe: Probe) -> Outputs:
+    """Take the gradient of `values` by the probed parameter; other parameters get none."""
+    gradient = None
+    if probe.parameter:
+        parameter = packed.get_parameter(probe.parameter)
+        gradient = torch.autograd.grad(values.sum(), [parameter], allow_unused=True)[0]
+    return Outputs(values.detach().float(), _flat(gradient))
+
+
+def _flat(gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else gradient.detach().float().flatten().cpu()
 
 
 def compare(actual: Outputs, expected: Outputs) -> Difference:
     """Return the difference of two outputs; NaN on either side counts as infinite."""
-    # Values and hidden states are compared in units of their own; log-probs in nats.
-    blocks = [1, expected.values.shape[1] - 1] if expected.values.shape[1] > 1 else [1]
-    scales = [_scale(block) for block in expected.values.split(blocks, dim=1)] if len(blocks) > 1 else [1.0]
-    scale = torch.cat([torch.full((size,), one) for size, one in zip(blocks, scales, strict=True)])
+    scale = torch.ones(expected.values.shape[1])
+    if len(scale) > 1:  # values and hidden states, in units of their own; log-probs are in nats
+        scale[0], scale[1:] = _size(expected.values[:, :1]), _size(expected.values[:, 1:])
     distance = ((actual.values - expected.values).abs() / scale).nan_to_num(nan=torch.inf)
-    return Difference(float(distance.mean()), float(distance.max()), _relative(actual.gradient, expected.gradient))
+    relative, gradient = 0.0, expected.gradient
+    if actual.gradient is not None and gradient is not None and gradient.any():
+        relative = float(((actual.gradient - gradient).norm() / gradient.norm()).nan_to_num(nan=torch.inf))
+    return Difference(float(distance.mean()), float(distance.max()), relative)
 
 
-def _scale(values: Tensor) -> float:
+def _size(values: Tensor) -> float:
     return float(values.square().mean().sqrt()) or 1.0  # a new value head gives 0
 
 
-def _relative(actual: Tensor | None, expected: Tensor | None) -> float:
-    if actual is None or expected is None or not expected.any():
-        return 0.0
-    return float(((actual - expected).norm() / expected.norm()).nan_to_num(nan=torch.inf))
-
-
-def judge(
-    found: Difference, rounding: Difference, probe: Probe, packed: PackedModel, path: str, shared_from: int = 0
+def _raise_if_different(
+    found: Difference, rounding: Difference, probe: Probe, packed: PackedModel, settings: str, shared_from: int
 ) -> None:
     """Raise UnsupportedModelError if a difference exceeds rounding in the engine's dtype.
 
     In float32 the largest difference of a token counts. In half precision the mean counts, since rounding may send
-    single tokens to another expert. rounding: the change by rounding the model's own pass. path: the engine's settings
-    for the probe.
+    single tokens to another expert. settings: the engine's for the probe. shared_from: of `RowLayout`.
     """
-    is_half = probe.dtype not in (torch.float32, torch.float64)
-    outputs = max(HALF_TOLERANCE, TIMES_ROUNDING * rounding.mean) if is_half else TOLERANCE[probe.dtype_name]
+    is_half, dtype = probe.dtype not in (torch.float32, torch.float64), str(probe.dtype).removeprefix("torch.")
+    outputs = max(HALF_TOLERANCE, TIMES_ROUNDING * rounding.mean) if is_half else TOLERANCE[dtype]
     gradient = max(HALF_GRADIENT, TIMES_ROUNDING * rounding.gradient) if is_half else GRADIENT_TOLERANCE
     is_value = isinstance(packed, PackedValueModel)
     what, unit = ("values", "of a hidden state's size") if is_value else ("log-probs", "nats")
-    problem = ""
     if not (found.mean if is_half else found.largest) <= outputs:
         problem = f"{what} differ by up to {found.largest:.2g} {unit} (mean {found.mean:.2g})"
     elif not found.gradient <= gradient:
         problem = f"the gradient of {probe.parameter} differs by {found.gradient:.1%}"
-    if problem:
-        raise UnsupportedModelError(
-            f"{packed.name}: with {path} {problem} from the model's own forward pass of one sequence at a time, "
-            f"which is more than rounding in {probe.dtype_name}; {_advice(path, shared_from)}"
-        )
-
-
-def _path(config: ModelConfig, context_parallel: int = 1, tensor_parallel: int = 1, pipeline_parallel: int = 1) -> str:
-    sizes = {
-        "context_parallel": context_parallel,
-        "tensor_parallel": tensor_parallel,
-        "pipeline_parallel": pipeline_parallel,
-    }
-    shared = [f"policy.parallel.{name}={size}" for name, size in sizes.items() if size > 1]
-    return ", ".join([f"model.layout={config.layout}", *shared])
-
-
-def _advice(path: str, shared_from: int) -> str:
-    """Return the advice of the message. shared_from: of `RowLayout`; sharing may cause the difference."""
-    settings = ["model.share_prefixes=never"] * (shared_from > 0)
-    if "parallel" in path:
-        settings.insert(0, "these to 1")
-    elif "padded" not in path:
-        settings.insert(0, "model.layout=padded")
-    return f"set {' or '.join(settings)}, or take another model" if settings else "take another model"
-
-
-def _own_forward(packed: PackedModel, probe: Probe) -> Outputs:
-    parts = [probe.sequences.slice(index, index + 1).tokens["input_ids"] for index in range(len(probe.sequences))]
-    is_value = isinstance(packed, PackedValueModel)
-    values = torch.cat(
-        [_own_values(packed, ids) if is_value else _own_log_probs(packed, ids, probe.temperature) for ids in parts]
+    else:
+        return
+    changes = ["model.share_prefixes=never"] * (shared_from > 0)
+    if "parallel" in settings:
+        changes.insert(0, "these to 1")
+    elif "padded" not in settings:
+        changes.insert(0, "model.layout=padded")
+    advice = f"set {' or '.join(changes)}, or take another model" if changes else "take another model"
+    raise UnsupportedModelError(
+        f"{packed.name}: with {settings} {problem} from the model's own forward pass of one sequence at a time, which "
+        f"is more than rounding in {dtype}; {advice}"
     )
-    return Outputs(values.detach().float(), _gradient(values, packed, probe.parameter))
 
 
-def _gradient(values: Tensor, packed: nn.Module, name: str) -> Tensor | None:
-    """Return the gradient by the named parameter, flat; other parameters get none."""
-    if not name:
-        return None
-    return _flat(torch.autograd.grad(values.sum(), [packed.get_parameter(name)], allow_unused=True)[0])
-
-
-def _own_log_probs(packed: PackedModel, ids: Tensor, temperature: float) -> Tensor:
-    logits = packed.model(input_ids=ids[None], use_cache=False).logits[0, :-1]
-    return (logits.float() / temperature).log_softmax(-1).gather(-1, ids[1:, None])
-
-
-def _own_values(packed: PackedModel, ids: Tensor) -> Tensor:
-    with _head_inputs(packed) as seen:
-        packed.model(input_ids=ids[None], use_cache=False)
-    hidden = seen[0][0, :-1]
-    return torch.cat([getattr(packed.model, HEAD)(hidden), hidden], dim=1)
+def _settings(config: ModelConfig, parallel: ParallelConfig) -> str:
+    names = ("context_parallel", "tensor_parallel", "pipeline_parallel")
+    shared = [f"policy.parallel.{name}={size}" for name in names if (size := getattr(parallel, name)) > 1]
+    return ", ".join([f"model.layout={config.layout}", *shared])
 
 
 @contextmanager
 def _head_inputs(packed: PackedModel) -> Iterator[list[Tensor]]:
-    """Collect the value head's inputs inside the block; a new head returns 0 for any input."""
+    """Collect a value head's inputs inside the block; a new head returns 0 for any input."""
     seen: list[Tensor] = []
+    if not isinstance(packed, PackedValueModel):
+        yield seen
+        return
     handle = getattr(packed.model, HEAD).register_forward_pre_hook(lambda head, given: seen.append(given[0].detach()))
     try:
         yield seen
@@ -439,8 +384,10 @@ def _own_attention(model: PreTrainedModel) -> Iterator[None]:
 
 
 @contextmanager
-def _short_lengths(packed: nn.Module) -> Iterator[None]:
-    """Inside, lengths that change the computation are `SHORT`, so that the probe exceeds them."""
+def _as_probed(packed: PackedModel, probe: Probe, device: torch.device = CPU) -> Iterator[None]:
+    """Inside, lengths that change the computation are `SHORT`, so that the probe exceeds them, and random numbers are
+    those of a copy of the generators.
+    """
     before = []
     for values in [values for part in packed.modules() for values in _values_of(part)]:
         for name, value in values.items():
@@ -448,7 +395,11 @@ def _short_lengths(packed: nn.Module) -> Iterator[None]:
                 before.append((values, name, value))
                 values[name] = SHORT
     try:
-        yield
+        with (
+            torch.random.fork_rng([device] if device.type == "cuda" else []),
+            torch.set_grad_enabled(bool(probe.parameter)),
+        ):
+            yield
     finally:
         for values, name, value in before:
             values[name] = value
@@ -464,10 +415,6 @@ def _values_of(part: nn.Module) -> Iterator[dict[str, Any]]:
             yield from (table for table in (tables, *tables.values()) if isinstance(table, dict))
 
 
-def _undisturbed(device: torch.device = CPU) -> Any:
-    return torch.random.fork_rng([device] if device.type == "cuda" else [])
-
-
 @contextmanager
 def _rounded(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     def rounded(part: nn.Module, given: Any, output: Any) -> Any:
@@ -480,7 +427,3 @@ def _rounded(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _flat(gradient: Tensor | None) -> Tensor | None:
-    return None if gradient is None else gradient.detach().float().flatten().cpu()

@@ -48,6 +48,10 @@ class MicroStep:
     regressors: Tensor
     parts: list[tuple[Any, Any]] = field(default_factory=list)
 
+    def leave_out(self, prefixes: Sequence[int]) -> None:
+        """Subtract the prefix tokens of each sequence that other sequences compute."""
+        self.regressors = self.regressors - _regressors(torch.tensor(prefixes, dtype=torch.int64))
+
 
 class MicroStepClock:
     """Measure on the computing device: a host clock would see only kernel launches on a GPU."""
@@ -55,18 +59,15 @@ class MicroStepClock:
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self._measured: deque[MicroStep] = deque(maxlen=MOST_KEPT)
-        self._regressors = torch.zeros(2, dtype=torch.int64)
         self._origin: tuple[float, Any] | None = None  # wall clock and mark of one moment, to which all others relate
 
     @contextmanager
     def micro_step(self, name: str, lengths: Tensor) -> Iterator[MicroStep]:
         """Measure the block, unless it raises. lengths: int64 [sequences], on the CPU."""
         self._origin = self._origin or self._now()
-        self._regressors = _regressors(lengths)
-        step = MicroStep(name, self._regressors)
+        step = MicroStep(name, _regressors(lengths))
         with self.more_of(step):
             yield step
-        step.regressors = self._regressors
         self._measured.append(step)
 
     @contextmanager
@@ -75,10 +76,6 @@ class MicroStepClock:
         begin = self._mark()
         yield
         step.parts.append((begin, self._mark()))
-
-    def leave_out(self, beginnings: Sequence[int]) -> None:
-        """Subtract the prefix tokens of each sequence that other sequences compute."""
-        self._regressors = self._regressors - _regressors(torch.tensor(beginnings, dtype=torch.int64))
 
     def take(self) -> list[MicroStepTime]:
         """Return the micro-steps since the last call, in order; waits for the GPU."""

@@ -3,26 +3,21 @@
     rows of tokens --decoder--> hidden states of the cells `predicting` [N, H] --score--> values [N]
 
     critic         the cell before each token of the policy (`ModelInput.predicting`): V of the state before the token
-    reward model   the cell of each sequence's last token (`last_cells`)
+    reward model   the cell of each sequence's last token (`packing.read_last`)
 
 Shapes: R rows of W cells, N predicted tokens, B sequences.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from workers.config import ModelConfig
-from workers.dataproto import DataProto
 from workers.errors import UnsupportedModelError
-from workers.model.attention.attention import PackedAttention
 from workers.model.model import PackedModel, Shapes, check_complete, load_model, read_pretrained, read_rows
-from workers.model.rows.packing import ModelInput, PackedRow, PaddedRows
-from workers.model.rows.prefix_rows import SharedRow
+from workers.model.rows.packing import ModelInput
 from workers.model.sharding.stage_layers import Passing
 
 HEAD = "score"  # what transformers calls the head of sequence classification, in every family
@@ -31,17 +26,12 @@ HEAD = "score"  # what transformers calls the head of sequence classification, i
 class PackedValueModel(PackedModel):
     """Run a decoder with one linear `score`, as in transformers' sequence classification with one label."""
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        predicting: Tensor,
-        attention: PackedAttention | None,
-        attention_mask: Tensor | None = None,
-        passing: Passing | None = None,
-    ) -> Tensor:
-        """Return values of the cells `predicting`, float32 [N] or float64; see `PackedCausalLM.forward`."""
-        hidden = self.hidden_states(input_ids, position_ids, predicting, attention, attention_mask, passing)
+    def forward(self, rows: ModelInput, temperature: float = 1.0, passing: Passing | None = None) -> Tensor:
+        """Return values of the cells `predicting`, float32 [N] or float64; temperature: has no effect.
+
+        On a non-final part: the hidden states for the next.
+        """
+        hidden = self.hidden_states(rows, passing)
         if passing is not None and not passing.part.last:
             return hidden
         # Summed rather than squeezed over the one label, because FSDP needs outputs that are not views.
@@ -76,33 +66,3 @@ def packed_value_model(model: PreTrainedModel, config: ModelConfig) -> PackedVal
 
 LOADERS: dict[str, Callable[..., PackedModel]] = {"lm": load_model, "value": load_value_model}
 """The loader of each head."""
-
-Rows = TypeVar("Rows", bound=ModelInput)
-
-
-def after_last(rows: Rows, sequences: DataProto) -> Rows:
-    """Return `rows` so that only the cell of each sequence's last token is read: N = B.
-
-    These cells predict nothing: `targets` is 0.
-    """
-    cells = last_cells(rows, len(sequences))
-    return replace(
-        rows,
-        predicting=cells,
-        targets=torch.zeros_like(cells),
-        loss_positions=sequences.lengths.cumsum(0) - 1,
-        sequence_index=torch.arange(len(sequences)),
-    )
-
-
-def last_cells(rows: ModelInput, sequences: int) -> Tensor:
-    """Return the cell of each sequence's last token, int64 [B], for `predicting`."""
-    if isinstance(rows, SharedRow):
-        cells = rows.last
-    elif isinstance(rows, PackedRow):
-        cells = rows.cu_seqlens_padded[:-1].long() + torch.tensor(rows.lengths) - 1
-    elif isinstance(rows, PaddedRows):
-        cells = torch.arange(len(rows.attention_mask)) * rows.attention_mask.shape[1] + rows.attention_mask.sum(1) - 1
-    else:
-        raise TypeError(f"{type(rows).__name__} is neither packed nor padded")
-    return cells[:sequences]  # a micro-batch without work has a row of its own

@@ -8,8 +8,10 @@ from transformers import AutoModelForCausalLM
 
 from tests.workers.model.tiny import save_tiny_model, tiny_config
 from workers.config import ModelConfig
+from workers.dataproto import DataProto
 from workers.errors import ConfigError
 from workers.model.model import compute_dtype, load_model, load_tokenizer
+from workers.model.rows.packing import pack
 
 
 @pytest.fixture
@@ -85,10 +87,11 @@ def test_logits_exist_for_a_chunk_of_tokens_by_device(setting, device, chunk):
 
 
 def test_the_models_logits_exist_for_the_chunk_that_is_set(path):
-    packed, row = load_model(ModelConfig(path=path, logprob_chunk_tokens=3), torch.float32), torch.arange(7)
+    packed = load_model(ModelConfig(path=path, logprob_chunk_tokens=3), torch.float32)
+    row = pack(DataProto.from_list([{"input_ids": torch.arange(8), "loss_mask": torch.arange(8) > 0}]))
     packed.hidden_states = lambda *_: torch.zeros(7, 32)
     with CountedLinears() as linears:
-        packed(row[None], row[None], row, row, attention=None, temperature=1.0)
+        packed(row, temperature=1.0)
     assert linears.rows == [3, 3, 1]
 
 

@@ -13,7 +13,7 @@ from workers.model.attention import attention
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, sft
 from workers.model.model import load_model
-from workers.model.numerics_check import check_numerics, make_probe, measure
+from workers.model.numerics_check import check_numerics, make_probe
 from workers.model.value_head import load_value_model
 
 FLOAT32 = torch.float32
@@ -47,14 +47,14 @@ def build(
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 def test_an_exact_model_is_exact_to_rounding(path, layout):
     config = ModelConfig(path=path, layout=layout)
-    found = measure(load_model(config, FLOAT32), config)
+    found = check_numerics(load_model(config, FLOAT32), config)
     assert 0 < found.largest < 1e-5 and 0 < found.gradient < 1e-5
 
 
 def test_a_value_head_is_compared_though_a_new_one_gives_0(path):
     config = ModelConfig(path=path)
     module = load_value_model(config, FLOAT32)
-    assert 0 < measure(module, config).largest < 1e-5
+    assert 0 < check_numerics(module, config).largest < 1e-5
     module.model.model.layers[0].mlp.__class__ = RunningMean
     with pytest.raises(UnsupportedModelError, match=r"values differ by up to .* of a hidden state's size"):
         check_numerics(module, config)
@@ -94,7 +94,7 @@ def test_packed_attention_is_never_compared_with_itself(path, monkeypatch):
     monkeypatch.setattr(type(packed.model), "set_attn_implementation", refuse)
     with pytest.raises(UnsupportedModelError, match="no attention of its own"):
         check_numerics(packed, ModelConfig(path=path))
-    assert measure(padded, ModelConfig(path=path, layout="padded")).largest < 1e-5
+    assert check_numerics(padded, ModelConfig(path=path, layout="padded")).largest < 1e-5
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -15,8 +15,8 @@ from workers.errors import ConfigError, DataError
 from workers.metrics import results
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, ValuePredictions, explained_variance, make_value_loss, to_metrics
-from workers.model.rows.packing import pack, pad
-from workers.model.value_head import last_cells, load_value_model
+from workers.model.rows.packing import pack, pad, read_last
+from workers.model.value_head import load_value_model
 
 CPU = torch.device("cpu")
 
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 def test_a_micro_batch_without_work_has_no_values():
     nothing = random_sequences().slice(0, 0)
     for rows in (pack(nothing), pad(nothing)):
-        assert len(last_cells(rows, 0)) == len(rows.predicting) == 0
+        assert len(read_last(rows, nothing).predicting) == len(rows.predicting) == 0
 
 
 def test_a_critic_from_a_causal_lm_starts_at_0_and_is_read_again_as_it_was_written(tmp_path):

@@ -232,8 +232,8 @@ def _use_flash_attention(implementation: Literal["FA3"] | None) -> None:
 def _torch_varlen(row: PackedRow, device: torch.device) -> PackedAttention:
     from torch.nn.attention.varlen import varlen_attn
 
-    bounds, longest = row.cu_seqlens_padded.to(device), row.max_length
-    segments = Segments(list(row.padded_lengths), bounds)
+    segments = Segments.of(row.padded_lengths, device)
+    bounds, longest = segments.bounds, segments.longest
 
     def attend(
         query: Tensor,
@@ -269,7 +269,8 @@ def _flash(row: PackedRow, device: torch.device) -> PackedAttention:
     """Use the flash-attn package over all segments at once."""
     from flash_attn import flash_attn_varlen_func
 
-    bounds, longest = row.cu_seqlens_padded.to(device), row.max_length
+    segments = Segments.of(row.padded_lengths, device)
+    bounds, longest = segments.bounds, segments.longest
 
     def attend(
         query: Tensor,

@@ -1,6 +1,6 @@
 """Context parallelism: the ranks of a group share every sequence, and gather the predictions of the whole row.
 
-    PackedRow --cut--> RowPart --model--> log_probs, entropy of its own tokens --gather_tokens--> of the whole row, [N]
+    PackedRow --cut--> a rank's part --model--> log_probs, entropy of its tokens --gather_tokens--> of the row, [N]
 
     sequence of 6 tokens, cp = 2, padded to 8:    0 1 | 2 3 | 4 5 | p p      2 * cp equal segments
     cp rank 0 holds segments 0 and 3:             0 1 p p                    rank r: segments r and 2 * cp - 1 - r,
@@ -23,7 +23,7 @@ divides H), D head dimension.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,40 +35,23 @@ from workers.model.attention.attention import PackedAttention
 from workers.model.rows.packing import PackedRow
 
 
-@dataclass(frozen=True)
-class RowPart:
-    """Hold the part of a packed row that one context-parallel rank computes.
-
-    input_ids, position_ids: int64 [1, T/cp]; positions count in the whole sequence. source: int64 [1, T/cp], the token
-    in each cell, -1 for padding. cells: int64 [T], the cell of each token, -1 on other ranks. predicting: int64 [n],
-    the cells of this part whose hidden states predict a token. targets: int64 [n], its id. selected: int64 [n], the
-    indices of these tokens among the row's N.
-    """
-
-    input_ids: Tensor
-    position_ids: Tensor
-    source: Tensor
-    cells: Tensor
-    predicting: Tensor
-    targets: Tensor
-    selected: Tensor
-
-
-def cut(row: PackedRow, context_parallel: int, context_rank: int) -> RowPart:
-    """Return the part of `row` for one rank; raises as `cells_of` does."""
-    positions = row.cells_of(context_parallel, context_rank)
+def cut(row: PackedRow, group: ProcessGroup, device: torch.device) -> PackedRow:
+    """Return this rank's part of `row`, its fields for the model on the CPU; raises as `cells_of` does."""
+    positions = row.cells_of(group.size(), group.rank())
     place = torch.full((row.input_ids.shape[1],), -1)
     place[positions] = torch.arange(len(positions))
-    cells = place[row.predicting]
-    selected = (cells >= 0).nonzero().squeeze(1)
-    return RowPart(
+    predicting = place[row.predicting]
+    mine = predicting >= 0
+    selected = mine.nonzero().squeeze(1).to(device)
+    return replace(
+        row,
         input_ids=row.input_ids[:, positions],
         position_ids=row.position_ids[:, positions],
-        source=row.source[:, positions],
+        predicting=predicting[mine],
+        targets=row.targets[mine],
         cells=place[row.cells],
-        predicting=cells[selected],
-        targets=row.targets[selected],
-        selected=selected,
+        source=row.source[positions],
+        whole=lambda values: gather_tokens(values, selected, len(row.targets), group),
     )
 
 

@@ -14,6 +14,7 @@ tests/workers/model/attention/test_context_parallel.py compares them with scaled
 Shapes: Q query tokens, T key tokens of all segments; H query heads, K key-value heads (K divides H), D head dimension.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,11 +27,11 @@ aten = torch.ops.aten
 class Segments:
     """Hold the segments of a ragged tensor. bounds: cumulative lengths from 0, int32 [B + 1] on the device."""
 
-    lengths: list[int]
+    lengths: Sequence[int]
     bounds: Tensor
 
     @classmethod
-    def of(cls, lengths: list[int], device: torch.device) -> "Segments":
+    def of(cls, lengths: Sequence[int], device: torch.device) -> "Segments":
         bounds = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
         return cls(lengths, bounds)
 

@@ -28,9 +28,10 @@ from workers.config import ModelConfig
 from workers.dataproto import DataProto
 from workers.errors import UnsupportedModelError
 from workers.metrics import Reduction
-from workers.model.layout import LaidOut
+from workers.model.forward_backward import RouterHook
 from workers.model.losses import Statistic, Statistics
 from workers.model.model import PackedModel
+from workers.model.rows.packing import ModelInput
 from workers.model.sharding.parallel import Parallel
 from workers.model.sharding.tensor_parallel import blocks_with_experts
 
@@ -50,7 +51,7 @@ class RoutedTokens:
     lengths: Tensor
 
 
-class RouterLosses:
+class RouterLosses(RouterHook):
     """Add the router losses to the gradient of a mini-batch, and measure them.
 
     packed: before layers are split over stages and experts over ranks. trained: whether gradients are computed. Raises
@@ -68,8 +69,6 @@ class RouterLosses:
         self._sums = torch.zeros(2, dtype=torch.float64, device=device)  # of both losses, over layers
         self._sequences = self._tokens = torch.ones((), dtype=torch.float64, device=device)  # of the mini-batch
         self._layers = 0
-        self._routed: RoutedTokens | None = None
-        self._counting = False
         if self._active:
             self._follow_routers(packed)
 
@@ -107,30 +106,18 @@ class RouterLosses:
             dist.all_reduce(totals, group=group)
         self._sequences, self._tokens = totals.unbind()
 
-    def cells(self, micro_batch: DataProto, laid_out: LaidOut) -> RoutedTokens | None:
+    def cells(self, micro_batch: DataProto, rows: ModelInput) -> RoutedTokens | None:
         """Return the sequences of this rank's cells, or None if there is nothing to compute."""
         if not self._active or not len(micro_batch):
             return None
         mesh = self._tensor
-        width = laid_out.source.numel() // mesh.size()
-        cells = laid_out.cells - mesh.get_local_rank() * width
-        here = (laid_out.cells >= 0) & (cells >= 0) & (cells < width)
+        width = rows.source.numel() // mesh.size()
+        cells = rows.cells - mesh.get_local_rank() * width
+        here = (rows.cells >= 0) & (cells >= 0) & (cells < width)
         owner = micro_batch.owner
         is_part = torch.zeros(width + 1, len(micro_batch))  # one row more, for tokens of other ranks
         is_part[torch.where(here, cells, width), owner] = 1
         return RoutedTokens(is_part[:width].to(self._device), micro_batch.lengths.to(self._device))
-
-    @contextmanager
-    def following(self, cells: RoutedTokens | None, *, counting: bool = False) -> Iterator[None]:
-        """Inside, forward passes with a backward pass, and those that checkpointing repeats, get the losses.
-
-        counting: for the metrics; False for repeated passes.
-        """
-        self._routed, self._counting = cells, counting
-        try:
-            yield
-        finally:
-            self._routed, self._counting = None, False
 
     def take(self) -> Statistics:
         """Return the losses since the last call, each a mean over layers, without its coefficient; collective.
@@ -146,20 +133,19 @@ class RouterLosses:
         return {name: Statistic(Reduction.MEAN, loss, 1) for name, coefficient, loss in losses if coefficient}
 
     def _add_losses(self, router: nn.Module, given: Any, outputs: Any) -> Any:
-        if not torch.is_grad_enabled() or self._routed is None:
+        if not torch.is_grad_enabled() or self.current is None:
             return None
         logits, weights, chosen = outputs
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         losses = torch.stack([self._balance_loss(wide, chosen), self._z_loss(wide)])
-        if self._counting:
+        if self.counting:
             self._sums += losses.detach()
         added = self._balance * losses[0] + self._z * losses[1]
         return logits, _Attach.apply(weights, added), chosen
 
     def _balance_loss(self, logits: Tensor, chosen: Tensor) -> Tensor:
         """Return this rank's part of a layer's balance. logits: float [C, E]. chosen: int64 [C, k]."""
-        assert self._routed is not None
-        is_part, lengths = self._routed.is_part.to(logits.dtype), self._routed.lengths[:, None]
+        is_part, lengths = self.current.is_part.to(logits.dtype), self.current.lengths[:, None]
         with torch.no_grad():
             taken = torch.zeros_like(logits).scatter_add_(-1, chosen, torch.ones_like(chosen, dtype=logits.dtype))
             taken = is_part.T @ taken  # [S, E], tokens of each sequence by expert
@@ -171,8 +157,7 @@ class RouterLosses:
 
     def _z_loss(self, logits: Tensor) -> Tensor:
         """Return this rank's part of a layer's z-loss. logits: float [C, E]."""
-        assert self._routed is not None
-        sequences = self._routed.is_part.sum(-1).to(logits.dtype)  # [C], how many each cell belongs to
+        sequences = self.current.is_part.sum(-1).to(logits.dtype)  # [C], how many each cell belongs to
         return (sequences / self._tokens * logits.logsumexp(-1).square()).sum()
 
 

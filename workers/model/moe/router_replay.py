@@ -11,8 +11,7 @@ a recorded choice (the last of a sequence, which the engine never reads) uses th
 T tokens of a micro-batch in C cells of this rank, L layers of the model, E experts, k experts a token.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,9 +23,10 @@ from torch.overrides import TorchFunctionMode
 from workers.dataproto import DataProto
 from workers.errors import DataError, UnsupportedModelError
 from workers.metrics import Reduction
-from workers.model.layout import LaidOut
+from workers.model.forward_backward import RouterHook
 from workers.model.losses import Statistic, Statistics
 from workers.model.model import PackedModel
+from workers.model.rows.packing import ModelInput
 from workers.model.sharding.parallel import Parallel
 from workers.model.sharding.tensor_parallel import blocks_with_experts, find_experts, own_cells
 
@@ -35,7 +35,7 @@ COLUMN = "routed_experts"
 UNKNOWN = -1
 
 
-class RouterReplay:
+class RouterReplay(RouterHook):
     """Compare the choices of a model's routers with the sampler's, and replace them with `replay`.
 
     setting: `model.router_replay`. packed: before layers are split over stages and experts over ranks. Raises
@@ -45,8 +45,6 @@ class RouterReplay:
     def __init__(self, packed: PackedModel, setting: str, parallel: Parallel, device: torch.device) -> None:
         self.active, self._replaces = setting != "none", setting == "replay"
         self._layers = len(packed.layers)
-        self._choices: Tensor | None = None
-        self._counting = False
         self._tensor = parallel.tensor
         # Choices that are compared, and those of them that the router does not make.
         self._counts = torch.zeros(2, dtype=torch.float64, device=device)
@@ -60,7 +58,7 @@ class RouterReplay:
         for layer, block in blocks:
             block.forward = self._forward_of(block, layer, packed.name)  # type: ignore[method-assign]
 
-    def cells(self, micro_batch: DataProto, laid_out: LaidOut) -> Tensor | None:
+    def cells(self, micro_batch: DataProto, rows: ModelInput) -> Tensor | None:
         """Return the sampler's choices by cell, int16 [C, L, k], UNKNOWN if missing; None if nothing is replayed.
 
         Raises DataError for a batch without choices.
@@ -72,7 +70,7 @@ class RouterReplay:
                 f"model.router_replay needs the column {COLUMN!r}, which comes with samples of an engine; "
                 f"the batch has {sorted(micro_batch.tokens)}."
             )
-        choices, source = micro_batch.tokens[COLUMN].cpu(), own_cells(laid_out.source, self._tensor)
+        choices, source = micro_batch.tokens[COLUMN].cpu(), own_cells(rows.source, self._tensor)
         return torch.where((source < 0)[:, None, None], UNKNOWN, choices[source]).to(self._counts.device)
 
     def with_own_choices(self, sequences: DataProto) -> DataProto:
@@ -81,18 +79,6 @@ class RouterReplay:
             return sequences
         column = torch.full((sequences.num_tokens, self._layers, 1), UNKNOWN, dtype=torch.int16)
         return replace(sequences, tokens=sequences.tokens | {COLUMN: column})
-
-    @contextmanager
-    def following(self, choices: Tensor | None, *, counting: bool = False) -> Iterator[None]:
-        """Inside, forward passes, and those that checkpointing repeats, use and compare these choices of `cells`.
-
-        counting: for the metric; False for repeated passes.
-        """
-        self._choices, self._counting = choices, counting
-        try:
-            yield
-        finally:
-            self._choices, self._counting = None, False
 
     def take(self) -> Statistics:
         """Return the metric `router_mismatch` since the last call, or nothing without choices; collective."""
@@ -108,7 +94,7 @@ class RouterReplay:
         experts = {each.num_experts for each in find_experts(block)}  # of all ranks, not yet divided
 
         def forward(*given: Any, **named: Any) -> Any:
-            choice = None if self._choices is None else self._choices[:, layer].long()
+            choice = None if self.current is None else self.current[:, layer].long()
             with _TopK(self, choice, experts) as top_k:
                 result = compute(*given, **named)
             if top_k.found != 1:
@@ -123,7 +109,7 @@ class RouterReplay:
     def chosen(self, own: Tensor, choice: Tensor) -> Tensor:
         """Return the experts to use: int64 [C, k]. own: the router's. choice: the sampler's, or UNKNOWN."""
         known = (choice >= 0).all(-1, keepdim=True)
-        if self._counting:
+        if self.counting:
             different = (choice[:, :, None] != own[:, None, :]).all(-1) & known
             self._counts += torch.stack([known.sum() * choice.shape[-1], different.sum()])
         return torch.where(known, choice, own) if self._replaces else own

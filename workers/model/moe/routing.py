@@ -7,8 +7,8 @@ Load is counted where experts are called, with or without expert parallelism. Pa
 shared token counts once, as it is computed once.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -19,16 +19,16 @@ from workers.config import ModelConfig
 from workers.dataproto import DataProto
 from workers.metrics import Reduction
 from workers.model.forward_backward import RouterHook
-from workers.model.layout import LaidOut
 from workers.model.losses import Statistic, Statistics
 from workers.model.model import PackedModel
 from workers.model.moe.router_losses import RouterLosses
 from workers.model.moe.router_replay import RouterReplay
+from workers.model.rows.packing import ModelInput
 from workers.model.sharding.parallel import Parallel
 from workers.model.sharding.tensor_parallel import find_experts, own_cells
 
 
-class ExpertLoad:
+class ExpertLoad(RouterHook):
     """Count the tokens that each expert computes in training.
 
     model: before its experts are split over ranks. device: of the passes.
@@ -40,22 +40,12 @@ class ExpertLoad:
         self._counts = torch.zeros(len(modules), max(sizes, default=0), dtype=torch.int64, device=device)
         self._sizes = torch.tensor(sizes, dtype=torch.float64, device=device)
         self._tensor = parallel.tensor
-        self._filled: Tensor | None = None
         for layer, module in enumerate(modules):
             module.register_forward_pre_hook(self._hook(layer), with_kwargs=True)
 
-    def cells(self, micro_batch: DataProto, laid_out: LaidOut) -> Tensor:
+    def cells(self, micro_batch: DataProto, rows: ModelInput) -> Tensor:
         """Return bool [T], the cells of this rank with a token."""
-        return own_cells(laid_out.source >= 0, self._tensor).to(self._counts.device)
-
-    @contextmanager
-    def following(self, cells: Tensor, *, counting: bool = False) -> Iterator[None]:
-        """Count the forward passes inside, if `counting`."""
-        self._filled = cells if counting else None
-        try:
-            yield
-        finally:
-            self._filled = None
+        return own_cells(rows.source >= 0, self._tensor).to(self._counts.device)
 
     def take(self) -> Statistics:
         """Return the metrics since the last call, or nothing for a dense model; collective."""
@@ -72,8 +62,8 @@ class ExpertLoad:
     def _hook(self, layer: int) -> Any:
         def count(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
             chosen = (named["top_k_index"] if "top_k_index" in named else given[1]).flatten(0, -2)
-            if self._filled is not None:
-                taken = self._filled[:, None].expand_as(chosen).reshape(-1)
+            if self.counting:
+                taken = self.current[:, None].expand_as(chosen).reshape(-1)
                 self._counts[layer].index_add_(0, chosen.reshape(-1), taken.to(torch.int64))
 
         return torch.compiler.disable(count)

@@ -14,9 +14,9 @@ model would accept silently, or that would end in a CUDA assertion.
 Shapes: T tokens of all sequences, B sequences, N predicted tokens (those with `loss_mask`), R rows of W cells.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,25 +26,36 @@ from workers.dataproto import DataProto
 from workers.errors import ConfigError, DataError
 
 
-@dataclass(frozen=True)
-class ModelInput:
-    """Hold one micro-batch in rows of cells, and the places of its predicted tokens.
+def _same(values: Tensor) -> Tensor:
+    return values
 
-    input_ids, position_ids: int64 [R, W]; positions restart at 0 in every sequence; padding holds 0 in both. source:
-    int64 [R, W], the token in each cell, along the ragged axis of the sequences; -1 for padding. A shared cell holds
-    one of its tokens. cells: int64 [T], the cell of each token, counted row by row; shared tokens have one cell.
-    loss_positions: int64 [N], every token with `loss_mask`, along the ragged axis of the sequences. predicting: int64
-    [N], the cell whose hidden state predicts it. targets: int64 [N], its id. sequence_index: int64 [N], its sequence.
+
+@dataclass(frozen=True, kw_only=True)
+class ModelInput:
+    """Hold a micro-batch as the model reads it: rows of cells, or one rank's part of them.
+
+    input_ids, position_ids: int64 [R, W]; positions restart at 0 in every sequence; padding holds 0 in both.
+    predicting: int64 [n], the cells whose hidden states predict a token. targets: int64 [n], its id. cells: int64 [T],
+    the cell of each token, counted row by row; shared tokens have one; -1 on other ranks. source: int64 [R * W], the
+    reverse: the token in each cell, along the ragged axis of the sequences; -1 for padding.
+
+    loss_positions: int64 [N], every token with `loss_mask`, along the ragged axis. sequence_index: int64 [N], its
+    sequence. whole: values [n, ...] of this part -> [N, ...], on every rank that shares the rows.
+
+    attention: a `PackedAttention`, for a packed row. attention_mask: int64 [R, W], 1 at real tokens, for padded rows.
     """
 
     input_ids: Tensor
     position_ids: Tensor
-    source: Tensor
-    cells: Tensor
-    loss_positions: Tensor
     predicting: Tensor
     targets: Tensor
+    cells: Tensor
+    source: Tensor
+    loss_positions: Tensor
     sequence_index: Tensor
+    whole: Callable[[Tensor], Tensor] = _same
+    attention: Any = None
+    attention_mask: Tensor | None = None
 
     @property
     def shared(self) -> Sequence[int]:
@@ -52,39 +63,26 @@ class ModelInput:
         return ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PackedRow(ModelInput):
     """Hold a micro-batch in one row (R = 1), sequence after sequence, each padded at its end to the alignment.
 
-    lengths, padded_lengths: of the sequences as Python integers, without and with padding. cu_seqlens,
-    cu_seqlens_padded: int32 [B + 1], their running sums from 0. Attention runs over whole padded segments, where no
-    token sees the padding.
+    lengths, padded_lengths: of the segments, without and with padding. Attention runs over whole padded segments, where
+    no token sees the padding.
     """
 
     lengths: tuple[int, ...]
     padded_lengths: tuple[int, ...]
-    cu_seqlens: Tensor
-    cu_seqlens_padded: Tensor
-
-    @property
-    def max_length(self) -> int:
-        """Return the length of the longest padded segment."""
-        return max(self.padded_lengths)
 
     def cells_of(self, context_parallel: int, context_rank: int) -> Tensor:
         """Return the cells of one context-parallel rank, int64 [W / cp]: segments r and 2*cp-1-r of each sequence.
 
-        Sequence i starts there at `cu_seqlens_padded // cp`. Raises LengthError if a padded length is not a multiple of
-        2*cp.
+        Raises LengthError if a padded length is not a multiple of 2*cp.
         """
         return torch.from_numpy(zigzag_positions(self.padded_lengths, context_parallel, context_rank))
 
 
-@dataclass(frozen=True)
-class PaddedRows(ModelInput):
-    """Hold a micro-batch in rows padded to its longest sequence. attention_mask: int64 [R, W], 1 at real tokens."""
-
-    attention_mask: Tensor
+Rows = TypeVar("Rows", bound=ModelInput)
 
 
 def pack(sequences: DataProto, multiple: int = 1, *, to_longest: bool = False) -> PackedRow:
@@ -102,22 +100,20 @@ def pack(sequences: DataProto, multiple: int = 1, *, to_longest: bool = False) -
         **place(sequences, cells, (1, int(bounds[-1]))),
         lengths=tuple(sequences.lengths.tolist()),
         padded_lengths=tuple(padded.tolist()),
-        cu_seqlens=cumulative(sequences.lengths).to(torch.int32),
-        cu_seqlens_padded=bounds.to(torch.int32),
     )
 
 
-def pad(sequences: DataProto, multiple: int = 1) -> PaddedRows:
-    """Return the padded rows of a micro-batch, on the CPU; W is its longest length rounded up to `multiple`.
+def pad(sequences: DataProto, multiple: int = 1) -> ModelInput:
+    """Return a row for each sequence, on the CPU; W is the longest length rounded up to `multiple`.
 
-    R is B, or 1 for an empty micro-batch. Raises DataError as `pack` does.
+    Raises DataError as `pack` does.
     """
     sequences = with_work(sequences)
     rows, width = len(sequences), int(round_up(sequences.lengths.max(), multiple))
     cells = sequence_cells(sequences, torch.arange(rows) * width)
     mask = torch.zeros(rows, width, dtype=torch.int64)
     mask.view(-1)[cells] = 1
-    return PaddedRows(**place(sequences, cells, (rows, width)), attention_mask=mask)
+    return ModelInput(**place(sequences, cells, (rows, width)), attention_mask=mask)
 
 
 def with_work(sequences: DataProto) -> DataProto:
@@ -151,13 +147,25 @@ def place(sequences: DataProto, cells: Tensor, shape: tuple[int, int]) -> dict[s
     return {
         "input_ids": _fill(cells, tokens, shape),
         "position_ids": _fill(cells, torch.arange(len(owner)) - starts[owner], shape),
-        "source": _fill(cells, torch.arange(len(cells)) + 1, shape) - 1,
+        "source": _fill(cells, torch.arange(len(cells)) + 1, shape).flatten() - 1,
         "cells": cells,
         "loss_positions": loss_positions,
         "predicting": cells[loss_positions - 1],
         "targets": tokens[loss_positions],
         "sequence_index": owner[loss_positions],
     }
+
+
+def read_last(rows: Rows, sequences: DataProto) -> Rows:
+    """Return `rows` so that only the cell of each sequence's last token is read: N = B; `targets` is 0."""
+    last = sequences.lengths.cumsum(0) - 1
+    return replace(
+        rows,
+        predicting=rows.cells[last],
+        targets=torch.zeros_like(last),
+        loss_positions=last,
+        sequence_index=torch.arange(len(sequences)),
+    )
 
 
 def cumulative(lengths: Tensor) -> Tensor:

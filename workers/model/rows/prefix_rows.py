@@ -55,15 +55,11 @@ class Run:
     level: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SharedRow(PackedRow):
-    """Hold a packed row of runs; externally one segment (`lengths`, `padded_lengths`) with padding at its end.
-
-    last: int64 [B], the cell of each sequence's last token.
-    """
+    """Hold a packed row of runs; externally one segment (`lengths`, `padded_lengths`) with padding at its end."""
 
     runs: tuple[Run, ...]
-    last: Tensor
 
     @property
     def shared(self) -> Sequence[int]:
@@ -96,10 +92,7 @@ def pack_shared(sequences: DataProto, multiple: int = 1, minimum: int = 1) -> Sh
         **place(sequences, torch.from_numpy(np.concatenate(cells)), (1, width)),
         lengths=(used,),
         padded_lengths=(width,),
-        cu_seqlens=torch.tensor([0, used], dtype=torch.int32),
-        cu_seqlens_padded=torch.tensor([0, width], dtype=torch.int32),
         runs=tuple(runs),
-        last=torch.tensor([places[-1] for places in cells]),
     )
 
 

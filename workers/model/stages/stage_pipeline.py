@@ -14,7 +14,7 @@ transfers from the last stage to the first have a group too: of two stages, both
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -277,12 +277,19 @@ class Exchange:
         work = dist.isend(tensor, group=group, group_dst=place)
         self._leaving.append((work, tensor))
 
-    def receive(self, kind: Kind, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> "Arrival":
-        """Start to receive the input of a pass of `kind`."""
+    def receive(
+        self, kind: Kind, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> Callable[[], Tensor]:
+        """Start to receive the input of a pass of `kind`; the returned function waits for it."""
         tensor = torch.empty(shape, dtype=dtype, device=device)
         group, place = self._way(kind, -1)
         work = dist.irecv(tensor, group=group, group_src=place)
-        return Arrival(work, tensor)
+
+        def wait() -> Tensor:
+            work.wait()
+            return tensor
+
+        return wait
 
     def finish(self) -> None:
         """Wait until all tensors are sent."""
@@ -309,17 +316,6 @@ class Exchange:
         """Return (group, stage) `steps` further in the direction of a pass of `kind`."""
         there = self._index + (steps if kind == "forward" else -steps)
         return self._groups[kind, not 0 <= there < self._stages], there % self._stages
-
-
-class Arrival:
-    """Hold a tensor that is being received."""
-
-    def __init__(self, work: dist.Work, tensor: Tensor) -> None:
-        self._work, self._tensor = work, tensor
-
-    def wait(self) -> Tensor:
-        self._work.wait()
-        return self._tensor
 
 
 def _same_groups_again(parallel: Parallel) -> dist.ProcessGroup:

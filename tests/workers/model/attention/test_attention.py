@@ -43,7 +43,7 @@ def next_token_log_probs(model, row, **arguments) -> torch.Tensor:
         logits = model(input_ids=row.input_ids, position_ids=row.position_ids, **arguments).logits[0]
     log_probs = logits.log_softmax(-1)[:-1].gather(-1, row.input_ids[0, 1:, None]).squeeze(-1)
     log_probs = torch.cat([log_probs.new_zeros(1), log_probs])
-    log_probs[row.cu_seqlens[:-1]] = 0
+    log_probs[row.position_ids[0] == 0] = 0
     return log_probs
 
 

@@ -25,8 +25,7 @@ lengths_strategy = st.lists(st.integers(1, 9), min_size=1, max_size=8)
 def test_packed_row_restarts_positions_and_predicts_within_sequences(lengths):
     row = pack(DataProto.from_list(rows(lengths)))
     assert row.position_ids[0].tolist() == [position for length in lengths for position in range(length)]
-    assert row.cu_seqlens.tolist() == [sum(lengths[:index]) for index in range(len(lengths) + 1)]
-    assert row.max_length == max(lengths)
+    assert row.lengths == row.padded_lengths == tuple(lengths)
     # With ids 100 * sequence + position, the token before a target is its id less one, in the same sequence.
     assert (row.input_ids[0, row.predicting] == row.targets - 1).all()
     assert row.sequence_index.tolist() == (row.targets // 100).tolist()
@@ -72,12 +71,10 @@ def worked_example() -> PackedRow:
     return pack(batch, length_multiple(context_parallel=2, tensor_parallel=1))
 
 
-def test_p2_p3_each_sequence_is_padded_and_both_cumulative_lengths_are_kept(worked_example):
+def test_p2_p3_each_sequence_is_padded_and_both_lengths_are_kept(worked_example):
     assert worked_example.padded_lengths == (4, 4, 8, 4)
     assert worked_example.input_ids[0].tolist() == [1, 1, 0, 0, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 0, 0, 4, 0, 0, 0]
     assert worked_example.lengths == (2, 4, 6, 1)
-    assert worked_example.cu_seqlens.tolist() == [0, 2, 6, 12, 13]
-    assert worked_example.cu_seqlens_padded.tolist() == [0, 4, 8, 16, 20]
 
 
 @given(lengths_strategy, st.integers(1, 5))
@@ -85,7 +82,7 @@ def test_p3_predicted_tokens_are_the_same_with_and_without_padding(lengths, mult
     batch = DataProto.from_list(rows(lengths))
     padded, plain = pack(batch, multiple), pack(batch)
     assert_predictions_are_those_of(plain, padded)
-    assert padded.max_length % multiple == 0
+    assert max(padded.padded_lengths) % multiple == 0
 
 
 def test_d3_a_row_is_as_long_as_the_longest_rounded_up():

@@ -33,11 +33,10 @@ from workers.model.attention.shared_attention import SharedAttention, ring_block
 from workers.model.layout import RowLayout
 from workers.model.model import load_model
 from workers.model.numerics_check import check_numerics
-from workers.model.rows.packing import pack
+from workers.model.rows.packing import pack, read_last
 from workers.model.rows.prefix_rows import Run, SharedRow, pack_shared
 from workers.model.rules.model_rules import shares_prefixes
 from workers.model.timing import MicroStepClock
-from workers.model.value_head import last_cells
 
 CPU = torch.device("cpu")
 
@@ -65,7 +64,10 @@ def letters(row: SharedRow) -> str:
 def paths(row: SharedRow, sequences: DataProto) -> list[list[int]]:
     """The cells of every sequence, found again from the cells that predict its tokens."""
     cells = row.predicting.split((sequences.lengths - 1).tolist())
-    return [[*part.tolist(), last] for part, last in zip(cells, row.last.tolist(), strict=True)]
+    return [
+        [*part.tolist(), last]
+        for part, last in zip(cells, row.cells[sequences.lengths.cumsum(0) - 1].tolist(), strict=True)
+    ]
 
 
 def test_a_row_computes_each_shared_token_once():
@@ -77,7 +79,7 @@ def test_a_row_computes_each_shared_token_once():
     assert paths(row, sequences) == [[0, 1, 2, 5, 6, 7], [0, 1, 2, 3, 4], [0, 1, 2, 5, 6, 8, 9]]
     assert [(run.parent, run.shared, run.level) for run in row.runs] == [(-1, 0, 0), (0, 3, 1), (1, 2, 2)]
     assert list(row.shared) == [0, 3, 5]
-    assert last_cells(row, 3).tolist() == [7, 4, 9]
+    assert read_last(row, sequences).predicting.tolist() == [7, 4, 9]
 
 
 def test_the_last_token_of_a_prompt_predicts_the_first_of_every_response():
@@ -104,7 +106,7 @@ def test_beginnings_that_are_short_beside_what_follows_are_computed_again():
 def test_equal_sequences_share_all_but_their_last_token():
     row = pack_shared(sequences_of("abc", "abc", "abc"))
     assert letters(row) == "abccc"
-    assert row.last.tolist() == [2, 3, 4]
+    assert row.cells[[2, 5, 8]].tolist() == [2, 3, 4]
 
 
 def test_a_row_is_padded_once():
@@ -431,8 +433,8 @@ def test_rows_with_their_padding_keep_the_cap_of_a_plan_that_counts_prompts_once
 def test_the_clock_counts_shared_tokens_once():
     clock = MicroStepClock(CPU)
     sequences = sequences_of("pppbbc", "pppaa", "pppbbdd")
-    with clock.micro_step("update", sequences.lengths):
-        clock.leave_out(pack_shared(sequences).shared)
+    with clock.micro_step("update", sequences.lengths) as step:
+        step.leave_out(pack_shared(sequences).shared)
     (step,) = clock.take()
     assert step.tokens == 10
     assert step.squared_tokens == 36 + 25 + 49 - 9 - 25
@@ -488,6 +490,6 @@ def own_only(runs: tuple[Run, ...]) -> list[tuple[range, range]]:
 def test_a_layout_packs_as_before_where_nothing_is_shared(tmp_path):
     config = ModelConfig(path=save_tiny_model(tmp_path / "model"), dtype="float32")
     layout = RowLayout(config, None, load_model(config, torch.float32), CPU, torch.float32)
-    assert not isinstance(layout.lay_out(sequences_of("abcdefgh", "hgfedcba")).rows, SharedRow)
+    assert not isinstance(layout.lay_out(sequences_of("abcdefgh", "hgfedcba")), SharedRow)
     prefix = "a" * config.min_shared_tokens
-    assert isinstance(layout.lay_out(sequences_of(prefix + "b", prefix + "c")).rows, SharedRow)
+    assert isinstance(layout.lay_out(sequences_of(prefix + "b", prefix + "c")), SharedRow)

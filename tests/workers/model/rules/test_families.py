@@ -3,6 +3,7 @@
 import copy
 import json
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -89,10 +90,8 @@ def unpacked(model: PreTrainedModel, sequences: DataProto) -> Outcome:
     return Outcome(log_probs, entropy, model)
 
 
-def through_rows(module: PackedCausalLM, rows: ModelInput, **attention: object) -> tuple[Tensor, Tensor]:
-    return module(
-        rows.input_ids, rows.position_ids, rows.predicting, rows.targets, temperature=TEMPERATURE, **attention
-    )
+def through_rows(module: PackedCausalLM, rows: ModelInput, attention: object = None) -> tuple[Tensor, Tensor]:
+    return module(replace(rows, attention=attention), TEMPERATURE)
 
 
 def packed(model: PreTrainedModel, sequences: DataProto, multiple: int = 1) -> Outcome:
@@ -105,7 +104,7 @@ def packed(model: PreTrainedModel, sequences: DataProto, multiple: int = 1) -> O
 def padded(model: PreTrainedModel, sequences: DataProto, multiple: int = 1) -> Outcome:
     module = packed_causal_lm(copy.deepcopy(model), ModelConfig(layout="padded"))
     rows = pad(sequences, multiple)
-    return Outcome(*through_rows(module, rows, attention=None, attention_mask=rows.attention_mask), module.model)
+    return Outcome(*through_rows(module, rows), module.model)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
