@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.workers.model.tiny import relative_error
-from workers.model.attention.flash_kernels import Segments, flash_backward, flash_forward
+from workers.model.attention.flash_kernels import Block, Segments, flash_backward, flash_forward
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,13 +19,14 @@ def test_two_halves_of_the_keys_give_the_whole_attention_and_its_gradients():
     """Not causal; segments of unlike length, fewer key heads than query heads."""
     lengths, generator = [64, 256, 128], torch.Generator(CUDA).manual_seed(0)
     half, whole = Segments.of(lengths, CUDA), Segments.of([2 * length for length in lengths], CUDA)
+    block = Block(half, half, causal=False)
     shapes = [(sum(lengths), 4, 64), (2 * sum(lengths), 2, 64), (2 * sum(lengths), 2, 64), (sum(lengths), 4, 64)]
     query, key, value, grad = (
         torch.randn(shape, generator=generator, device=CUDA, dtype=torch.bfloat16) for shape in shapes
     )
     is_first = torch.cat([torch.arange(2 * length, device=CUDA) < length for length in lengths])
     outputs, sums = zip(
-        *(flash_forward(query, key[mask], value[mask], half, half, False, SCALE) for mask in (is_first, ~is_first)),
+        *(flash_forward(query, key[mask], value[mask], block, SCALE) for mask in (is_first, ~is_first)),
         strict=True,
     )
     lse = torch.logaddexp(*sums)
@@ -35,7 +36,7 @@ def test_two_halves_of_the_keys_give_the_whole_attention_and_its_gradients():
     assert relative_error(output.float(), expected) < 2e-2
     grad_query, grad_key, grad_value = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     for mask in (is_first, ~is_first):
-        part = flash_backward(grad, query, key[mask], value[mask], output, lse, half, half, False, SCALE)
+        part = flash_backward(grad, query, key[mask], value[mask], output, lse, block, SCALE)
         grad_query += part[0]
         grad_key[mask], grad_value[mask] = part[1], part[2]
     for actual, gradient in zip((grad_query, grad_key, grad_value), gradients, strict=True):
@@ -47,7 +48,7 @@ def test_the_causal_kernel_keeps_segments_apart():
     query, key, value = (
         torch.randn(128, 4, 64, generator=generator, device=CUDA, dtype=torch.bfloat16) for _ in range(3)
     )
-    output, lse = flash_forward(query, key, value, segments, segments, True, SCALE)
+    output, lse = flash_forward(query, key, value, Block(segments, segments, causal=True), SCALE)
     expected, _ = in_float32(query, key, value, torch.zeros_like(query), segments, segments, causal=True)
     assert relative_error(output.float(), expected) < 2e-2
     assert lse.shape == (4, 128)

@@ -17,6 +17,7 @@ Shapes: T packed tokens, H query heads, K key-value heads (K divides H), D head 
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -188,50 +189,26 @@ def _attend_segment(
 
 
 def _kernel(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Tensor:
-    """Call torch's attention, with grouped heads repeated on CUDA.
-
-    There, few kernels take grouped heads with a mask or in single precision, and the fallback holds all scores in
-    memory.
-    """
     if query.device.type == "cuda":
-        key, value = _repeat_heads(query, key, value)
+        # Few kernels take grouped heads with a mask or in single precision; the fallback holds all scores in memory.
+        repeats = query.shape[1] // key.shape[1]
+        key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
     return F.scaled_dot_product_attention(query, key, value, enable_gqa=True, **arguments)
 
 
-def _repeat_heads(query: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Repeat heads of keys and values: [1, K, ...] -> [1, H, ...]."""
-    return tuple(tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1) for tensor in tensors)
+def _torch_varlen(implementation: Literal["FA3"] | None, row: PackedRow, device: torch.device) -> PackedAttention:
+    """Use torch's flash attention over all segments at once; sinks use its operators, which return the log-sum-exp.
 
-
-def _varlen(row: PackedRow, device: torch.device) -> PackedAttention:
-    """Use torch's flash attention over all segments at once; sinks use its operators, which return the log-sum-exp."""
-    _use_flash_attention(None)
-    return _torch_varlen(row, device)
-
-
-def _flash3(row: PackedRow, device: torch.device) -> PackedAttention:
-    """Use FlashAttention 3 through torch."""
-    _use_flash_attention("FA3")
-    return _torch_varlen(row, device)
-
-
-def _use_flash_attention(implementation: Literal["FA3"] | None) -> None:
-    """Set the flash attention of torch in this process; None is torch's own. Does nothing if already set.
-
-    "FA3" imports `flash_attn_interface`. Through torch, torch.compile traces it, the FLOP counter counts it, and the
-    operators that sinks and rings call use it.
+    implementation: None is torch's own. "FA3" imports `flash_attn_interface`. Through torch, torch.compile traces it,
+    the FLOP counter counts it, and the operators that sinks and rings call use it.
     """
-    if current_flash_attention_impl() == implementation:
-        return
-    if implementation is None:
-        restore_flash_attention_impl()
-    else:
-        activate_flash_attention_impl(implementation)
-
-
-def _torch_varlen(row: PackedRow, device: torch.device) -> PackedAttention:
     from torch.nn.attention.varlen import varlen_attn
 
+    if current_flash_attention_impl() != implementation:
+        if implementation is None:
+            restore_flash_attention_impl()
+        else:
+            activate_flash_attention_impl(implementation)
     segments = Segments.of(row.padded_lengths, device)
     bounds, longest = segments.bounds, segments.longest
 
@@ -303,8 +280,10 @@ def _tokens_first(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 BACKENDS = {
-    "flash3": Backend(_flash3, KERNEL_FEATURES["packed"]["flash3"], package="flash_attn_interface", generation=9),
-    "varlen": Backend(_varlen, KERNEL_FEATURES["packed"]["varlen"]),
+    "flash3": Backend(
+        partial(_torch_varlen, "FA3"), KERNEL_FEATURES["packed"]["flash3"], package="flash_attn_interface", generation=9
+    ),
+    "varlen": Backend(partial(_torch_varlen, None), KERNEL_FEATURES["packed"]["varlen"]),
     "flash": Backend(_flash, KERNEL_FEATURES["packed"]["flash"], package="flash_attn"),
     "sdpa": Backend(_sdpa, KERNEL_FEATURES["packed"]["sdpa"]),
 }

@@ -40,32 +40,38 @@ class Segments:
         return max(self.lengths)
 
 
-def flash_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_segments: Segments,
-    key_segments: Segments,
-    causal: bool,
-    scale: float,
-    window: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Compute attention segment by segment; every segment has at most as many queries as keys.
+@dataclass(frozen=True)
+class Block:
+    """Define which queries see which keys, segment by segment; a segment has at most as many queries as keys.
 
-    causal: aligned at the bottom right; the last query of a segment sees all its keys. window: tokens that each token
-    sees, itself included; only if causal. On the CPU a window, or fewer queries than keys, builds a mask of all pairs.
-    query [Q, H, D], key and value [T, K, D] -> (out [Q, H, D], natural log-sum-exp of the scaled scores [H, Q]).
+    causal: the last query of a segment sees all its keys. queries, keys: int64 positions in the row, None is all; a
+    position may be repeated in `keys`, not in `queries`. window: tokens that each token sees, itself included; only if
+    causal.
+    """
+
+    query_segments: Segments
+    key_segments: Segments
+    causal: bool
+    queries: Tensor | None = None
+    keys: Tensor | None = None
+    window: int | None = None
+
+
+def flash_forward(query: Tensor, key: Tensor, value: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
+    """Compute the attention of a block's queries [Q, H, D] over its key and value [T, K, D].
+
+    Returns (out [Q, H, D], natural log-sum-exp of the scaled scores [H, Q]). On the CPU a window, or fewer queries than
+    keys, builds a mask of all pairs.
     """
     if query.is_cuda:
-        where = _segment_arguments(query_segments, key_segments)
-        left, right = window_size(causal, window)
+        where, (left, right) = _on_cuda(block), window_size(block.causal, block.window)
         output, lse, *_ = aten._flash_attention_forward(
             query,
             key,
             value,
             *where,
             0.0,
-            causal,
+            block.causal,
             False,
             scale=scale,
             window_size_left=left,
@@ -73,9 +79,9 @@ def flash_forward(
         )
         return output, lse
     outputs, sums = [], []
-    for q, k, v in _segments_on_cpu(query, key, value, query_segments, key_segments):
-        mask = _mask_on_cpu(q, k, causal, window)
-        plain = causal and mask is None
+    for q, k, v in _segments_on_cpu(query, key, value, block):
+        mask = _mask_on_cpu(q, k, block)
+        plain = block.causal and mask is None
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, plain, attn_mask=mask, scale=scale)
         outputs.append(out[0].transpose(0, 1))
         sums.append(lse[0])
@@ -89,26 +95,26 @@ def flash_backward(
     value: Tensor,
     output: Tensor,
     lse: Tensor,
-    query_segments: Segments,
-    key_segments: Segments,
-    causal: bool,
+    block: Block,
     scale: float,
-    window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the share of these keys in the gradients of query, key and value.
+    """Return the block's share in the gradients of query, key and value.
 
     output [Q, H, D] and lse [H, Q] may come from an attention over more keys.
     """
     if query.is_cuda:
-        where = _segment_arguments(query_segments, key_segments)
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)  # state of an unused generator
-        given = (grad_output, query, key, value, output, lse.contiguous())
-        left, right = window_size(causal, window)
+        where, (left, right) = _on_cuda(block), window_size(block.causal, block.window)
         return aten._flash_attention_backward(
-            *given,
+            grad_output,
+            query,
+            key,
+            value,
+            output,
+            lse.contiguous(),
             *where,
             0.0,
-            causal,
+            block.causal,
             no_dropout,
             no_dropout,
             scale=scale,
@@ -117,25 +123,24 @@ def flash_backward(
         )
     grads: list[tuple[Tensor, ...]] = []
     of_queries = zip(
-        _split(grad_output, query_segments),
-        _split(output, query_segments),
-        lse.split(query_segments.lengths, dim=1),
+        _split(grad_output, block.query_segments),
+        _split(output, block.query_segments),
+        lse.split(block.query_segments.lengths, dim=1),
         strict=True,
     )
-    segments = _segments_on_cpu(query, key, value, query_segments, key_segments)
-    for (q, k, v), (grad, out, sums) in zip(segments, of_queries, strict=True):
+    for (q, k, v), (grad, out, sums) in zip(_segments_on_cpu(query, key, value, block), of_queries, strict=True):
         backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
-        mask = _mask_on_cpu(q, k, causal, window)
+        mask = _mask_on_cpu(q, k, block)
         given = (grad, q, k, v, out, sums[None].contiguous())
-        grads.append(backward(*given, 0.0, causal and mask is None, attn_mask=mask, scale=scale))
+        grads.append(backward(*given, 0.0, block.causal and mask is None, attn_mask=mask, scale=scale))
     grad_query, grad_key, grad_value = (
         torch.cat([part[0].transpose(0, 1) for part in parts]) for parts in zip(*grads, strict=True)
     )
     return grad_query, _sum_repeats(grad_key, key), _sum_repeats(grad_value, value)
 
 
-def _segment_arguments(queries: Segments, keys: Segments) -> tuple[Tensor, Tensor, int, int]:
-    """Return the CUDA kernels' bounds of queries and keys, and their longest segments."""
+def _on_cuda(block: Block) -> tuple[Tensor, Tensor, int, int]:
+    queries, keys = block.query_segments, block.key_segments
     return queries.bounds, keys.bounds, queries.longest, keys.longest
 
 
@@ -144,24 +149,22 @@ def window_size(causal: bool, window: int | None) -> tuple[int, int]:
     return -1 if window is None else window - 1, 0 if causal else -1
 
 
-def _mask_on_cpu(query: Tensor, key: Tensor, causal: bool, window: int | None) -> Tensor | None:
+def _mask_on_cpu(query: Tensor, key: Tensor, block: Block) -> Tensor | None:
     """Return an additive mask [queries, keys] for query and key [1, H, L, D], or None if not needed."""
-    queries, keys = query.shape[2], key.shape[2]
-    if not causal or (window is None and queries == keys):
+    queries, keys, window = query.shape[2], key.shape[2], block.window
+    if not block.causal or (window is None and queries == keys):
         return None
     distance = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
     hidden = (distance < 0) | (distance >= (window or keys))
     return torch.zeros(queries, keys, dtype=query.dtype).masked_fill(hidden, -torch.inf)
 
 
-def _segments_on_cpu(
-    query: Tensor, key: Tensor, value: Tensor, query_segments: Segments, key_segments: Segments
-) -> list[tuple[Tensor, Tensor, Tensor]]:
+def _segments_on_cpu(query: Tensor, key: Tensor, value: Tensor, block: Block) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Return each segment as (query, key, value) [1, H, L, D], with key heads repeated."""
     repeats = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
-    parts = _split(query, query_segments), _split(key, key_segments), _split(value, key_segments)
-    return list(zip(*parts, strict=True))
+    keys = block.key_segments
+    return list(zip(_split(query, block.query_segments), _split(key, keys), _split(value, keys), strict=True))
 
 
 def _split(tensor: Tensor, segments: Segments) -> list[Tensor]:
@@ -174,25 +177,11 @@ def _sum_repeats(grad: Tensor, like: Tensor) -> Tensor:
     return grad.view(len(like), like.shape[1], -1, like.shape[2]).sum(2)
 
 
-@dataclass(frozen=True)
-class Block:
-    """Define which queries see which keys. queries, keys: int64 positions in the row, by segment; None is all.
-
-    A position may be repeated in `keys`, not in `queries`. causal: as in `flash_forward`.
-    """
-
-    queries: Tensor | None
-    keys: Tensor | None
-    query_segments: Segments
-    key_segments: Segments
-    causal: bool
-
-
 def attend(query: Tensor, key_value: Tensor, scale: float, block: Block, output: Tensor, lse: Tensor) -> None:
     """Merge one block into `output` [T, H, D] and `lse` [H, T], in place."""
     key, value = take(key_value, block.keys, dim=1)
     query = take(query, block.queries, dim=0)
-    part, part_lse = flash_forward(query, key, value, block.query_segments, block.key_segments, block.causal, scale)
+    part, part_lse = flash_forward(query, key, value, block, scale)
     before, before_lse = take(output, block.queries, dim=0), take(lse, block.queries, dim=1)
     merged_lse = torch.logaddexp(before_lse, part_lse)
     merged = before * _weight(before_lse, merged_lse) + part * _weight(part_lse, merged_lse)
@@ -205,19 +194,9 @@ def gradients(
 ) -> tuple[Tensor, Tensor]:
     """Return one block's share of the gradients of queries [queries, H, D] and keys and values [2, keys, K, D]."""
     key, value = take(key_value, block.keys, dim=1)
-    rows = [take(tensor, block.queries, dim=0) for tensor in (grad_output, query, output)]
-    part_query, part_key, part_value = flash_backward(
-        rows[0],
-        rows[1],
-        key,
-        value,
-        rows[2],
-        take(lse, block.queries, dim=1),
-        block.query_segments,
-        block.key_segments,
-        block.causal,
-        scale,
-    )
+    grad_output, query, output = (take(tensor, block.queries, dim=0) for tensor in (grad_output, query, output))
+    lse = take(lse, block.queries, dim=1)
+    part_query, part_key, part_value = flash_backward(grad_output, query, key, value, output, lse, block, scale)
     return part_query, torch.stack([part_key, part_value])
 
 

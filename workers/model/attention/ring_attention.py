@@ -60,9 +60,9 @@ def _zigzag_blocks(row: PackedRow, rank: int, size: int, device: torch.device) -
     is_first = torch.tensor([True, False]).repeat(len(halves)).repeat_interleave(lengths)
     first, second = (mask.nonzero().squeeze(1).to(device) for mask in (is_first, ~is_first))
     half, whole = Segments.of(halves, device), Segments.of([2 * length for length in halves], device)
-    own = Block(None, None, whole, whole, causal=True)
-    earlier = Block(None, first, whole, half, causal=False)
-    later = Block(second, None, half, whole, causal=False)
+    own = Block(whole, whole, causal=True)
+    earlier = Block(whole, half, causal=False, keys=first)
+    later = Block(half, whole, causal=False, queries=second)
     return [(own,), *[(earlier,)] * rank, *[(later,)] * (size - 1 - rank)]
 
 

@@ -154,7 +154,7 @@ def path_block(row: SharedRow, device: torch.device) -> Block:
         seen.append(torch.arange(row.lengths[0], row.padded_lengths[0]))
         queries.append(len(seen[-1]))
     keys = Segments.of([len(cells) for cells in seen], device)
-    return Block(None, torch.cat(seen).to(device), Segments.of(queries, device), keys, causal=True)
+    return Block(Segments.of(queries, device), keys, causal=True, keys=torch.cat(seen).to(device))
 
 
 def ring_blocks(row: SharedRow, rank: int, size: int, device: torch.device) -> list[tuple[Block, ...]]:
@@ -214,11 +214,11 @@ def _block(segments: Sequence[tuple[range, range]], device: torch.device, causal
         return None
     is_whole = sum(map(len, queries)) == causal_over
     return Block(
-        None if is_whole else _positions(queries, device),
-        None if is_whole else _positions(keys, device),
         Segments.of(list(map(len, queries)), device),
         Segments.of(list(map(len, keys)), device),
         causal=causal_over > 0,
+        queries=None if is_whole else _positions(queries, device),
+        keys=None if is_whole else _positions(keys, device),
     )
 
 
@@ -233,7 +233,7 @@ class _SharedAttention(torch.autograd.Function):
         query, key_value = query.contiguous(), key_value.contiguous()
         own, *levels = blocks
         key, value = take(key_value, own.keys, dim=1)
-        output, lse = flash_forward(query, key, value, own.query_segments, own.key_segments, own.causal, scale)
+        output, lse = flash_forward(query, key, value, own, scale)
         if levels:
             merged = output.to(torch.promote_types(query.dtype, torch.float32))
             for block in levels:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from workers.model.attention.flash_kernels import Segments, flash_backward, flash_forward
+from workers.model.attention.flash_kernels import Block, Segments, flash_backward, flash_forward
 
 
 def sink_attention(
@@ -31,48 +31,30 @@ def sink_attention(
 
     window: tokens that each token sees, itself included. Supports first derivatives only.
     """
-    return _SinkAttention.apply(query, key, value, sinks, segments, scale, window)
+    block = Block(segments, segments, causal=True, window=window)
+    return _SinkAttention.apply(query, key, value, sinks, block, scale)
 
 
 class _SinkAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor,
-        segments: Segments,
-        scale: float,
-        window: int | None,
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, block: Block, scale: float
     ) -> Tensor:
-        plain, plain_lse = flash_forward(query, key, value, segments, segments, True, scale, window)
+        plain, plain_lse = flash_forward(query, key, value, block, scale)
         lse = torch.logaddexp(plain_lse, sinks.to(plain_lse.dtype)[:, None])
         output = (plain * _tokens_first(torch.exp(plain_lse - lse))).to(query.dtype)
         ctx.save_for_backward(query, key, value, sinks, output, lse)
-        ctx.segments, ctx.scale, ctx.window = segments, scale, window
+        ctx.block, ctx.scale = block, scale
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, output, lse = ctx.saved_tensors
-        grads = flash_backward(
-            grad_output.contiguous(),
-            query,
-            key,
-            value,
-            output,
-            lse,
-            ctx.segments,
-            ctx.segments,
-            True,
-            ctx.scale,
-            ctx.window,
-        )
+        grads = flash_backward(grad_output.contiguous(), query, key, value, output, lse, ctx.block, ctx.scale)
         shares = _tokens_first(torch.exp(sinks.to(lse.dtype)[:, None] - lse))
         grad_sinks = -(shares * grad_output * output).sum((0, 2))
-        return *grads, grad_sinks.to(sinks.dtype), None, None, None
+        return *grads, grad_sinks.to(sinks.dtype), None, None
 
 
 def _tokens_first(by_head: Tensor) -> Tensor:
