@@ -5,9 +5,9 @@
     backward   layer 2 | layer 1 | layer 0
                   in 1      in 0                   fetched while the layer after it is recomputed
 
-At most two tensors are on their way out: before a third, the computation waits for the first. So memory stays bounded
-where the bus is slower than the layers. torch's `save_on_cpu` copies on the computation's stream, which waits for each
-copy, and cannot copy the DTensors that the final norm saves under tensor parallelism; they stay on the device.
+At most two tensors are on their way out: before a third, the computation waits for the first. torch's `save_on_cpu`
+copies on the computation's stream, which waits for each copy, and cannot copy the DTensors that the final norm saves
+under tensor parallelism; they stay on the device.
 """
 
 from collections import deque
@@ -44,8 +44,6 @@ class CopyStream:
 
 
 class CopyAtOnce:
-    """Copy synchronously, on devices without streams."""
-
     def copy(self, source: Tensor, target: Tensor) -> None:
         target.copy_(source)
 
@@ -55,10 +53,7 @@ class CopyAtOnce:
 
 @dataclass
 class Saved:
-    """Hold one tensor in host memory.
-
-    index: its place in the order of saving. back: (tensor on the device, mark of the copy) while prefetched.
-    """
+    """Hold one tensor in host memory. back: (tensor on the device, argument of `wait`) while prefetched."""
 
     index: int
     host: Tensor
@@ -67,10 +62,12 @@ class Saved:
 
 
 class HostActivations:
-    """Keep the tensors that a forward pass saved until the backward pass loads them."""
+    """Keep the tensors that a forward pass saved until the backward pass loads them.
+
+    copies: a `CopyStream`, or alike.
+    """
 
     def __init__(self, copies: Any) -> None:
-        """copies: a `CopyStream`, or an object with the same two methods."""
         self._copies = copies
         self._saved: list[Saved] = []
         self._leaving: deque[tuple[Tensor, Any]] = deque()
@@ -112,10 +109,10 @@ class HostActivations:
 
 
 def activations_on_host(device: torch.device) -> saved_tensors_hooks:
-    """Move tensors saved by autograd to host memory (pinned, with CUDA) and back when needed, inside the context.
+    """Inside, move tensors that autograd saves to host memory (pinned, with CUDA), and back when needed.
 
-    Use it for one pass of a decoder with checkpointed layers, which save only their inputs, [T, hidden size] each.
-    Without checkpointing it would also copy every weight that FSDP gathers.
+    For one pass of a decoder with checkpointed layers, which save only their inputs, [T, hidden size] each: without
+    checkpointing, weights that FSDP gathers would be copied too.
     """
     activations = HostActivations(_copy_stream(device) if device.type == "cuda" else CopyAtOnce())
     return saved_tensors_hooks(activations.save, activations.load)

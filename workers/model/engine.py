@@ -8,7 +8,7 @@ It needs only torch and transformers, and runs in a plain process, under torchru
 collective: every rank makes the same calls with the same number of micro-batches. Ranks that share sequences or layers
 (`parallel.py`) get the same sequences and return the same results; a caller counts one of them.
 
-T tokens and B sequences of this rank.
+T tokens and B sequences of this rank. micro_batches: (start, stop) rows of `sequences`; start == stop is empty.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -71,11 +71,9 @@ from workers.model.value_head import LOADERS
 class TrainingEngine:
     """Train or evaluate one model, sharded over the ranks; frozen without an optimiser.
 
-    model_config: what to load and how to compute it. optimizer: None for a frozen model. total_steps: optimiser steps
-    of the run, for the schedule. temperature: divides the logits, in log-probs and loss; the rollouts' temperature.
+    total_steps: optimiser steps of the run, for the schedule. temperature: divides the logits, as in the rollouts.
     parallel: how ranks share sequences and layers; None shards parameters over all of them. head: `lm` for log-probs,
-    `value` for a critic's values (`value_head.py`). check_numerics: compare with the model's own forward pass
-    (`numerics_check.py`).
+    `value` for a critic's values (`value_head.py`). check_numerics: compare with the model's own forward pass.
 
     Raises ConfigError or UnsupportedModelError, on every rank, if the model cannot be loaded or packed.
     """
@@ -150,7 +148,6 @@ class TrainingEngine:
         return Source(partial(LOADERS[self.head], loaded, parameter_dtype))
 
     def _check_model(self) -> None:
-        """Raise ConfigError if the model does not match the settings or the tokenizer."""
         cuda, half = self.device.type == "cuda", self.dtype.itemsize == 2
         check_model(self.module, self.model_config, self.parallel.config, head=self.head, cuda=cuda, half=half)
         check_tokenizer(self.tokenizer, self.vocabulary, self.model_config.path)
@@ -179,13 +176,11 @@ class TrainingEngine:
 
     @torch.no_grad()
     def log_probs(self, sequences: DataProto, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Metrics]:
-        """Return the log-probability of every token with `loss_mask`, forward only.
+        """Return the log-probability of every token with `loss_mask`, forward only: float32 [T] on the CPU, 0
+        elsewhere.
 
-        micro_batches: (start, stop) rows of `sequences`, each row in exactly one; start == stop is an empty
-        micro-batch. Returns float32 [T] on the CPU, 0 where nothing is predicted, and the metrics `entropy` and, with
-        `rollout_log_probs`, `rollout_mismatch_mean` and `_max`.
-
-        Raises ConfigError for an engine with a value head, DataError if rows are missing or repeated.
+        Metrics: `entropy` and, with `rollout_log_probs`, `rollout_mismatch_mean` and `_max`. Raises ConfigError for an
+        engine with a value head, DataError if a row is in none or several of the micro-batches.
         """
         self._check_head("lm")
         (log_probs,), metrics = self._forward_only("log_probs", sequences, micro_batches, ("log_probs",), _measure)
@@ -195,10 +190,7 @@ class TrainingEngine:
     def log_probs_and_entropies(
         self, sequences: DataProto, micro_batches: Sequence[MicroBatch]
     ) -> tuple[Tensor, Tensor, Metrics]:
-        """Return `log_probs` and, from the same forward pass, the entropy at each of these tokens, in nats.
-
-        Both are float32 [T] on the CPU, 0 where nothing is predicted; metrics and errors as in `log_probs`.
-        """
+        """Return `log_probs` and, from the same forward pass, the entropy at each of these tokens, in nats."""
         self._check_head("lm")
         kept = ("log_probs", "entropy")
         (log_probs, entropies), metrics = self._forward_only("log_probs", sequences, micro_batches, kept, _measure)
@@ -206,9 +198,8 @@ class TrainingEngine:
 
     @torch.no_grad()
     def sequence_log_probs(self, sequences: DataProto, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Return the summed log-prob of each sequence's tokens with `loss_mask`, forward only: float64 [B] on the CPU.
-
-        Raises as `log_probs` does.
+        """Return the summed log-prob of each sequence's tokens with `loss_mask`, forward only: float64 [B] on the
+        CPU.
         """
         self._check_head("lm")
         result = torch.zeros(len(sequences), dtype=torch.float64)
@@ -226,7 +217,7 @@ class TrainingEngine:
     def values(self, sequences: DataProto, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Metrics]:
         """Return the value of the state before every token with `loss_mask`, forward only; otherwise like `log_probs`.
 
-        Its metric is `values`, their mean. Raises ConfigError for an engine without a value head.
+        Its metric is `values`, their mean.
         """
         self._check_head("value")
         (values,), metrics = self._forward_only(
@@ -236,10 +227,7 @@ class TrainingEngine:
 
     @torch.no_grad()
     def scores(self, sequences: DataProto, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Return the value head's output at the last token of each sequence, forward only: float32 [B] on the CPU.
-
-        Raises ConfigError for an engine without a value head, DataError as `log_probs` does.
-        """
+        """Return the value head's output at the last token of each sequence, forward only: float32 [B] on the CPU."""
         self._check_head("value")
         result = torch.zeros(len(sequences), dtype=torch.float32)
 
@@ -279,7 +267,7 @@ class TrainingEngine:
         finish: Callable[[int, int, ModelInput, Any], None],
         **layout: bool,
     ) -> None:
-        """Run each micro-batch forward, timed as `name`; finish(start, stop, ...). layout: see `EnginePass`."""
+        """Run each micro-batch forward, timed as `name`; layout: see `RowLayout.lay_out`."""
         check_sequences(sequences, self.vocabulary, self.positions)
         check_micro_batches(micro_batches, len(sequences), complete=True)
         rounds = self.stage.whole_rounds(micro_batches)
@@ -301,9 +289,8 @@ class TrainingEngine:
     ) -> Metrics:
         """Add the gradient of a mini-batch's loss to the parameters' gradients; returns the loss function's metrics.
 
-        micro_batches: this rank's share of the mini-batch as (start, stop) rows, at least one and as many on every
-        rank; start == stop is an empty micro-batch. denominators: of the whole mini-batch over all ranks. The metric
-        `loss` adds up over ranks to the mini-batch's loss.
+        micro_batches: this rank's share of the mini-batch, at least one and as many on every rank. denominators: of the
+        whole mini-batch over all ranks. The metric `loss` adds up over ranks to the mini-batch's loss.
 
         Raises ConfigError for an engine without optimiser, DataError for missing or repeated rows.
         """
@@ -329,12 +316,12 @@ class TrainingEngine:
         return self.stage.from_last(to_metrics([*statistics, *self.routing.take()]))
 
     def optimizer_step(self) -> Metrics:
-        """Clip, update, advance the schedule, clear the gradients.
+        """Clip, update, advance the schedule, clear the gradients; skip on every rank if a loss or gradient is not
+        finite.
 
-        A loss or gradient with NaN or infinity skips the step on every rank. Metrics: `learning_rate`, `skipped_steps`
-        (adds up over ranks to 0 or 1) and, unless skipped, `grad_norm` (before clipping).
-
-        Raises NonFiniteError, naming the sequences, after `optimizer.max_skipped_steps` skipped steps in a row.
+        Metrics: `learning_rate`, `skipped_steps` (adds up over ranks to 0 or 1) and, unless skipped, `grad_norm`
+        (before clipping). Raises NonFiniteError, naming the sequences, after `optimizer.max_skipped_steps` skipped
+        steps in a row.
         """
         if self.optimizer_config is None:
             raise ConfigError("this engine is frozen: it was built without an optimizer")
@@ -356,9 +343,8 @@ class TrainingEngine:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield whole weights under the names and in the shapes of the model's files, on `device`; collective.
 
-        dtype: of the weights; None is the parameters'. keeper: the only rank that gets them; None is every rank.
-
-        `lm_head.weight` is included even if tied: vLLM keeps a packed copy of the output layer, which would stay old.
+        dtype: None is the parameters'. keeper: the only rank that gets them; None is every rank. `lm_head.weight` is
+        included even if tied: vLLM keeps a packed copy of the output layer, which would stay old.
         """
         reshard(self.module)
         return self.checkpoint_weights.convert(self.checkpoint_weights.plan, dtype, keeper)
@@ -375,9 +361,8 @@ class TrainingEngine:
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
-        """Inside, the engine is the base model: with LoRA, the policy's own reference.
-
-        Raises ConfigError for an engine without adapters.
+        """Inside, the engine is the base model: with LoRA, the policy's own reference. Raises ConfigError without
+        adapters.
         """
         self._check_adapters("be its own reference")
         with without_adapters(self.module.model):
@@ -409,7 +394,7 @@ class TrainingEngine:
     def save_checkpoint(self, path: str | Path, *, step: int, extra: dict[str, Any] | None = None) -> None:
         """Start to save the training state in the background; see `Checkpointer.save`. Collective.
 
-        extra: the caller's own state, a JSON object, stored in the checkpoint.
+        extra: the caller's own state, a JSON object.
         """
         checkpointer = self.checkpointer
         numbers = {"skipped_in_a_row": self.nonfinite_guard.in_a_row}
@@ -429,8 +414,8 @@ class TrainingEngine:
     def save_pretrained(self, path: str | Path, file_bytes: int = FILE_BYTES) -> None:
         """Write the model in Hugging Face format, in its files' dtype, with the source's other files; collective.
 
-        Ranks share the writing, in files of about `file_bytes`, and return when the folder is complete; an existing
-        folder is replaced. Raises OutputError if a rank cannot write.
+        Ranks share the writing and return when the folder is complete; an existing folder is replaced. Raises
+        OutputError if a rank cannot write.
         """
         reshard(self.module)
         source = self.model_config.path

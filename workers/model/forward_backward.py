@@ -27,8 +27,7 @@ from workers.model.timing import MicroStep, MicroStepClock
 class RouterHook:
     """Act on a model's routers during the passes of a micro-batch.
 
-    current: the micro-batch's data of `cells`; None outside. counting: whether metrics count the forward pass, which is
-    trained and not repeated by checkpointing.
+    current: the micro-batch's data of `cells`. counting: whether metrics count the forward pass.
     """
 
     current: Any = None
@@ -50,7 +49,7 @@ class RouterHook:
 
 @dataclass
 class _Begun:
-    """Hold a micro-batch between forward and backward. end: its loss, or what was sent. routed: of each RouterHook."""
+    """Hold a micro-batch between forward and backward. end: its loss, or what was sent. routed: data of each hook."""
 
     received: Tensor | None
     end: Tensor | None
@@ -60,10 +59,10 @@ class _Begun:
 
 @dataclass
 class EnginePass:
-    """Hold one pass over micro-batches. forward, last: see `RowLayout.lay_out`.
+    """Hold one pass over micro-batches. trains: backward follows. forward, last: see `RowLayout.lay_out`.
 
     compute: the model's outputs; for a part that others follow, the hidden states for these. finish: takes the outputs
-    of micro-batch number i, on the last stage alone; returns its loss, or None. trains: backward follows.
+    of micro-batch number i, on the last stage alone; returns its loss, or None.
     """
 
     name: str
@@ -100,7 +99,6 @@ class MicroBatchRunner:
         self._exchange = Exchange(stage.parallel) if stage.stages > 1 else None
 
     def run(self, work: EnginePass) -> None:
-        """Run all micro-batches forward and, if `work.trains`, backward."""
         schedule = replace(self._stage.schedule, backward=2.0 if work.trains else 0.0)
         order = actions(schedule, self._stage.index, len(work.micro_batches)) if work.micro_batches else ()
         last = {action.chunk: action for action in order if action.kind == "backward"}
@@ -166,6 +164,5 @@ class MicroBatchRunner:
         return work.rows[index]
 
     def _shape(self, work: EnginePass, index: int) -> tuple[int, ...]:
-        """Return the shape of a micro-batch's hidden states on this rank, split by tensor parallelism."""
         rows, cells = self._lay_out(work, index).input_ids.shape
         return rows, cells // self._stage.parallel.tensor.size(), self._stage.hidden_size

@@ -30,7 +30,8 @@ from workers.model.sharding.parallel import Parallel
 class RowLayout:
     """Lay out the micro-batches of one engine. parallel: None for a process without a process group.
 
-    Raises ConfigError or UnsupportedModelError if model, layout, attention kernel and parallelism are incompatible.
+    shared_from: shortest prefix that sequences share; 0 shares none. Raises ConfigError or UnsupportedModelError if
+    model, layout, attention kernel and parallelism are incompatible.
     """
 
     def __init__(
@@ -57,7 +58,6 @@ class RowLayout:
             half=compute_dtype.itemsize == 2,
         )
         self.shared_from = config.min_shared_tokens if shares_prefix else 0
-        """Shortest prefix that sequences share; 0 shares none."""
         if self._by_segment and not self._ring:
             self._backend = choose_backend(config.attention, device, compute_dtype, features, model=name)
 

@@ -35,13 +35,12 @@ def linear_log_probs(
 
         cap(x) = softcap * tanh(x / softcap)      (Gemma 2, Riviere et al. 2024, section 2), or x without a softcap
 
-    hidden [N, H], weight [V, H], bias [V] or None, targets int64 [N]. Returns (log_probs [N], entropy [N] in nats),
-    float32 (float64 for float64 input), with gradients to hidden, weight and bias. Extra memory: `chunk_tokens` rows of
-    logits, twice in float32, more with a softcap or half precision.
+    hidden [N, H], weight [V, H], bias [V] or None, targets int64 [N]. Returns (log_probs [N], entropy [N] in nats), at
+    least float32, with gradients to hidden, weight and bias. Extra memory: `chunk_tokens` rows of logits, twice in
+    float32, more with a softcap or half precision.
 
-    group: the ranks that share the vocabulary; None if not shared. Weight and bias are then the rows from `first_id`
-    on; hidden, targets and results are the same on all ranks, and so is the whole gradient of hidden, if all use the
-    results in the same way.
+    group: the ranks that share the vocabulary. Weight and bias are then the rows from `first_id` on; hidden, targets,
+    results and the gradient of hidden are the same on all ranks, if all use the results in the same way.
     """
     head = _Head(float(temperature), softcap or None, factor, group, first_id)
     return _LinearLogProbs.apply(hidden, weight, bias, targets, head, chunk_tokens)
@@ -49,8 +48,6 @@ def linear_log_probs(
 
 @dataclass(frozen=True)
 class _Head:
-    """Scale the logits of this rank's part of the vocabulary."""
-
     temperature: float
     softcap: float | None
     factor: float
@@ -58,7 +55,6 @@ class _Head:
     first_id: int
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Return the capped and scaled logits, [n, V]."""
         logits = torch.nn.functional.linear(hidden, weight, bias).to(dtype)
         logits = logits if self.factor == 1.0 else logits.mul_(self.factor)
         if self.softcap is not None:
@@ -73,7 +69,6 @@ class _Head:
         return (logits * (self.temperature / self.softcap)).square_().neg_().add_(1).mul_(slope)
 
     def logsumexp(self, logits: Tensor) -> Tensor:
-        """Return the log-sum-exp over the whole vocabulary, [n]."""
         if self.group is None:
             return logits.logsumexp(-1)
         highest = logits.amax(-1)
@@ -81,7 +76,6 @@ class _Head:
         return self.sum((logits - highest[:, None]).exp_().sum(-1)).log_().add_(highest)
 
     def sum(self, part: Tensor) -> Tensor:
-        """Sum over the ranks that share the vocabulary, in place."""
         if self.group is not None:
             dist.all_reduce(part, group=self.group)
         return part
@@ -171,10 +165,8 @@ def _grad_logits(
     grad_log_probs: Tensor | None,
     grad_entropy: Tensor | None,
 ) -> Tensor:
-    """Return the gradient of the scaled logits [n, V] from log_probs [n, V], the targets of `_Head.own`, and gradients
-    [n].
-
-    Overwrites log_probs, unless the entropy has a gradient.
+    """Return the gradient of the scaled logits [n, V], in the memory of log_probs [n, V] unless the entropy has a
+    gradient.
     """
     if grad_log_probs is None:
         grad_log_probs = torch.zeros_like(entropy)

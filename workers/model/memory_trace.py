@@ -35,10 +35,9 @@ MICRO_BATCHES = 2
 
 @dataclass(frozen=True)
 class Role:
-    """Describe a role.
+    """Describe a role. description: its config.json. layers: of the measured stage. Others: see `TrainingEngine`.
 
-    description: its config.json. layers: of the measured stage. tokens: of a full micro-batch of ranks that share
-    sequences, by pass: `update`, `log_probs`, `values`, `scores`. Others: see `TrainingEngine`.
+    tokens: of a full micro-batch of ranks that share sequences, by pass: `update`, `log_probs`, `values`, `scores`.
     """
 
     description: dict[str, Any]
@@ -51,7 +50,6 @@ class Role:
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> "Role":
-        """From JSON."""
         model = dict(given["model"])
         return cls(**{**given, "model": ModelConfig(**{**model, "lora": LoraConfig(**model["lora"])})})
 

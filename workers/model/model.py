@@ -67,7 +67,7 @@ def compute_dtype(setting: str, device: torch.device) -> torch.dtype:
 class PackedModel(nn.Module):
     """Run a Hugging Face decoder on rows of tokens; subclasses turn its hidden states into outputs.
 
-    `forward` of the subclass applies the output layer, where FSDP has its weight gathered, only to cells that predict.
+    `forward` applies the output layer, where FSDP has its weight gathered, only to cells that predict.
     """
 
     def __init__(self, model: PreTrainedModel, activation_offload: bool = False) -> None:
@@ -83,7 +83,6 @@ class PackedModel(nn.Module):
 
     @property
     def name(self) -> str:
-        """Return the model's name in messages."""
         return described(self.model)
 
     @property
@@ -98,7 +97,6 @@ class PackedModel(nn.Module):
 
     @property
     def is_recurrent(self) -> bool:
-        """Return whether a layer carries a state along the row, see `recurrent`."""
         return any(find_mixers(layer) for layer in self.layers)
 
     def hidden_states(self, rows: ModelInput, passing: Passing | None = None) -> Tensor:
@@ -127,8 +125,6 @@ class PackedModel(nn.Module):
 
 
 class PackedCausalLM(PackedModel):
-    """Turn rows of tokens into log-probs and entropies of the predicted tokens."""
-
     def __init__(self, model: PreTrainedModel, config: ModelConfig) -> None:
         super().__init__(model, config.activation_offload)
         self.chunk_tokens = config.chunk_tokens
@@ -169,7 +165,6 @@ def load_model(
 
 
 def read_config(path: str, **options: Any) -> PreTrainedConfig:
-    """Read the configuration of the model at `path`. Raises ConfigError if transformers cannot."""
     _check_path(path)
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False, **options)
@@ -180,10 +175,10 @@ def read_config(path: str, **options: Any) -> PreTrainedConfig:
 def read_pretrained(
     auto_class: Any, config: ModelConfig, dtype: torch.dtype, skeleton: bool, shapes: Shapes | None, **options: Any
 ) -> tuple[PreTrainedModel, list[str]]:
-    """Read the model at `config.path` by one of transformers' auto classes.
+    """Read the model at `config.path` by one of transformers' auto classes. options: of the model's configuration.
 
-    skeleton, shapes: see `load_model`. options: of the model's configuration. Returns the model and the sorted names of
-    weights that its files lack; none for a skeleton without `shapes`. Raises as `load_model` does.
+    Returns the model and the sorted names of weights that its files lack; none for a skeleton without `shapes`. Raises
+    as `load_model` does.
     """
     hf_config = read_config(config.path, **options)
     try:
@@ -244,10 +239,7 @@ def _filled_without_numbers(
 
 
 def _is_of_a_layer(model: PreTrainedModel, weight: str) -> bool:
-    """Return whether an unknown weight belongs to the model's layers or to a further layer.
-
-    Image towers do not, nor do the masks in older files.
-    """
+    """Return whether an unknown weight belongs to the model's layers or to a further layer, unlike an image tower's."""
     if weight in dict(model.named_buffers()) or weight.endswith(".masked_bias"):
         return False
     layers = _layers(model)
@@ -257,7 +249,6 @@ def _is_of_a_layer(model: PreTrainedModel, weight: str) -> bool:
 
 
 def packed_causal_lm(model: PreTrainedModel, config: ModelConfig) -> PackedCausalLM:
-    """Make a loaded or new causal LM read the rows of `config.layout`; raises as `read_rows` does."""
     return read_rows(model, config, lambda: PackedCausalLM(model, config))
 
 
@@ -362,7 +353,6 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
 
 
 def load_tokenizer(path: str) -> Any:
-    """Return the tokenizer in the model's folder. Raises ConfigError if it is missing."""
     _check_path(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)

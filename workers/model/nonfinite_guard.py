@@ -64,7 +64,6 @@ class NonfiniteGuard:
 
 
 def _names(sequences: DataProto, start: int, stop: int) -> list[str]:
-    """Return names of rows: uid and number in the group if known, else the row on this rank."""
     uids = sequences.objects.get("uid")
     if uids is None:
         return [f"row {row}" for row in range(start, stop)]

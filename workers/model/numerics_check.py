@@ -118,8 +118,7 @@ def check_numerics(packed: PackedModel, config: ModelConfig) -> Difference:
 def check_against_reference(engine: Any, probe: Probe, expected: Expected) -> None:
     """Compute the probe as a TrainingEngine computes its micro-batches, and compare; collective, nothing is changed.
 
-    Raises UnsupportedModelError on every rank, naming family, layout and largest difference, if the difference exceeds
-    rounding or a pass raises.
+    Raises UnsupportedModelError on every rank if the difference exceeds rounding or a pass raises.
     """
     config = engine.model_config
     for forward in (False, True)[: 1 + (config.rows(forward=True)[0] != config.layout)]:
@@ -235,7 +234,6 @@ def own_outputs(packed: PackedModel, probe: Probe) -> Expected:
 
 
 def _translated(packed: PackedModel, where: str, compute: Callable[[], Result]) -> Result:
-    """Return `compute()`; errors of a family's code become UnsupportedModelError."""
     try:
         return compute()
     except (BallastError, torch.OutOfMemoryError, dist.DistError):
@@ -256,10 +254,7 @@ def _check_weights(packed: PackedModel) -> None:
 
 
 def _row_values(packed: PackedModel, rows: ModelInput, temperature: float, passing: Passing | None = None) -> Tensor:
-    """Return the engine's outputs [N, C], on every rank of a context-parallel group.
-
-    On a non-final part: the hidden states for the next.
-    """
+    """Return the engine's outputs [N, C], on every rank of a context-parallel group; see `EnginePass.compute`."""
     with _head_inputs(packed) as seen:
         outputs = packed(rows, temperature, passing)
     if passing is not None and not passing.part.last:
@@ -284,7 +279,6 @@ def _own_forward(packed: PackedModel, probe: Probe) -> Outputs:
 
 
 def _outputs(values: Tensor, packed: PackedModel, probe: Probe) -> Outputs:
-    """Take the gradient of `values` by the probed parameter; other parameters get none."""
     gradient = None
     if probe.parameter:
         parameter = packed.get_parameter(probe.parameter)
@@ -365,10 +359,7 @@ def _head_inputs(packed: PackedModel) -> Iterator[list[Tensor]]:
 
 @contextmanager
 def _own_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, attention is transformers' own `eager`, which computes all features of a family.
-
-    Raises UnsupportedModelError if the family has no such attention.
-    """
+    """Inside, attention is transformers' own `eager`, which computes all features of a family."""
     before = model.config._attn_implementation
     with suppress(ValueError):  # of a family without `eager`, which keeps the attention that it has
         model.set_attn_implementation("eager")
@@ -385,8 +376,8 @@ def _own_attention(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def _as_probed(packed: PackedModel, probe: Probe, device: torch.device = CPU) -> Iterator[None]:
-    """Inside, lengths that change the computation are `SHORT`, so that the probe exceeds them, and random numbers are
-    those of a copy of the generators.
+    """Inside, lengths that change the computation are `SHORT`, and random numbers come from a copy of the
+    generators.
     """
     before = []
     for values in [values for part in packed.modules() for values in _values_of(part)]:
@@ -406,7 +397,6 @@ def _as_probed(packed: PackedModel, probe: Probe, device: torch.device = CPU) ->
 
 
 def _values_of(part: nn.Module) -> Iterator[dict[str, Any]]:
-    """Yield what a module reads: its attributes, its configuration's, and those of position tables."""
     yield vars(part)
     if isinstance(config := vars(part).get("config"), PreTrainedConfig):
         for one in (config, config.get_text_config()):

@@ -44,8 +44,8 @@ def make_schedule(optimizer: torch.optim.Optimizer, config: OptimizerConfig, tot
 def learning_rate_factor(step: int, config: OptimizerConfig, total_steps: int) -> float:
     """Return the share of the peak learning rate at optimiser step `step`, counted from 0.
 
-    Warm-up rises in equal steps from 0, without a step at 0. Then, with progress x from 0 to 1 and the final ratio m:
-    constant 1, linear m + (1 - m)(1 - x), cosine m + (1 - m)(1 + cos(pi x)) / 2.
+    Warm-up rises in equal steps, without a step at 0. Then, with progress x from 0 to 1 and the final ratio m: constant
+    1, linear m + (1 - m)(1 - x), cosine m + (1 - m)(1 + cos(pi x)) / 2.
     """
     if step < config.warmup_steps:
         return (step + 1) / (config.warmup_steps + 1)
@@ -57,9 +57,8 @@ def learning_rate_factor(step: int, config: OptimizerConfig, total_steps: int) -
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, dict[str, Tensor]]:
-    """Return AdamW's tensors of every parameter, initialised here before the first step.
-
-    So a checkpoint always holds the same tensors, and can be loaded before the first step.
+    """Return AdamW's tensors of every parameter, initialised before the first step: checkpoints always hold the same
+    tensors.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:

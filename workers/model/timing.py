@@ -26,8 +26,8 @@ class MicroStepTime:
     """Record one micro-batch on one rank.
 
     name: the pass, `update`, `log_probs` or `values`. start: seconds since 1970 by this machine's clock. tokens: sum of
-    the lengths L of its sequences, squared_tokens: sum of L**2; 0 for an empty micro-batch. A shared prefix of S tokens
-    counts once: S and S**2 less for each other sequence. These are the regressors of `balancing.cost_model`.
+    the lengths L of its sequences, squared_tokens: sum of L**2. A shared prefix of S tokens counts once: S and S**2
+    less for each other sequence. These are the regressors of `balancing.cost_model`.
     """
 
     name: str
@@ -39,9 +39,8 @@ class MicroStepTime:
 
 @dataclass
 class MicroStep:
-    """Hold start and stop of each part: `perf_counter` seconds or CUDA events.
-
-    regressors: int64 [2], see `MicroStepTime`.
+    """Hold start and stop of each part: `perf_counter` seconds or CUDA events. regressors: int64 [2], see
+    `MicroStepTime`.
     """
 
     name: str
@@ -72,7 +71,6 @@ class MicroStepClock:
 
     @contextmanager
     def more_of(self, step: MicroStep) -> Iterator[None]:
-        """Measure the block as another part of `step`."""
         begin = self._mark()
         yield
         step.parts.append((begin, self._mark()))
@@ -113,5 +111,4 @@ class MicroStepClock:
 
 
 def _regressors(lengths: Tensor) -> Tensor:
-    """Return int64 [2]: the sums of lengths, int64 [sequences], and of their squares."""
     return torch.stack([lengths.sum(), (lengths * lengths).sum()])

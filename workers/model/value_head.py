@@ -24,8 +24,6 @@ HEAD = "score"  # what transformers calls the head of sequence classification, i
 
 
 class PackedValueModel(PackedModel):
-    """Run a decoder with one linear `score`, as in transformers' sequence classification with one label."""
-
     def forward(self, rows: ModelInput, temperature: float = 1.0, passing: Passing | None = None) -> Tensor:
         """Return values of the cells `predicting`, float32 [N] or float64; temperature: has no effect.
 
@@ -44,9 +42,8 @@ def load_value_model(
 ) -> PackedValueModel:
     """Load the model at `config.path` with a value head, on the CPU with parameters of `dtype`; see `load_model`.
 
-    The folder may hold a reward model, with its head, or a causal LM, which gets a new head of zeros. Raises
-    ConfigError if the model is missing or incomplete or its head has several labels, UnsupportedModelError if packing
-    would change its results or the family has no such head.
+    A causal LM gets a new head of zeros. Raises ConfigError if the model is missing or incomplete or its head has
+    several labels, UnsupportedModelError if packing would change its results or the family has no such head.
     """
     model, missing = read_pretrained(AutoModelForSequenceClassification, config, dtype, skeleton, shapes, num_labels=1)
     head = f"{HEAD}.weight"
@@ -58,7 +55,6 @@ def load_value_model(
 
 
 def packed_value_model(model: PreTrainedModel, config: ModelConfig) -> PackedValueModel:
-    """Make a model with a value head read the rows of `config.layout`; raises as `read_rows` does."""
     if not hasattr(model, HEAD):
         raise UnsupportedModelError(f"{type(model).__name__} has no linear head named {HEAD}")
     return read_rows(model, config, lambda: PackedValueModel(model, config.activation_offload))

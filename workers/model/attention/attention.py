@@ -58,10 +58,7 @@ pass them, see `choose_backend`.
 
 @dataclass(frozen=True)
 class Installed:
-    """Describe the machine. generation: major compute capability, 9 for Hopper; 0 without a card.
-
-    packages: import names of the installed packages that some backend needs.
-    """
+    """Describe the machine. generation: major compute capability, 9 for Hopper; 0 without a card."""
 
     generation: int
     packages: frozenset[str]
@@ -76,10 +73,9 @@ class Installed:
 
 @dataclass(frozen=True)
 class Backend:
-    """Describe a backend.
+    """Describe a backend. features: as in `families.required_features`.
 
-    features: computed beyond causal attention, named as in `families.required_features`. generation: the only card
-    generation supported; 0 is any.
+    generation: the only one supported; 0 is any.
     """
 
     build: Callable[[PackedRow, torch.device], PackedAttention]
@@ -109,9 +105,8 @@ def choose_backend(
 ) -> str:
     """Return the backend of `model.attention` for packed rows; `auto` takes the first usable one of `BACKENDS`.
 
-    features: what the model needs, from `families.required_features`. installed: None inspects this machine. model: its
-    name in messages. Raises ConfigError if the backend cannot run here or does not take packed rows,
-    UnsupportedModelError if it lacks a feature that the model needs.
+    features: what the model needs, from `families.required_features`. model: its name in messages. Raises ConfigError
+    if the backend cannot run here or does not take packed rows, UnsupportedModelError if it lacks a feature.
     """
     installed = installed or Installed.here(device)
 
@@ -132,10 +127,7 @@ def choose_backend(
 
 @dataclass(frozen=True)
 class RowAttention:
-    """Compute the attention of a packed row by `kernel`; a `PackedAttention`.
-
-    lengths: tokens of each segment of the row, padding included.
-    """
+    """Compute the attention of a packed row by `kernel`. lengths: of its segments, padding included."""
 
     kernel: PackedAttention
     lengths: tuple[int, ...]
@@ -150,11 +142,7 @@ def packed_attention(backend: str, row: PackedRow, device: torch.device) -> RowA
 
 
 def _sdpa(row: PackedRow, device: torch.device) -> PackedAttention:
-    """Call the kernel once a segment.
-
-    On a CPU, batching segments of similar length gains nothing, and neither does one autograd function over all
-    segments.
-    """
+    """Call the kernel once a segment. On a CPU, batching segments of similar length gains nothing."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, **features: Any) -> Tensor:
         lengths = row.padded_lengths
@@ -197,10 +185,10 @@ def _kernel(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Tens
 
 
 def _torch_varlen(implementation: Literal["FA3"] | None, row: PackedRow, device: torch.device) -> PackedAttention:
-    """Use torch's flash attention over all segments at once; sinks use its operators, which return the log-sum-exp.
+    """Use torch's flash attention over all segments at once. implementation: None is torch's own.
 
-    implementation: None is torch's own. "FA3" imports `flash_attn_interface`. Through torch, torch.compile traces it,
-    the FLOP counter counts it, and the operators that sinks and rings call use it.
+    "FA3" imports `flash_attn_interface`. Through torch, torch.compile traces it, the FLOP counter counts it, and the
+    operators that sinks and rings call use it.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -243,7 +231,6 @@ def _torch_varlen(implementation: Literal["FA3"] | None, row: PackedRow, device:
 
 
 def _flash(row: PackedRow, device: torch.device) -> PackedAttention:
-    """Use the flash-attn package over all segments at once."""
     from flash_attn import flash_attn_varlen_func
 
     segments = Segments.of(row.padded_lengths, device)
@@ -309,8 +296,8 @@ def ballast_packed(
 ) -> tuple[Tensor, None]:
     """Compute attention for transformers: query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D].
 
-    Raises UnsupportedModelError, naming the module, if the layer uses a feature that is not supported here (a mask, a
-    cache, a position bias, dropout), or another window than its configuration states.
+    Raises UnsupportedModelError, naming the module, for a feature that is not supported (a mask, a cache, a position
+    bias, dropout), or another window than the configuration states.
     """
     name = type(module).__name__
     if packed_attention is None:

@@ -67,8 +67,7 @@ def block_attention(
 ) -> Tensor:
     """Compute attention: query [1, H, L, D], key, value [1, K, L, D], sinks [H] -> [1, H, L, D], dtype of `query`.
 
-    Sums are in float32, or float64 for float64 inputs. Arguments as in `attention.PackedAttention`. Supports first
-    derivatives only.
+    Sums are in at least float32. Arguments as in `attention.PackedAttention`. Supports first derivatives only.
     """
     _, heads, length, _ = query.shape
     grouped = query[0].unflatten(0, (key.shape[1], -1))
@@ -79,8 +78,6 @@ def block_attention(
 
 @dataclass(frozen=True)
 class _Rule:
-    """Define the scores of one segment, and its blocks."""
-
     scale: float
     window: int
     softcap: float | None
@@ -139,12 +136,10 @@ class _BlockAttention(torch.autograd.Function):
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
-    """Return the dtype of sums: at least float32."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def _log_sum(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """[K, G, B, N] -> [K, G, B]."""
     lse = scores.logsumexp(-1)
     return lse if sinks is None else torch.logaddexp(lse, _by_group(sinks, lse))
 

@@ -15,11 +15,9 @@ Only attention looks at other tokens. Two methods exchange them:
               less with each rank more; needs heads that divide by cp
     ring      keys and values pass from rank to rank, `ring_attention`; any number of heads; sends 2 T/cp K D (cp-1)
 
-Losses are unaffected: every rank of the group computes the loss of the whole row from the same predictions.
-`gather_tokens` returns each rank the gradient of its own tokens, and FSDP sums the parts.
+Every rank computes the loss of the whole row from the same predictions.
 
-Shapes: T cells of the padded row, T/cp of them on a rank, N predicted tokens; H query heads, K key-value heads (K
-divides H), D head dimension.
+Shapes: T cells of the padded row, N predicted tokens; H query heads, K key-value heads (K divides H), D head dimension.
 """
 
 import math
@@ -36,7 +34,7 @@ from workers.model.rows.packing import PackedRow
 
 
 def cut(row: PackedRow, group: ProcessGroup, device: torch.device) -> PackedRow:
-    """Return this rank's part of `row`, its fields for the model on the CPU; raises as `cells_of` does."""
+    """Return this rank's part of `row`, on the CPU; raises as `cells_of` does."""
     positions = row.cells_of(group.size(), group.rank())
     place = torch.full((row.input_ids.shape[1],), -1)
     place[positions] = torch.arange(len(positions))
@@ -80,10 +78,7 @@ class _GatherTokens(torch.autograd.Function):
 
 
 class Ulysses:
-    """Exchange tokens for heads around an inner attention, which sees all tokens and H/cp heads.
-
-    attention: of the whole row. row: the whole row. group: the ranks that share it.
-    """
+    """Exchange tokens for heads around `attention` of the whole `row`, which sees all tokens and H/cp heads."""
 
     def __init__(self, attention: PackedAttention, row: PackedRow, group: ProcessGroup, device: torch.device) -> None:
         self._attention, self._group, self._size = attention, group, group.size()

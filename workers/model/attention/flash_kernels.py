@@ -9,7 +9,6 @@ attention, the backward kernel of one block returns the exact share of the gradi
 
 torch's public functions hide the log-sum-exp or drop its gradient, so the operators below them are used: on CUDA one
 call for all segments (half precision only), on the CPU one call a segment.
-tests/workers/model/attention/test_context_parallel.py compares them with scaled_dot_product_attention.
 
 Shapes: Q query tokens, T key tokens of all segments; H query heads, K key-value heads (K divides H), D head dimension.
 """
@@ -150,7 +149,6 @@ def window_size(causal: bool, window: int | None) -> tuple[int, int]:
 
 
 def _mask_on_cpu(query: Tensor, key: Tensor, block: Block) -> Tensor | None:
-    """Return an additive mask [queries, keys] for query and key [1, H, L, D], or None if not needed."""
     queries, keys, window = query.shape[2], key.shape[2], block.window
     if not block.causal or (window is None and queries == keys):
         return None
@@ -218,7 +216,6 @@ def _put(target: Tensor, index: Tensor | None, values: Tensor, dim: int) -> None
 
 
 def add(target: Tensor, index: Tensor | None, values: Tensor, dim: int) -> None:
-    """Add to the positions `index` of a dimension, in place; None is all."""
     values = values.to(target.dtype)
     if index is None:
         target.add_(values)

@@ -164,10 +164,7 @@ def ring_blocks(row: SharedRow, rank: int, size: int, device: torch.device) -> l
 
 
 def attention_blocks(row: SharedRow, queries: Stripe, keys: Stripe, device: torch.device) -> tuple[Block, ...]:
-    """Return the non-empty blocks, level 0 first, in which cells of stripe `queries` see cells of stripe `keys`.
-
-    Positions count cells of a stripe. Both stripes have one size.
-    """
+    """Return the non-empty blocks, level 0 first, in which cells of stripe `queries` see cells of stripe `keys`."""
     runs = [range(run.first, run.first + run.length) for run in row.runs]
     padding = range(row.lengths[0], row.padded_lengths[0])
     cells = row.padded_lengths[0] // queries.size
@@ -206,7 +203,7 @@ def _level(runs: Sequence[Run], level: int) -> list[tuple[range, range]]:
 def _block(segments: Sequence[tuple[range, range]], device: torch.device, causal_over: int = 0) -> Block | None:
     """Return the block of the non-empty (queries, keys), or None.
 
-    causal_over: cells of a stripe, for a causal block; 0 for a full one.
+    causal_over: cells of a stripe; 0 for a full block.
     """
     queries = [seeing for seeing, seen in segments if seeing and seen]
     keys = [seen for seeing, seen in segments if seeing and seen]

@@ -27,10 +27,7 @@ def sink_attention(
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    """Compute causal attention of each segment: query [T, H, D], key, value [T, K, D], sinks [H] -> [T, H, D].
-
-    window: tokens that each token sees, itself included. Supports first derivatives only.
-    """
+    """Compute causal attention of each segment: query [T, H, D], key, value [T, K, D], sinks [H] -> [T, H, D]."""
     block = Block(segments, segments, causal=True, window=window)
     return _SinkAttention.apply(query, key, value, sinks, block, scale)
 
@@ -58,5 +55,4 @@ class _SinkAttention(torch.autograd.Function):
 
 
 def _tokens_first(by_head: Tensor) -> Tensor:
-    """[H, T] -> [T, H, 1]."""
     return by_head.transpose(0, 1).unsqueeze(-1)

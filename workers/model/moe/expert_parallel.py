@@ -7,15 +7,12 @@
                                experts     01   23   45   67   01   23   45   67     ranks of an ep group are neighbours
                                shards of   experts: ranks 0, 4; 1, 5; ...     all else: ranks 0 to 7
 
-With tensor parallelism the residual stream is split by tokens (`tensor_parallel.py`). A block of experts is then not
-split by columns but shared between dp_shard x cp x tp ranks: its router over all of them, its experts over ep first.
+With tensor parallelism the residual stream is split by tokens (`tensor_parallel.py`). A block of experts is then shared
+between dp_shard x cp x tp ranks: its router over all of them, its experts over ep first.
 
-No token is dropped: the experts of a token depend only on the token. A rank with few or no tokens takes part in every
-exchange. An expert sees the tokens of its whole ep group, so its gradient is already the group's sum; FSDP adds the
-gradients of the ranks with the same expert.
-
-Dispatch and sharding are transformers' own (`EpDispatchExpertsParallel`), applied before FSDP2. A layer sends
-2 T k H (ep - 1) / ep elements forward and as many backward.
+No token is dropped. An expert sees the tokens of its whole ep group, so its gradient is already the group's sum; FSDP
+adds the gradients of the ranks with the same expert. Dispatch and sharding are transformers' own, applied before FSDP2.
+A layer sends 2 T k H (ep - 1) / ep elements forward and as many backward.
 """
 
 from torch import nn
@@ -35,9 +32,9 @@ DISPATCHED = {"ep_dispatch_experts", "grouped_gemm"}
 def share_experts(model: PreTrainedModel, parallel: Parallel) -> dict[nn.Module, DeviceMesh]:
     """Give each rank of an ep group its part of a model's experts, in place; before `shard_model`.
 
-    Every rank passes the whole model, or its skeleton on the meta device. Returns modules, inner ones first, with their
-    mesh for FSDP2: with expert parallelism the experts, with tensor parallelism also their blocks. Raises
-    UnsupportedModelError for a family whose experts transformers does not dispatch.
+    Returns modules, inner ones first, with their mesh for FSDP2: with expert parallelism the experts, with tensor
+    parallelism also their blocks. Raises UnsupportedModelError for a family whose experts transformers does not
+    dispatch.
     """
     blocks = blocks_with_experts(model) if parallel.tensor.size() > 1 else []
     around = dict.fromkeys(blocks, parallel.different_tokens) if blocks else {}
@@ -45,7 +42,6 @@ def share_experts(model: PreTrainedModel, parallel: Parallel) -> dict[nn.Module,
 
 
 def _divided(model: PreTrainedModel, parallel: Parallel) -> dict[nn.Module, DeviceMesh]:
-    """Split the modules of experts over an ep group; returns each with its mesh for FSDP2."""
     if parallel.config.expert_parallel == 1:
         return {}
     if set(model.ep_plan.values()) != DISPATCHED:

@@ -8,9 +8,9 @@
         P_e = 1 / T * sum over its tokens of softmax(logits)_e                       1 is even, E / k is one set for all
     z of a layer = mean over tokens of logsumexp(logits)^2                    (ST-MoE, arXiv:2202.08906, eq. 5)
 
-Balance is taken over each sequence: over a micro-batch, as most trainers do, it depends on the split, and over a
-mini-batch it is known too late. Ranks that share a sequence add up its f_e. Both means are over the whole mini-batch,
-prompts included; a shared cell counts once for each sequence.
+Balance is taken over each sequence: over a micro-batch, as most trainers do, it depends on the split. Ranks that share
+a sequence add up its f_e. Both means are over the whole mini-batch, prompts included; a shared cell counts once for
+each sequence.
 
 C cells of this rank's row, S sequences of the micro-batch, E experts, k experts of a token.
 """
@@ -41,10 +41,9 @@ ROUTERS = ("gate", "router")
 
 @dataclass(frozen=True)
 class RoutedTokens:
-    """Map the cells of this rank to sequences.
+    """Map the cells of this rank to sequences. is_part: float [C, S], 1 if the cell has a token of the sequence.
 
-    is_part: float [C, S], 1 if a token of the sequence is in the cell, else 0. lengths: int64 [S], tokens of the
-    sequences on all ranks.
+    lengths: int64 [S], tokens of the sequences on all ranks.
     """
 
     is_part: Tensor
@@ -54,8 +53,7 @@ class RoutedTokens:
 class RouterLosses(RouterHook):
     """Add the router losses to the gradient of a mini-batch, and measure them.
 
-    packed: before layers are split over stages and experts over ranks. trained: whether gradients are computed. Raises
-    UnsupportedModelError for a model without routers.
+    packed: before layers are split over stages and experts over ranks. Raises UnsupportedModelError without routers.
     """
 
     def __init__(
@@ -86,7 +84,6 @@ class RouterLosses(RouterHook):
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
-        """Inside, a mini-batch's gradient excludes the router losses."""
         active, self._active = self._active, False
         try:
             yield
@@ -94,10 +91,7 @@ class RouterLosses(RouterHook):
             self._active = active
 
     def begin(self, micro_batches: Sequence[DataProto], groups: Sequence[dist.ProcessGroup]) -> None:
-        """Set the mini-batch, of which this rank holds `micro_batches`, for the means; collective.
-
-        groups: see `TrainingEngine.data_parallel_groups`.
-        """
+        """Set the mini-batch, of which this rank holds `micro_batches`, for the means; collective."""
         if not self._active:
             return
         counts = [sum(map(len, micro_batches)), sum(each.num_tokens for each in micro_batches)]
@@ -107,7 +101,6 @@ class RouterLosses(RouterHook):
         self._sequences, self._tokens = totals.unbind()
 
     def cells(self, micro_batch: DataProto, rows: ModelInput) -> RoutedTokens | None:
-        """Return the sequences of this rank's cells, or None if there is nothing to compute."""
         if not self._active or not len(micro_batch):
             return None
         mesh = self._tensor
@@ -120,10 +113,7 @@ class RouterLosses(RouterHook):
         return RoutedTokens(is_part[:width].to(self._device), micro_batch.lengths.to(self._device))
 
     def take(self) -> Statistics:
-        """Return the losses since the last call, each a mean over layers, without its coefficient; collective.
-
-        Names: `router_aux_loss` and `router_z_loss`, if trained.
-        """
+        """Return the losses since the last call, each a mean over layers, without its coefficient; collective."""
         if not self._active:
             return {}
         dist.all_reduce(self._sums)

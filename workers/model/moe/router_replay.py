@@ -36,10 +36,9 @@ UNKNOWN = -1
 
 
 class RouterReplay(RouterHook):
-    """Compare the choices of a model's routers with the sampler's, and replace them with `replay`.
+    """Compare the choices of a model's routers with the sampler's, and replace them if `setting` is `replay`.
 
-    setting: `model.router_replay`. packed: before layers are split over stages and experts over ranks. Raises
-    UnsupportedModelError for a model without experts.
+    packed: before layers are split over stages and experts over ranks. Raises UnsupportedModelError without experts.
     """
 
     def __init__(self, packed: PackedModel, setting: str, parallel: Parallel, device: torch.device) -> None:
@@ -74,14 +73,12 @@ class RouterReplay(RouterHook):
         return torch.where((source < 0)[:, None, None], UNKNOWN, choices[source]).to(self._counts.device)
 
     def with_own_choices(self, sequences: DataProto) -> DataProto:
-        """Return `sequences` without recorded choices: routers use their own."""
         if not self.active:
             return sequences
         column = torch.full((sequences.num_tokens, self._layers, 1), UNKNOWN, dtype=torch.int16)
         return replace(sequences, tokens=sequences.tokens | {COLUMN: column})
 
     def take(self) -> Statistics:
-        """Return the metric `router_mismatch` since the last call, or nothing without choices; collective."""
         if not self.active:
             return {}
         dist.all_reduce(self._counts)

@@ -29,10 +29,7 @@ from workers.model.sharding.tensor_parallel import find_experts, own_cells
 
 
 class ExpertLoad(RouterHook):
-    """Count the tokens that each expert computes in training.
-
-    model: before its experts are split over ranks. device: of the passes.
-    """
+    """Count the tokens that each expert computes in training. model: before its experts are split over ranks."""
 
     def __init__(self, model: nn.Module, parallel: Parallel, device: torch.device) -> None:
         modules = find_experts(model)
@@ -48,7 +45,6 @@ class ExpertLoad(RouterHook):
         return own_cells(rows.source >= 0, self._tensor).to(self._counts.device)
 
     def take(self) -> Statistics:
-        """Return the metrics since the last call, or nothing for a dense model; collective."""
         if not len(self._sizes):
             return {}
         dist.all_reduce(self._counts)  # no two ranks compute the same tokens in the same layers
@@ -70,10 +66,9 @@ class ExpertLoad(RouterHook):
 
 
 class Routing:
-    """Hold the hooks of one engine.
+    """Hold the hooks of one engine. packed: before layers are split over stages and experts over ranks.
 
-    packed: before layers are split over stages and experts over ranks. trained: whether gradients are computed. Raises
-    UnsupportedModelError for settings that need experts, with a model without.
+    Raises UnsupportedModelError for settings that need experts, with a model without.
     """
 
     def __init__(
@@ -85,14 +80,10 @@ class Routing:
 
     @property
     def hooks(self) -> Sequence[RouterHook]:
-        """Return the hooks for each micro-batch."""
         return self._replay, self._losses, self._load
 
     def begin(self, micro_batches: Sequence[DataProto], groups: Sequence[dist.ProcessGroup]) -> None:
-        """Start the passes of a mini-batch, of which this rank holds `micro_batches`; collective.
-
-        groups: see `TrainingEngine.data_parallel_groups`.
-        """
+        """Start the passes of a mini-batch, of which this rank holds `micro_batches`; collective."""
         self._losses.begin(micro_batches, groups)
 
     def take(self) -> list[Statistics]:
@@ -104,5 +95,5 @@ class Routing:
         return self._losses.left_out()
 
     def with_own_choices(self, sequences: DataProto) -> DataProto:
-        """Return `sequences` without recorded choices; see `RouterReplay.with_own_choices`."""
+        """Return `sequences` without recorded choices: routers use their own."""
         return self._replay.with_own_choices(sequences)

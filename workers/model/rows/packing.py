@@ -2,7 +2,6 @@
 
     sequences of 2, 4, 6, 1 tokens, multiple 4
     pack   0 0 p p 1 1 1 1 2 2 2 2 2 2 p p 3 p p p          p is padding
-           cumulative lengths 0 2 6 12 13, padded 0 4 8 16 20
     pad    0 0 p p p p p p                                  for models and backends that cannot keep the segments of a
            1 1 1 1 p p p p                                  packed row apart
            2 2 2 2 2 2 p p
@@ -88,8 +87,8 @@ Rows = TypeVar("Rows", bound=ModelInput)
 def pack(sequences: DataProto, multiple: int = 1, *, to_longest: bool = False) -> PackedRow:
     """Return the packed row of a micro-batch, on the CPU; sequences are padded to multiples of `multiple` tokens.
 
-    multiple: see `balancing.alignment.length_multiple`. to_longest: pad all to the longest, as in the padded layout.
-    Raises DataError if `loss_mask` marks the first token of a sequence, which nothing predicts.
+    to_longest: pad all to the longest, as in the padded layout. Raises DataError if `loss_mask` marks the first token
+    of a sequence, which nothing predicts.
     """
     sequences = with_work(sequences)
     padded = round_up(sequences.lengths, multiple)
@@ -117,10 +116,7 @@ def pad(sequences: DataProto, multiple: int = 1) -> ModelInput:
 
 
 def with_work(sequences: DataProto) -> DataProto:
-    """Return `sequences`, or if empty a sequence of one token that predicts nothing.
-
-    A rank without work still takes part in gathering parameters and reducing gradients.
-    """
+    """Return `sequences`, or if empty a sequence of one token that predicts nothing."""
     if len(sequences):
         return sequences
     token = {"input_ids": torch.zeros(1, dtype=torch.int64), "loss_mask": torch.zeros(1, dtype=torch.bool)}
@@ -134,10 +130,7 @@ def sequence_cells(sequences: DataProto, first_cells: Tensor) -> Tensor:
 
 
 def place(sequences: DataProto, cells: Tensor, shape: tuple[int, int]) -> dict[str, Tensor]:
-    """Return the fields of a ModelInput of `shape` (R, W) with tokens in `cells` int64 [T].
-
-    Raises DataError if `loss_mask` marks the first token of a sequence, which nothing predicts.
-    """
+    """Return the fields of a ModelInput of `shape` (R, W) with tokens in `cells` int64 [T]; raises as `pack` does."""
     owner, starts = sequences.owner, cumulative(sequences.lengths)[:-1]
     tokens, loss_mask = sequences.tokens["input_ids"].cpu(), sequences.tokens["loss_mask"].cpu()
     if loss_mask[starts].any():
@@ -169,12 +162,10 @@ def read_last(rows: Rows, sequences: DataProto) -> Rows:
 
 
 def cumulative(lengths: Tensor) -> Tensor:
-    """Return int64 [B + 1], the running sum from 0."""
     return torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
 
 
 def round_up(lengths: Tensor, multiple: int) -> Tensor:
-    """Round up to multiples of `multiple`."""
     return -(-lengths // multiple) * multiple
 
 
@@ -190,10 +181,9 @@ MicroBatch = tuple[int, int]
 
 
 def check_tokenizer(tokenizer: Any, vocabulary: int, path: str) -> None:
-    """Raise ConfigError if the tokenizer has ids beyond the model's embedding. vocabulary: embedding rows.
+    """Raise ConfigError if the tokenizer has ids beyond the model's embedding of `vocabulary` rows.
 
-    A smaller tokenizer is fine: models round their embeddings up. So is a larger special token, which transformers adds
-    to some tokenizers: `check_sequences` refuses it when used.
+    A larger special token is fine, which transformers adds to some tokenizers: `check_sequences` refuses it when used.
     """
     special = set(tokenizer.all_special_tokens)
     ordinary = ((token, id) for token, id in tokenizer.get_vocab().items() if token not in special)
@@ -216,9 +206,8 @@ def max_positions(config: Any) -> int | None:
 
 
 def check_sequences(sequences: DataProto, vocabulary: int, positions: int | None) -> None:
-    """Raise DataError for a missing column or wrong dtype.
-
-    Also for the first sequence that is empty, longer than `positions` or has an id outside the vocabulary.
+    """Raise DataError for a missing column, a wrong dtype, or a sequence that is empty, too long or outside the
+    vocabulary.
     """
     for name, dtype in COLUMN_TYPES.items():
         if name not in sequences.tokens:

@@ -41,10 +41,10 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Run:
-    """Hold consecutive cells of a row, from `first` on.
+    """Hold consecutive cells of a row, from `first` on, that continue the first `shared` cells of run `parent`, or -1
+    and 0.
 
-    depth: tokens of its sequence before it. It continues the first `shared` cells of run `parent`, or -1 and 0. level:
-    the number of runs on its path.
+    depth: tokens of its sequence before it. level: the number of runs on its path.
     """
 
     first: int
@@ -68,7 +68,6 @@ class SharedRow(PackedRow):
 
     @property
     def shares(self) -> bool:
-        """Return whether several sequences share a token."""
         return any(run.level for run in self.runs)
 
     def cells_of(self, context_parallel: int, context_rank: int) -> Tensor:
@@ -80,8 +79,7 @@ def pack_shared(sequences: DataProto, multiple: int = 1, minimum: int = 1) -> Sh
     """Return a micro-batch's row with one cell for each shared token, padded at its end to a multiple of `multiple`.
 
     minimum: a prefix is shared only if it is at least this many tokens longer than one already shared, and pays
-    (`balancing.prefixes.fewest_worth_sharing`). Raises DataError if `loss_mask` marks the first token of a sequence,
-    which nothing predicts.
+    (`balancing.prefixes.fewest_worth_sharing`). Raises as `pack` does.
     """
     sequences = with_work(sequences)
     ids = [part.numpy() for part in sequences.tokens["input_ids"].cpu().split(sequences.lengths.tolist())]

@@ -32,9 +32,9 @@ DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 @dataclass(frozen=True)
 class Parallel:
-    """Hold the mesh of all ranks with the dimensions `pp`, `dp_replicate`, `dp_shard`, `cp` and `tp`.
+    """Hold the mesh of all ranks, by `DIMENSIONS`.
 
-    sharding: the part over which FSDP2 shards parameters, with `dp_replicate` first for HSDP. config: its settings.
+    sharding: the part over which FSDP2 shards parameters, with `dp_replicate` first for HSDP.
     """
 
     mesh: DeviceMesh
@@ -43,20 +43,15 @@ class Parallel:
 
     @property
     def context(self) -> DeviceMesh:
-        """Return the ranks that share this rank's sequences."""
         return self.mesh["cp"]
 
     @property
     def tensor(self) -> DeviceMesh:
-        """Return the ranks that share this rank's layers."""
         return self.mesh["tp"]
 
     @property
     def different_tokens(self) -> DeviceMesh:
-        """Return the ranks of one copy of this rank's layers with different tokens of the residual stream.
-
-        `dp_replicate` comes first, as in `sharding`; with tensor parallelism, each rank of a group has its own tokens.
-        """
+        """Return the ranks of one copy of this rank's layers with different tokens of the residual stream."""
         return _over(self.mesh, ("dp_shard", "cp", "tp"))
 
     @property
@@ -76,19 +71,17 @@ class Parallel:
 
     @property
     def leads_dp_group(self) -> bool:
-        """Return whether this rank is the first of those with the same sequences."""
         return all(mesh.get_local_rank() == 0 for mesh in (self.pipeline, self.context, self.tensor))
 
 
 def process_group_backend(device: torch.device) -> str:
-    """Return the process group's backend; with CUDA, gloo serves tensors offloaded to the CPU."""
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
 def make_parallel(device: torch.device, config: ParallelConfig | None = None) -> Parallel:
-    """Arrange all ranks of the process group on the mesh.
+    """Arrange all ranks of the process group on the mesh; without one, create an in-memory group of one rank.
 
-    Creates an in-memory group of one rank if there is none. Raises ConfigError if `config` does not divide the ranks.
+    Raises ConfigError if `config` does not divide the ranks.
     """
     config = config or ParallelConfig()
     if not dist.is_initialized():
@@ -131,7 +124,6 @@ def _sharding(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _over(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """Join these dimensions of `mesh`, after `dp_replicate` if the model has copies."""
     joined = "_".join(names)
     if len(names) > 1:
         # No public function joins dimensions of a mesh; torch is pinned, and every test of context parallelism runs it.
@@ -153,10 +145,8 @@ def shard_model(
 ) -> None:
     """Shard the parameters of `root` over `mesh` (`Parallel.sharding`), in place: each layer, then all else.
 
-    experts: modules that ranks share already, with their mesh (`expert_parallel.share_experts`).
-
-    Parameters keep their dtype and are cast to `compute_dtype` when gathered; gradients are reduced in the parameters'
-    dtype, and summed.
+    experts: modules that ranks share already, with their mesh. Parameters keep their dtype and are cast to
+    `compute_dtype` when gathered; gradients are reduced in the parameters' dtype, and summed.
     """
     mixed_precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=next(root.parameters()).dtype)
     # On the CPU the parameters are in host memory anyway.

@@ -1,5 +1,3 @@
-"""Raise one rank's error on all ranks, so that none waits in a collective for a failed rank."""
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,9 +8,9 @@ from workers.errors import BallastError
 
 @contextmanager
 def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Enter on every rank of `group`; all raise the BallastError of the first rank with one.
+    """Raise the first BallastError of a rank of `group` on all its ranks, so that none waits for a failed one.
 
-    The block must make no collective calls that a failing rank would skip.
+    Enter on every rank. The block must make no collective calls that a failing rank would skip.
     """
     problem = None
     try:

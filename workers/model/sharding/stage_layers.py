@@ -38,7 +38,6 @@ class Passing:
     sent: Tensor | None = None
 
     def through_other(self, index: int, hidden: Tensor) -> Tensor:
-        """Return the result of layer `index`, outside the part, for the input `hidden`."""
         if index == self.part.layers.stop and not self.part.last:
             self.sent = hidden
         if index == self.part.layers.start - 1 and self.received is not None:
@@ -56,8 +55,6 @@ class Passing:
 
 
 class StageLayers(nn.ModuleList):
-    """Stand in for a decoder's list of layers; only the kept layers are its modules."""
-
     def __init__(self, layers: nn.ModuleList, kept: set[int]) -> None:
         super().__init__()
         self.passing: Passing | None = None

@@ -28,12 +28,10 @@ from transformers import PreTrainedModel
 
 
 def find_experts(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that hold all experts of a layer in 3-D parameters, as transformers marks them."""
     return [module for module in model.modules() if hasattr(module, "is_transposed") and hasattr(module, "num_experts")]
 
 
 def blocks_with_experts(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that hold a router and its experts."""
     experts = {id(module) for module in find_experts(model)}
     return [module for module in model.modules() if any(id(child) in experts for child in module.children())]
 
@@ -44,11 +42,10 @@ def own_cells(row: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def share_model(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Shard a model's parameters over the one dimension of `mesh`, in place.
+    """Shard a model's parameters over the one dimension of `mesh`, in place; the model may be a skeleton.
 
-    Every rank passes the whole model, or its skeleton on the meta device. Afterwards the decoder returns its last
-    hidden state as a DTensor. The output layer's weight is sharded over the vocabulary, tied or not; it is read, not
-    called.
+    Afterwards the decoder returns its last hidden state as a DTensor. The output layer's weight is sharded over the
+    vocabulary, tied or not; it is read, not called.
     """
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     blocks = blocks_with_experts(decoder)
@@ -72,7 +69,6 @@ def share_model(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 def own_vocabulary(head: nn.Module) -> dict[str, Any]:
-    """Return this rank's part of an output layer, as arguments of `linear_log_probs`."""
     weight, bias = head.weight, head.bias
     if not isinstance(weight, DTensor):
         return {"weight": weight, "bias": bias}

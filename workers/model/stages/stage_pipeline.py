@@ -34,9 +34,8 @@ from workers.model.value_head import HEAD
 
 
 def layer_costs(packed: PackedModel, *, checkpointing: bool) -> tuple[list[float], float]:
-    """Return (cost of each layer, of the output layer), see `relative_costs`.
-
-    Of fused experts [E, ...], those of one token count.
+    """Return (cost of each layer, of the output layer), see `relative_costs`. Of fused experts, those of one token
+    count.
     """
     text = packed.model.config.get_text_config()
     chosen = getattr(text, "num_experts_per_tok", None) or 1
@@ -51,9 +50,8 @@ def layer_costs(packed: PackedModel, *, checkpointing: bool) -> tuple[list[float
 
 @dataclass(frozen=True)
 class Form:
-    """Name the parts of a model in the common form of decoders.
-
-    These are embedding, list of layers, modules after them (a norm), output layer; together they have all parameters.
+    """Name a decoder's embedding, list of layers, modules after them (a norm) and output layer, which have all
+    parameters.
     """
 
     embedding: str
@@ -83,7 +81,6 @@ class Form:
         return form
 
     def layer_of(self, name: str) -> int | None:
-        """Return the layer of the tensor `name`."""
         below = name.removeprefix(f"{self.layers}.")
         return int(below.partition(".")[0]) if below != name else None
 
@@ -92,14 +89,11 @@ class Stage:
     """Hold this rank's stage of the pipeline; the only stage of an undivided model holds the whole.
 
     parts: of this stage, from the input on. hidden_size: of what stages send. tied: names of a weight that embedding
-    and output layer share; None without one, or without other stages.
+    and output layer share; None without one, or without other stages. Raises UnsupportedModelError if the model cannot
+    be split, ConfigError if it has fewer layers than parts.
     """
 
     def __init__(self, packed: PackedModel, parallel: Parallel, *, checkpointing: bool) -> None:
-        """packed: the whole model, or its skeleton.
-
-        Raises UnsupportedModelError if it cannot be split, ConfigError if it has fewer layers than parts.
-        """
         pipeline = parallel.pipeline
         self.parallel, self.index = parallel, pipeline.get_local_rank()
         self.schedule = Pipeline(pipeline.size(), parallel.config.virtual_stages)
@@ -161,7 +155,6 @@ class Stage:
         return prefix + self.tied[0] if self.tied and name == prefix + self.tied[1] else name
 
     def copies(self, model: nn.Module) -> list[nn.Parameter]:
-        """Return parameters of this stage that another stage holds too, and counts."""
         return [model.get_parameter(self.tied[1])] if self.tied and self.is_last else []
 
     def rank_of(self, stage: int) -> int:
@@ -213,7 +206,6 @@ class Stage:
         return values[0]
 
     def from_last(self, value: Any) -> Any:
-        """Return `value` of the last stage, on all stages."""
         return self.from_stage(self.stages - 1, value)
 
 
@@ -292,14 +284,12 @@ class Exchange:
         return wait
 
     def finish(self) -> None:
-        """Wait until all tensors are sent."""
         while self._leaving:
             self._leaving.popleft()[0].wait()
 
     def _meet(self, device: str) -> None:
-        """Connect all pairs in order along each direction.
-
-        NCCL connects a pair in its first transfer, for which both wait; the order of later transfers may be a circle.
+        """Connect all pairs in order along each direction: NCCL connects a pair in its first transfer, for which both
+        wait.
         """
         greeting = torch.zeros(1, device=device)
         for kind, wraps in self._groups:
