@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+PREVIOUS = "Ballast 0.2"
 TABLE = Path(__file__).with_name("counterparts.yaml")
 
 
@@ -55,6 +56,12 @@ def _row(system: str, key: str, row: str | Mapping[str, Any]) -> Counterpart:
     values = given.pop("values", {})
     values = {theirs: {here[0]: ours} if isinstance(ours, str) else ours for theirs, ours in values.items()}
     return Counterpart(system, key, here, values=values, **given)
+
+
+def previous_name(key: str, known: Collection[str]) -> Counterpart | None:
+    """Return the counterpart of a setting of Ballast's previous version."""
+    rows = (row for row in counterparts() if row.system.startswith(PREVIOUS) and row.key == key)
+    return next((row for row in rows if row.is_of(known)), None)
 
 
 def answer(key: str, known: Collection[str], *, whole: bool = False) -> str:

@@ -5,8 +5,10 @@ file, then overrides --> keys known? --> types? --> merged (OmegaConf) --> all s
 
 import difflib
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -14,15 +16,13 @@ import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from controller.config.aliases import answer
+from controller.config.aliases import answer, previous_name
 from workers.errors import ConfigError
 
 Schema = TypeVar("Schema")
 Numbers = dict[str, float]  # with Options, the types of setting that are not a single value
 Options = dict[str, Any]
 LONGEST_SHOWN = 100  # characters of a value in an error
-DROPPED = {"balance.redeal_groups": False}
-"""Removed settings of the previous version, and the value that had no effect."""
 LARGEST_INT, LARGEST_FLOAT = 10**9, 1e6  # sizes of a setting that names no maximum: what is larger is a slip
 
 
@@ -118,7 +118,7 @@ def read(schema: type[Schema], files: Sequence[str | Path], overrides: Sequence[
     parts += [("", _read_override(override, known)) for override in overrides]
     merged = OmegaConf.structured(schema)
     for source, part in parts:
-        _leave_out_dropped(part)
+        _follow_renames(part, known, source)
         _check_keys_and_types(part, known, source)
         merged = OmegaConf.unsafe_merge(merged, part)  # in place: `merge` copies all settings for every override
         for key, found in known.items():  # a mapping given again is meant instead of the one before, not beside it
@@ -149,13 +149,29 @@ def _read_file(path: Path) -> DictConfig:
     return content
 
 
-def _leave_out_dropped(part: DictConfig) -> None:
-    """Skip removed settings that the previous version recorded with a value that had no effect."""
-    for key, idle in DROPPED.items():
-        section, _, name = key.rpartition(".")
-        found = OmegaConf.select(part, section)
-        if isinstance(found, DictConfig) and found.get(name) is idle:
-            del found[name]
+def _follow_renames(part: DictConfig, known: Mapping[str, Setting], source: str) -> None:
+    """Replace the previous version's settings in place, and print one line if any has a new name."""
+    new_names = []
+    for key, value in list(_leaves(cast(dict[str, Any], OmegaConf.to_container(part)), known, source)):
+        row = None if key in known else previous_name(key, known)
+        if row is None:
+            continue
+        new = row.values.get(shown(value))
+        if new is None and row.here and OmegaConf.select(part, row.here[0]) is None:
+            new = {row.here[0]: value}
+            new_names.append(f"{key} is now {row.here[0]}")
+        if new is not None:
+            section, _, name = key.rpartition(".")
+            del OmegaConf.select(part, section)[name]
+            for ours, setting in new.items():
+                OmegaConf.update(part, ours, setting, force_add=True)
+    if new_names:
+        _print_once(f"{source}{', '.join(new_names)}; the next version refuses the old names.")
+
+
+@cache
+def _print_once(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 def _read_override(override: str, known: Mapping[str, Setting]) -> DictConfig:
