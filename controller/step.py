@@ -84,7 +84,7 @@ def on_training_roles(
 
 
 def collect(run: Run) -> RemoteBatch:
-    """Return the step's training samples; empty if no group has signal, see algorithm.groups_without_signal.
+    """Return the step's training samples; empty if no group has signal, see algorithm.zero_variance_groups.
 
     Columns [B]: uid (equal for samples of one prompt), sample, reward, length, prompt_tokens, response_tokens,
     truncated, weight_version, and those of `Rollout`. Tokens: input_ids, loss_mask, rollout_log_probs.

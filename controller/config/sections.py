@@ -188,7 +188,7 @@ class AlgorithmConfig:
         (".advantage=grpo", "normalize_by_std"),
         (".advantage=reinforce_plus_plus or reinforce_plus_plus_baseline", "gamma"),
         (".advantage=pass_at_k", "pass_k"),
-        (".groups_without_signal=replace", "max_sampling_rounds"),
+        (".zero_variance_groups=replace", "max_sampling_rounds"),
         (".advantage=gae", "gae"),
         (".kl_in_reward.coefficient above 0", "kl_in_reward"),
     )
@@ -219,7 +219,7 @@ class AlgorithmConfig:
     pass_k: int = setting(
         4, "k of pass_at_k, which rewards the best of k responses. Must be below samples_per_prompt.", minimum=1
     )
-    groups_without_signal: str = setting(
+    zero_variance_groups: str = setting(
         "keep",
         "What to do with groups whose rewards are all equal (zero advantage): `keep` them, `drop` them, or `replace` "
         "them with new prompts until a step has batch.prompts_per_step other groups (DAPO's dynamic sampling).",

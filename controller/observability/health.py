@@ -40,7 +40,7 @@ SYMPTOMS = (
         lambda share, _: share >= NEARLY_ALL,
         "all rewards were equal in {value:.0%} of the groups, from which GRPO and its kin learn nothing; look at the "
         "rewards in samples.jsonl, take easier or harder prompts, a reward with more levels, a larger "
-        "rollout.samples_per_prompt, or algorithm.groups_without_signal=replace",
+        "rollout.samples_per_prompt, or algorithm.zero_variance_groups=replace",
     ),
     Symptom(
         "policy/entropy",

@@ -27,9 +27,9 @@ def check_advantage(config: Config) -> None:
             f"algorithm.pass_k={algorithm.pass_k} is not below rollout.samples_per_prompt={samples}: every advantage "
             "is 0; lower it, or sample more."
         )
-    if algorithm.groups_without_signal != "keep" and not algorithm.compares_groups:
+    if algorithm.zero_variance_groups != "keep" and not algorithm.compares_groups:
         raise ConfigError(
-            f"algorithm.groups_without_signal={algorithm.groups_without_signal} with algorithm.advantage="
+            f"algorithm.zero_variance_groups={algorithm.zero_variance_groups} with algorithm.advantage="
             f"{algorithm.advantage} leaves out sequences that have an advantage; remove it."
         )
     if algorithm.advantage == "maxrl" and config.reward.overlong_tokens:
@@ -43,9 +43,9 @@ def check_advantage(config: Config) -> None:
 
 def _check_kl_in_reward(config: Config) -> None:
     algorithm, horizon = config.algorithm, config.algorithm.kl_in_reward.horizon
-    if algorithm.groups_without_signal != "keep":
+    if algorithm.zero_variance_groups != "keep":
         raise ConfigError(
-            f"algorithm.groups_without_signal={algorithm.groups_without_signal} with algorithm.kl_in_reward leaves out "
+            f"algorithm.zero_variance_groups={algorithm.zero_variance_groups} with algorithm.kl_in_reward leaves out "
             "sequences that the penalty gives an advantage; remove it, or put the KL into the loss."
         )
     if algorithm.advantage == "maxrl":
@@ -98,10 +98,10 @@ def _check_staleness(config: Config) -> None:
             "algorithm.advantage=remax compares samples with a greedy response of the same weights, but with "
             f"{setting} these change meanwhile; set rollout.max_staleness=0, or another estimator such as rloo."
         )
-    if config.uses_reward_model and config.algorithm.groups_without_signal == "replace":
+    if config.uses_reward_model and config.algorithm.zero_variance_groups == "replace":
         raise ConfigError(
-            "algorithm.groups_without_signal=replace needs rewards as samples come, but reward.model.path scores them "
-            f"on the policy's ranks, which train meanwhile with {setting}; set groups_without_signal=drop, or "
+            "algorithm.zero_variance_groups=replace needs rewards as samples come, but reward.model.path scores them "
+            f"on the policy's ranks, which train meanwhile with {setting}; set zero_variance_groups=drop, or "
             "rollout.max_staleness=0."
         )
 

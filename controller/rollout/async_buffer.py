@@ -123,7 +123,7 @@ class AsyncRolloutBuffer(RolloutBuffer):
         by_uid = {group.prompt.uid: group.prompt for group in groups}
         batch = rollout.batch.select(np.isin(rollout.batch["uid"], list(by_uid)))
         batch = self.keep_groups_with_signal(batch)
-        if self.config.algorithm.groups_without_signal == "replace":
+        if self.config.algorithm.zero_variance_groups == "replace":
             self.log_missing(step, wanted - len(np.unique(batch["uid"])))
         return replace(rollout, trained=with_record_columns(batch, by_uid, self.config.loss_columns))
 
@@ -150,7 +150,7 @@ class AsyncRolloutBuffer(RolloutBuffer):
         """Keep a complete group, or replace it if it has no signal."""
         settings, group = self.config.algorithm, self._groups[number]
         most = (settings.max_sampling_rounds - 1) * self.config.batch.prompts_per_step
-        replaces = settings.groups_without_signal == "replace" and len(self._released) < most
+        replaces = settings.zero_variance_groups == "replace" and len(self._released) < most
         if replaces and not self._has_signal(group):
             self.schedule.released(number)
             self._released.append(self._groups.pop(number))

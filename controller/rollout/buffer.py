@@ -64,7 +64,7 @@ class RolloutBuffer:
     def collect(self, step: int) -> Rollout:
         """Samples of a step, from prompts at `position` on; in several rounds if `replace` needs more groups."""
         settings, wanted = self.config.algorithm, self.config.batch.prompts_per_step
-        limit = settings.max_sampling_rounds if settings.groups_without_signal == "replace" else 1
+        limit = settings.max_sampling_rounds if settings.zero_variance_groups == "replace" else 1
         rounds: list[Rollout] = []
         kept: list[RemoteBatch] = []
         by_uid: dict[str, Prompt] = {}
@@ -150,8 +150,8 @@ class RolloutBuffer:
         return rollout.with_reward_part("model", scores, weight=self.config.reward.model.weight)
 
     def keep_groups_with_signal(self, batch: RemoteBatch) -> RemoteBatch:
-        """Drop groups of equal rewards, unless algorithm.groups_without_signal keeps them."""
-        if self.config.algorithm.groups_without_signal == "keep":
+        """Drop groups of equal rewards, unless algorithm.zero_variance_groups keeps them."""
+        if self.config.algorithm.zero_variance_groups == "keep":
             return batch
         return batch.select(advantages.has_signal(batch["reward"], batch["uid"]))
 

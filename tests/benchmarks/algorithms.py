@@ -25,7 +25,7 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
     "grpo": (),
     "dapo": (
         "batch.mini_batches=2",
-        "algorithm.groups_without_signal=replace",
+        "algorithm.zero_variance_groups=replace",
         "algorithm.max_sampling_rounds=4",
         "algorithm.loss.clip_high=0.28",
         "reward.overlong_tokens=8",

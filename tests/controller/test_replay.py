@@ -98,7 +98,7 @@ def local_replay(store: Store, tmp_path: Path) -> Iterator[Callable[..., LocalRe
         ("rollout.max_staleness=1",),
         ("algorithm.advantage=gae", "critic.warmup_steps=1"),
         ("reward.overlong_tokens=2",),
-        ("algorithm.groups_without_signal=replace",),
+        ("algorithm.zero_variance_groups=replace",),
     ],
     ids=lambda overrides: overrides[0] if overrides else "plain",
 )

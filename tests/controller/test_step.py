@@ -219,7 +219,7 @@ def test_compiling_is_told_once(local_run: Run) -> None:
 
 
 def test_a_step_without_signal_updates_nothing_and_counts(local_run: Run) -> None:
-    found = local_run("algorithm.groups_without_signal=drop")
+    found = local_run("algorithm.zero_variance_groups=drop")
     found.rewards.reward = lambda uid, sample, greedy: float(sample if int(uid) < 2 else 1)
     outcome = found.fit()
     assert found.of("policy.update") == ["policy.update"]
@@ -230,7 +230,7 @@ def test_a_step_without_signal_updates_nothing_and_counts(local_run: Run) -> Non
 
 @pytest.mark.parametrize("rule", ["keep", "drop"])
 def test_a_run_without_signal_counts_its_groups_and_says_so(local_run: Run, rule: str) -> None:
-    found = local_run(f"algorithm.groups_without_signal={rule}")
+    found = local_run(f"algorithm.zero_variance_groups={rule}")
     found.rewards.reward = lambda uid, sample, greedy: 1.0
     outcome = found.fit()
     assert [step["rollout/groups_without_signal"] for step in outcome.steps] == [1, 1, 1]
@@ -242,7 +242,7 @@ def test_a_run_without_signal_counts_its_groups_and_says_so(local_run: Run, rule
 def test_a_step_whose_groups_are_not_replaced_trains_on_the_others_if_there_are_any(
     local_run: Run, ahead: int, with_signal: int, trained: list[int]
 ) -> None:
-    rules = ("algorithm.groups_without_signal=replace", "algorithm.max_sampling_rounds=2", "run.steps=2")
+    rules = ("algorithm.zero_variance_groups=replace", "algorithm.max_sampling_rounds=2", "run.steps=2")
     found = local_run(UNPROVEN, f"rollout.max_staleness={ahead}", *rules)
     found.rewards.reward = lambda uid, sample, greedy: float(sample if int(uid) < with_signal else 1)
     outcome = found.fit()

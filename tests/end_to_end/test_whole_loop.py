@@ -85,7 +85,7 @@ def test_samples_are_made_ahead_and_groups_without_signal_replaced(ray_session, 
     Log-probs are from before the cut of the sampling, so that ratios to them are 1 at equal weights.
     """
     overrides = [*settings, "run.name=ahead", "run.steps=5", "rollout.samples_per_prompt=2"]
-    overrides += ["rollout.max_staleness=4", "algorithm.groups_without_signal=replace"]
+    overrides += ["rollout.max_staleness=4", "algorithm.zero_variance_groups=replace"]
     overrides += ["algorithm.max_sampling_rounds=4", "rollout.sampling.top_k=8", "rollout.sampling.top_p=0.9"]
     run = run_loop(overrides)
     steps, bound = run.outcome.steps, staleness(run.config).max_age

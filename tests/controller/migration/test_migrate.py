@@ -90,7 +90,7 @@ def test_a_verl_script_becomes_settings_with_the_same_meaning(capsys: pytest.Cap
         "algorithm.loss.kl_estimator": "k3",
         "algorithm.loss.aggregation": "token_mean",
         "algorithm.loss.dual_clip": 3.0,
-        "algorithm.groups_without_signal": "replace",
+        "algorithm.zero_variance_groups": "replace",
         "algorithm.kl_in_reward.coefficient": 0.0,
         "policy.optimizer.weight_decay": 0.01,
         "policy.optimizer.beta2": 0.999,

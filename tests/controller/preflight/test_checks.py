@@ -103,7 +103,7 @@ algorithm.loss.name=gmpo algorithm.advantage=reinforce_plus_plus algorithm.gamma
 algorithm.pass_k algorithm.advantage=pass_at_k rollout.samples_per_prompt=4
 rollout.samples_per_prompt=1
 rollout.samples_per_prompt=1 algorithm.advantage=maxrl
-algorithm.groups_without_signal=drop algorithm.advantage=reinforce_plus_plus
+algorithm.zero_variance_groups=drop algorithm.advantage=reinforce_plus_plus
 data.train CUSTOM algorithm.loss.columns=level
 algorithm.loss.columns=reward CUSTOM
 "algorithm.loss.columns=solution, solution" CUSTOM
@@ -138,7 +138,7 @@ reference.forward_max_tokens=95 KL
 rollout.max_model_tokens=95
 rollout.max_model_tokens=96 validation.sampling.max_new_tokens=65
 rollout.max_staleness=1 resources.device=cuda
-algorithm.groups_without_signal=replace rollout.max_staleness=2 reward.model.path=model
+algorithm.zero_variance_groups=replace rollout.max_staleness=2 reward.model.path=model
 algorithm.advantage=remax rollout.max_staleness=2
 algorithm.loss.name=reinforce rollout.max_staleness=1
 rollout.placement=colocated
@@ -179,7 +179,7 @@ reward.function=gone.sub:reward
 reward.function=reward.py:rewards
 reward.function=reward.py:RuntimeError
 reward.function=config.yaml:reward
-algorithm.groups_without_signal=drop REWARD_KL
+algorithm.zero_variance_groups=drop REWARD_KL
 algorithm.advantage=maxrl REWARD_KL
 algorithm.kl_in_reward.horizon=31 REWARD_KL algorithm.kl_in_reward.target=6
 critic.warmup_steps=10 PPO
@@ -189,7 +189,7 @@ critic.max_tokens=95 PPO
 critic.forward_max_tokens=95 PPO
 algorithm.loss.name=gmpo PPO
 policy.parallel.tensor_parallel=2 PPO
-algorithm.groups_without_signal=drop PPO
+algorithm.zero_variance_groups=drop PPO
 reward.model.weight=0 reward.model.path=judge
 reward.model.max_tokens=95 reward.model.path=judge
 reward.model.max_tokens=96 reward.model.path=judge validation.sampling.max_new_tokens=65

@@ -105,7 +105,7 @@ def test_every_prompt_is_trained_once_and_none_beyond_the_last_step(local_run: R
 
 
 def test_groups_without_signal_are_replaced_at_once(local_run: Run) -> None:
-    found = local_run(*AHEAD, "algorithm.groups_without_signal=replace", "algorithm.max_sampling_rounds=4")
+    found = local_run(*AHEAD, "algorithm.zero_variance_groups=replace", "algorithm.max_sampling_rounds=4")
     found.rewards.reward = lambda uid, sample, greedy: float(sample if uid in ("1", "5", "6") else 1)
     collected = collector_of(found).collect(1)
     assert uids(collected) == ["1", "5"]
@@ -113,7 +113,7 @@ def test_groups_without_signal_are_replaced_at_once(local_run: Run) -> None:
 
 
 def test_engines_have_the_requests_of_a_replacement_when_its_group_is_found_without_signal(local_run: Run) -> None:
-    found = local_run(*AHEAD, "algorithm.groups_without_signal=replace", "algorithm.max_sampling_rounds=4")
+    found = local_run(*AHEAD, "algorithm.zero_variance_groups=replace", "algorithm.max_sampling_rounds=4")
     found.rewards.reward = lambda uid, sample, greedy: float(sample if uid in ("1", "2", "3") else 1)
     found.engines.slow = {"0"}
     collector = collector_of(found)
@@ -125,7 +125,7 @@ def test_engines_have_the_requests_of_a_replacement_when_its_group_is_found_with
 
 
 def test_replacing_ends_after_the_rounds_allowed_and_says_so(local_run: Run) -> None:
-    found = local_run(*AHEAD, "algorithm.groups_without_signal=replace", "algorithm.max_sampling_rounds=2")
+    found = local_run(*AHEAD, "algorithm.zero_variance_groups=replace", "algorithm.max_sampling_rounds=2")
     found.rewards.reward = lambda uid, sample, greedy: float(sample if uid == "1" else 1)
     assert uids(collector_of(found).collect(1)) == ["1"]
     assert "step 1: 1 of 2 groups are still without signal after algorithm.max_sampling_rounds=2" in found.said

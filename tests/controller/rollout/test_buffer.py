@@ -59,7 +59,7 @@ def test_prompts_that_a_run_had_begun_ahead_come_first(local_run: Run) -> None:
 
 @pytest.mark.parametrize(("rule", "kept"), [("keep", ["0", "1"]), ("drop", ["1"])])
 def test_groups_of_equal_rewards_are_kept_or_dropped(local_run: Run, rule: str, kept: list[str]) -> None:
-    found = local_run(f"algorithm.groups_without_signal={rule}")
+    found = local_run(f"algorithm.zero_variance_groups={rule}")
     found.rewards.reward = signal_in("1")
     result = collected(found)
     assert uids(result) == kept
@@ -68,7 +68,7 @@ def test_groups_of_equal_rewards_are_kept_or_dropped(local_run: Run, rule: str, 
 
 
 def test_groups_of_equal_rewards_are_replaced_by_the_next_prompts(local_run: Run) -> None:
-    found = local_run("algorithm.groups_without_signal=replace", "algorithm.max_sampling_rounds=4")
+    found = local_run("algorithm.zero_variance_groups=replace", "algorithm.max_sampling_rounds=4")
     found.rewards.reward = signal_in("1", "3")
     result = collected(found)
     assert [[r.uid for r in requests[::2]] for requests, _ in found.engines.rounds] == [["0", "1"], ["2"], ["3"]]
@@ -78,7 +78,7 @@ def test_groups_of_equal_rewards_are_replaced_by_the_next_prompts(local_run: Run
 
 
 def test_replacing_ends_after_the_rounds_allowed_and_says_so(local_run: Run) -> None:
-    found = local_run("algorithm.groups_without_signal=replace", "algorithm.max_sampling_rounds=2")
+    found = local_run("algorithm.zero_variance_groups=replace", "algorithm.max_sampling_rounds=2")
     found.rewards.reward = signal_in("1")
     result = collected(found)
     assert (len(found.engines.rounds), uids(result), found.run.collector.position) == (2, ["1"], 3)
