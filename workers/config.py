@@ -199,7 +199,7 @@ class SamplingConfig:
 class RolloutConfig:
     only_with = (
         (".max_staleness above 0", "staleness_window, kv_cache_after_update"),
-        ("GPUs", "memory_fraction, enforce_eager"),
+        ("GPUs", "gpu_memory_utilization, enforce_eager"),
         ("CPUs", "cpu_kv_cache_gib, threads"),
         (".environment", "max_turns, max_episode_tokens"),
     )
@@ -250,7 +250,7 @@ class RolloutConfig:
     max_concurrent: int = setting(
         256, "Requests that one engine processes at the same time; others wait in the router.", minimum=1, maximum=10**6
     )
-    memory_fraction: float = setting(
+    gpu_memory_utilization: float = setting(
         0.5, "Share of a GPU's memory for an engine (weights and KV cache).", above=0, maximum=1
     )
     cpu_kv_cache_gib: float = setting(1.0, "KV cache of an engine on CPU, in GiB.", above=0)

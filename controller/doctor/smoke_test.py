@@ -40,7 +40,7 @@ SETTINGS = (
 )
 ENGINE = {
     "cpu": ("rollout.cpu_kv_cache_gib=0.125",),
-    "cuda": ("rollout.memory_fraction=0.3", "rollout.enforce_eager=true"),
+    "cuda": ("rollout.gpu_memory_utilization=0.3", "rollout.enforce_eager=true"),
 }
 REWARD = """\
 import zlib

@@ -35,8 +35,8 @@ and P then count 1 / expert_parallel of the experts where they are gathered or r
 
 Divided by tensor_parallel: L without experts, R, M, V, f, k and the inputs. The terms were found, and are tested, by
 measuring the engine on tensors without data (`measure.py`). While engines sample, the states stay in memory besides the
-engine's share, memory_fraction x GPU. Not counted: CUDA contexts, NCCL buffers, kernel workspaces, fragmentation; a
-tenth of the GPU is left free for them.
+engine's share, gpu_memory_utilization x GPU. Not counted: CUDA contexts, NCCL buffers, kernel workspaces,
+fragmentation; a tenth of the GPU is left free for them.
 
 `host_memory` adds up the first node: 4 P while rank 0 reads the largest model, offloaded states, and with checkpoints
 the copy being written, 12 A / s and 1 GiB per rank. Sleeping engines keep nothing.
@@ -104,7 +104,7 @@ BYTES_A_PARAMETER = {"reference": 4, "critic": 12, "reward_model": 4}
 def gpu_memory(config: Config, shape: ModelShape, gpu_gib: float, others: Shapes = NO_OTHERS) -> GpuMemory:
     """Estimate a run on GPUs of `gpu_gib`. shape: the policy's. others: shapes of the other roles."""
     states = sharded_states(config, shape, others)
-    share = config.rollout.memory_fraction * gpu_gib
+    share = config.rollout.gpu_memory_utilization * gpu_gib
     engine_weights = 2 * shape.parameters / config.rollout.tensor_parallel / GIB
     apart = config.rollout_placement == "apart"
     kv_bytes = shape.kv_bytes_per_token / config.rollout.tensor_parallel
@@ -404,7 +404,7 @@ def _under_way(config: Config) -> float:
 
 def check_memory(config: Config, memory: GpuMemory, gpu_gib: float) -> None:
     """Raise ConfigError, with advice, if the estimate does not fit a GPU of `gpu_gib`."""
-    room, share = USABLE_SHARE * gpu_gib, config.rollout.memory_fraction * gpu_gib
+    room, share = USABLE_SHARE * gpu_gib, config.rollout.gpu_memory_utilization * gpu_gib
     if sum(memory.training.values()) > room:
         largest = max(memory.training, key=lambda name: memory.training[name])
         raise ConfigError(
@@ -413,16 +413,16 @@ def check_memory(config: Config, memory: GpuMemory, gpu_gib: float) -> None:
         )
     if memory.kv_tokens < config.max_model_tokens:
         raise ConfigError(
-            f"rollout.memory_fraction={config.rollout.memory_fraction} gives an engine {share:.1f} GiB of a GPU, its "
-            f"weights take {memory.engine_weights:.1f}, and the rest holds {memory.kv_tokens:,} tokens of the "
+            f"rollout.gpu_memory_utilization={config.rollout.gpu_memory_utilization} gives an engine {share:.1f} GiB of "
+            f"a GPU, its weights take {memory.engine_weights:.1f}, and the rest holds {memory.kv_tokens:,} tokens of the "
             f"{config.max_model_tokens:,} of one sequence; raise it, or rollout.tensor_parallel."
         )
     if sum(memory.generating.values()) > room:
         states = sum(memory.generating.values()) - share
         raise ConfigError(
             f"generation needs {share:.1f} GiB of a GPU for an engine beside {states:.1f} of training "
-            f"states, and {room:.1f} are to be used; lower rollout.memory_fraction, share the states over more ranks "
-            "(policy.ranks), or set rollout.placement=apart."
+            f"states, and {room:.1f} are to be used; lower rollout.gpu_memory_utilization, share the states "
+            "over more ranks (policy.ranks), or set rollout.placement=apart."
         )
 
 

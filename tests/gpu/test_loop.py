@@ -35,7 +35,7 @@ def overrides_of(placement: str) -> list[str]:
     if placement == "shared_memory":
         return common
     # Colocated, every step puts the engine to sleep (its memory is the policy's) and wakes it with new weights.
-    return [*common, "resources.device=cuda", f"rollout.placement={placement}", "rollout.memory_fraction=0.3"]
+    return [*common, "resources.device=cuda", f"rollout.placement={placement}", "rollout.gpu_memory_utilization=0.3"]
 
 
 @pytest.mark.parametrize(

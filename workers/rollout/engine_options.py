@@ -38,8 +38,8 @@ OWNED = {
     "pipeline_parallel_size": "rollout.tensor_parallel (an engine's GPUs are reserved by it)",
     "data_parallel_size": "rollout.replicas",
     "distributed_executor_backend": "rollout.tensor_parallel",
-    "gpu_memory_utilization": "rollout.memory_fraction",
-    "kv_cache_memory_bytes": "rollout.memory_fraction, on a CPU rollout.cpu_kv_cache_gib",
+    "gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "kv_cache_memory_bytes": "rollout.gpu_memory_utilization, on a CPU rollout.cpu_kv_cache_gib",
     "enforce_eager": "rollout.enforce_eager",
     "enable_sleep_mode": "rollout.placement",
     "enable_return_routed_experts": "model.router_replay",
@@ -54,10 +54,10 @@ REFUSED = {
     "hf_overrides": "the engine would compute another model than the trainer; change the config.json of model.path",
     "hf_config_path": "the engine would compute another model than the trainer; change the config.json of model.path",
     "enable_eplb": "experts that change their GPU cannot be followed by updates of weights",
-    "cpu_offload_gb": "weights in host memory cannot be followed by updates; raise rollout.memory_fraction or "
-    "rollout.tensor_parallel",
-    "offload_group_size": "weights in host memory cannot be followed by updates; raise rollout.memory_fraction or "
-    "rollout.tensor_parallel",
+    "cpu_offload_gb": "weights in host memory cannot be followed by updates; raise rollout.gpu_memory_utilization "
+    "or rollout.tensor_parallel",
+    "offload_group_size": "weights in host memory cannot be followed by updates; raise rollout.gpu_memory_utilization "
+    "or rollout.tensor_parallel",
 }
 """vLLM's arguments that no setting may change, and why."""
 

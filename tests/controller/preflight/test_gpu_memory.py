@@ -244,7 +244,7 @@ def test_a_dry_run_counts_every_model_of_the_run(
     [
         ("7B", 8, False, 0.5, "model.gradient_checkpointing=true"),
         ("7B", 1, True, 0.5, "policy.cpu_offload=true"),
-        ("32B", 64, True, 0.5, "rollout.memory_fraction=0.5"),
+        ("32B", 64, True, 0.5, "rollout.gpu_memory_utilization=0.5"),
         ("7B", 4, True, 0.8, "generation needs 64.0 GiB"),
     ],
 )
@@ -252,7 +252,7 @@ def test_what_does_not_fit_says_what_to_change(
     size: str, ranks: int, checkpointing: bool, fraction: float, advised: str
 ) -> None:
     config = eight_gpus(ranks=ranks, max_tokens=4096 if checkpointing else 16_384)
-    config.model.gradient_checkpointing, config.rollout.memory_fraction = checkpointing, fraction
+    config.model.gradient_checkpointing, config.rollout.gpu_memory_utilization = checkpointing, fraction
     with refused(advised):
         check_memory(config, gpu_memory(config, model_shape(qwen_description(size)), 80.0), 80.0)
 

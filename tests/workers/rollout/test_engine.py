@@ -110,7 +110,7 @@ def test_an_engine_on_a_gpu_keeps_the_threads_of_its_process(environment: None) 
     ],
 )
 def test_type_and_weight_transfer_follow_the_placement(placement: str, dtype: str, expected: str, backend: str) -> None:
-    model, config = ModelConfig(path="model", dtype=dtype), RolloutConfig(memory_fraction=0.3)
+    model, config = ModelConfig(path="model", dtype=dtype), RolloutConfig(gpu_memory_utilization=0.3)
     arguments = engine_arguments(model, config, placement=placement, max_model_tokens=99, seed=1)
     assert (arguments.dtype, arguments.weight_transfer_config.backend) == (expected, backend)
     assert arguments.enable_sleep_mode == (placement == "colocated")

@@ -105,7 +105,7 @@ def test_an_update_keeps_keys_and_values_where_the_configuration_says_so(setting
         ),
         ({"xyz": 1}, "xyz: not an argument of vLLM that passes through. Use one of "),
         ({"max_model_len": 9}, "max_model_len follows from rollout.max_model_tokens; set that instead"),
-        ({"gpu_memory_utilization": 0.9}, "follows from rollout.memory_fraction"),
+        ({"gpu_memory_utilization": 0.9}, "follows from rollout.gpu_memory_utilization"),
         ({"trust_remote_code": True}, "cannot be set: code of a model is never run"),
         ({"enable_eplb": True}, "cannot be followed by updates of weights"),
         ({"quantization": "awq"}, "is for weights that were quantized beforehand.* use one of fp8,"),
