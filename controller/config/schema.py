@@ -91,9 +91,9 @@ class Config(ReferenceSettings):
         return self.batch.mini_batches
 
     @property
-    def mini_batches_by(self) -> str:
+    def split_by(self) -> str:
         """Unit assigned to mini-batches: `sequence` or `group`."""
-        return self.batch.mini_batches_by
+        return self.batch.split_by
 
     @property
     def engines(self) -> int:

@@ -118,7 +118,7 @@ class DataConfig:
 
 @dataclass
 class BatchConfig:
-    only_with = ((".mini_batches above 1", "mini_batches_by"),)
+    only_with = ((".mini_batches above 1", "split_by"),)
 
     prompts_per_step: int = setting(
         32, "Prompts per step. Each is sampled rollout.samples_per_prompt times.", minimum=1, maximum=10**6
@@ -129,7 +129,7 @@ class BatchConfig:
         minimum=1,
         maximum=10**6,
     )
-    mini_batches_by: str = setting(
+    split_by: str = setting(
         "sequence",
         "Unit that is assigned to mini-batches at random: each `sequence` alone, or the whole `group` of a prompt's "
         "samples. Whole groups can share the prompt's tokens (model.share_prefixes).",

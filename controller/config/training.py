@@ -83,7 +83,7 @@ class TrainingConfig:
         return 1
 
     @property
-    def mini_batches_by(self) -> str:
+    def split_by(self) -> str:
         """Unit assigned to mini-batches: `sequence` or `group`."""
         return "sequence"
 

@@ -227,7 +227,7 @@ class Planner:
     def draw(self, batch: "RemoteBatch", step: int, epoch: int = 0) -> list[np.ndarray]:
         """Mini-batches of a pass over a step's samples; see `draw_mini_batches`."""
         config = self.config
-        groups = group_numbers(batch) if config.mini_batches_by == "group" else None
+        groups = group_numbers(batch) if config.split_by == "group" else None
         return draw_mini_batches(len(batch), config.mini_batches, config.run.seed, step, epoch, groups)
 
 

@@ -76,7 +76,7 @@ def test_v3_d7_a_step_tells_three_imbalances_and_the_padding_that_is_not_compute
 def test_the_command_explains_a_step_with_what_the_run_planned_with(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    metrics = run("batch.mini_batches=2", "batch.mini_batches_by=group", "batch.prompts_per_step=4")
+    metrics = run("batch.mini_batches=2", "batch.split_by=group", "batch.prompts_per_step=4")
     record = run_step(tmp_path / "run")
     groups, arguments = np.array(record["groups"]), recorded_arguments(record)
     first, second = arguments["mini_batches"]

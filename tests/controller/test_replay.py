@@ -92,7 +92,7 @@ def local_replay(store: Store, tmp_path: Path) -> Iterator[Callable[..., LocalRe
     "overrides",
     [
         (),
-        ("batch.mini_batches_by=group",),
+        ("batch.split_by=group",),
         ("algorithm.advantage=remax",),
         ("algorithm.loss.columns='level,prompt'",),
         ("rollout.max_staleness=1",),

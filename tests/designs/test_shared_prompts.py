@@ -106,7 +106,7 @@ def sequences_of_groups(rows: np.ndarray) -> DataProto:
 
 def test_whole_groups_are_drawn_into_mini_batches(file: str) -> None:
     overrides = (*up_to(130), "policy.max_tokens=700", "batch.mini_batches=3")
-    by_group = planned(configuration(file, *overrides, "batch.mini_batches_by=group"))
+    by_group = planned(configuration(file, *overrides, "batch.split_by=group"))
     assert sorted(sorted(part.rows.tolist()) for part in by_group.mini_batches) == [
         list(range(start, start + 8)) for start in (0, 8, 16)
     ]
@@ -136,4 +136,4 @@ def test_sharing_that_must_be_and_cannot_is_refused(file: str) -> None:
 
 def test_settings_without_effect_are_refused(file: str) -> None:
     assert "model.min_shared_tokens" in refusal("model.share_prefixes=never", "model.min_shared_tokens=8")
-    assert "batch.mini_batches_by" in refusal("batch.mini_batches_by=group", "batch.mini_batches=1")
+    assert "batch.split_by" in refusal("batch.split_by=group", "batch.mini_batches=1")
