@@ -147,7 +147,7 @@ def _check_recorded(folder: Path, step: int, steps: range) -> None:
 def prepared(config: Config, start: Start) -> Config:
     """Return the replay's settings: load the checkpoint, without sampling, scoring or recording."""
     resume = str(start.checkpoint) if start.checkpoint else "never"
-    run = replace(config.run, record_samples=False, resume=resume, other_data="keep_place")
+    run = replace(config.run, record_samples=False, resume=resume, on_data_change="keep_place")
     reward = replace(config.reward, model=replace(config.reward.model, path=""))  # samples have their rewards
     return replace(config, run=run, reward=reward)
 

@@ -100,7 +100,7 @@ class CheckpointWriter:
 def resume(config: TrainingConfig, roles: TrainingRoles, log: Callable[[str], None], data: dict[str, Any]) -> Progress:
     """Load the newest good checkpoint for run.resume; return a fresh Progress if none is requested.
 
-    data: identity of the training data; run.other_data decides what happens if it differs. If a checkpoint fails to
+    data: identity of the training data; run.on_data_change decides what happens if it differs. If a checkpoint fails to
     load, the one before is tried. Raises CheckpointError if none loads, because a fresh start would overwrite them.
     """
     if config.run.resume == "never":
@@ -115,7 +115,7 @@ def resume(config: TrainingConfig, roles: TrainingRoles, log: Callable[[str], No
         except (CheckpointError, WorkerError, TypeError) as error:  # TypeError: fields that no Progress has
             log(f"{path} cannot be loaded: {error}")
             continue
-        if config.run.other_data == "refuse":  # checked before the start too, but of the newest one only
+        if config.run.on_data_change == "refuse":  # checked before the start too, but of the newest one only
             refuse_other_data(path, data, progress.data)
         log(f"going on from {path}")
         if config.run.resume == "auto":
@@ -129,8 +129,8 @@ def resume(config: TrainingConfig, roles: TrainingRoles, log: Callable[[str], No
 def _with_data(
     progress: Progress, data: dict[str, Any], config: TrainingConfig, log: Callable[[str], None]
 ) -> Progress:
-    """Set the progress's data; restart at the first prompt if they differ and run.other_data=restart."""
-    if config.run.other_data == "restart" and differences(data, progress.data):
+    """Set the progress's data; restart at the first prompt if they differ and run.on_data_change=restart."""
+    if config.run.on_data_change == "restart" and differences(data, progress.data):
         log("the training data are not those of the checkpoint: they are taken from their first prompt")
         progress = replace(progress, position=0, active=[], samples="")
     return replace(progress, data=data)

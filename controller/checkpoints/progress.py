@@ -84,11 +84,11 @@ def checkpoints_at(path: Path) -> list[Path]:
 
 
 def check_same_data(config: TrainingConfig, data: dict[str, Any]) -> None:
-    """Raise ConfigError if run.other_data does not allow resuming with other data than the checkpoint's.
+    """Raise ConfigError if run.on_data_change does not allow resuming with other data than the checkpoint's.
 
     data: identity of the training data, see `controller.data.identity`.
     """
-    if config.run.resume == "never" or config.run.other_data != "refuse":
+    if config.run.resume == "never" or config.run.on_data_change != "refuse":
         return
     folder = config.run_folder if config.run.resume == "auto" else Path(config.run.resume)
     for path in checkpoints_at(folder)[:1]:
@@ -100,5 +100,5 @@ def refuse_other_data(path: Path, now: dict[str, Any], then: dict[str, Any]) -> 
     if found:
         raise ConfigError(
             f"run.resume: {path} was trained on other data: {'; '.join(found)}; set that back, or go on with the new "
-            "data by run.other_data=restart (from its first prompt) or keep_place."
+            "data by run.on_data_change=restart (from its first prompt) or keep_place."
         )

@@ -19,7 +19,14 @@ from workers.errors import ConfigError
 from workers.rollout.requests import GENERATION_STEP, VALIDATION_STEP
 
 OF_TRAINING: tuple[str, ...] = (
-    *("run.steps", "run.save_every", "run.checkpoint_every", "run.keep_checkpoints", "run.resume", "run.other_data"),
+    *(
+        "run.steps",
+        "run.save_every",
+        "run.checkpoint_every",
+        "run.keep_checkpoints",
+        "run.resume",
+        "run.on_data_change",
+    ),
     *(
         "run.log_completions",
         "run.record_samples",
@@ -81,7 +88,7 @@ class SamplerConfig(Config):
     def _narrowed(self, output: Path, data: DataConfig, sampling: SamplingConfig, samples: int) -> Self:
         return replace(
             self,
-            run=replace(self.run, dir=str(output.parent), name=output.name, resume="auto", other_data="keep_place"),
+            run=replace(self.run, dir=str(output.parent), name=output.name, resume="auto", on_data_change="keep_place"),
             data=replace(data, curriculum="", shuffle=False),
             rollout=replace(self.rollout, sampling=sampling, samples_per_prompt=samples, max_staleness=0),
             validation=replace(self.validation, keep_best=""),

@@ -12,7 +12,7 @@ class BaseRunConfig:
 
     only_with: ClassVar[tuple[tuple[str, str], ...]] = (
         (".checkpoint_every above 0", "keep_checkpoints"),
-        (".resume other than never", "other_data"),
+        (".resume other than never", "on_data_change"),
     )
 
     name: str = setting(
@@ -44,7 +44,7 @@ class BaseRunConfig:
         "`auto` resumes from the last complete checkpoint of run.name, or starts anew if there is none. A path "
         "resumes from that checkpoint, or from the last one of that run, under a new name. `never` starts anew.",
     )
-    other_data: str = setting(
+    on_data_change: str = setting(
         "refuse",
         "What to do if the training prompts or their order differ from the checkpoint's when resuming: `refuse` "
         "stops, `restart` begins with the first new prompt, `keep_place` continues at the same position.",

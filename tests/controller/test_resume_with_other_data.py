@@ -1,4 +1,4 @@
-"""Going on from a checkpoint with other training data: refused in one line, or as run.other_data says. Whole runs, on
+"""Going on from a checkpoint with other training data: refused in one line, or as run.on_data_change says. Whole runs, on
 stand-ins for Ray, GPUs and vLLM."""
 
 import json
@@ -65,7 +65,7 @@ def test_what_leaves_the_prompts_as_they_were_goes_on(workspace: Path, overrides
 
 def test_another_order_goes_on_where_that_is_allowed(workspace: Path) -> None:
     data = read_manifest(checkpoint_path(workspace / "runs" / "run", 2)).extra["data"]
-    identity = try_again("run.seed=1", "data.shuffle=false", "run.other_data=restart")
+    identity = try_again("run.seed=1", "data.shuffle=false", "run.on_data_change=restart")
     assert differences(identity, data) == ["data.shuffle=False was True"]
 
 
@@ -90,7 +90,7 @@ def test_other_prompts_or_another_order_are_refused_before_anything_starts(
     with pytest.raises(ConfigError, match=words) as caught:
         try_again(*overrides)
     assert "step-2 was trained on other data" in str(caught.value)
-    assert "run.other_data=restart" in str(caught.value)
+    assert "run.on_data_change=restart" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -100,7 +100,7 @@ def test_a_run_that_may_go_on_with_other_data_takes_them_from_where_it_is_told(
 ) -> None:
     (workspace / "mine.jsonl").write_text(records(*TRAINED, 13))
     name = f"run.name={other_data}"
-    going_on = [*OWN, name, "run.resume=runs/run", "run.steps=3", f"run.other_data={other_data}"]
+    going_on = [*OWN, name, "run.resume=runs/run", "run.steps=3", f"run.on_data_change={other_data}"]
     finished = StandIns(monkeypatch).run(going_on)
     assert finished.outcome.last_step == 3 and len(finished.outcome.steps) == 1
     progress = read_manifest(checkpoint_path(workspace / "runs" / other_data, 3)).extra

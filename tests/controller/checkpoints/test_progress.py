@@ -102,7 +102,7 @@ def test_an_older_checkpoint_is_not_taken_silently_with_other_data(
     with pytest.raises(ConfigError, match=r"step-1 was trained on other data: run.seed=1 was 0"):
         resume(config, roles, str, newest)
     assert len(checkpoints_at(tmp_path / "run")) == 2, "it was refused, and a checkpoint removed"
-    config.run.other_data = "keep_place"
+    config.run.on_data_change = "keep_place"
     assert resume(config, roles, str, newest).data == newest
 
 

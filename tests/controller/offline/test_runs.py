@@ -106,7 +106,7 @@ def test_a_checkpoint_of_other_data_is_refused_or_taken_as_run_other_data_says(l
         with pytest.raises(ConfigError, match=words):
             local_runs.run("sft", "other", *resumed, other)
     for said, epoch in (("restart", 0.3), ("keep_place", 0.9)):
-        outcome = local_runs.run("sft", said, *resumed, "data.response_key=rejected", f"run.other_data={said}")
+        outcome = local_runs.run("sft", said, *resumed, "data.response_key=rejected", f"run.on_data_change={said}")
         assert [step["data/epoch"] for step in outcome.steps] == pytest.approx([epoch])
 
 
