@@ -242,7 +242,10 @@ class AlgorithmConfig:
 
 @dataclass
 class BalanceConfig:
-    only_with = ((".algorithm=karmarkar_karp or load_balance", "order"), (".algorithm other than none", "refit"))
+    only_with = (
+        (".algorithm=karmarkar_karp or load_balance", "order"),
+        (".algorithm other than none", "fit_cost_model"),
+    )
 
     algorithm: str = setting(
         "karmarkar_karp",
@@ -263,7 +266,7 @@ class BalanceConfig:
         "time. `auto` is `makespan` in a pipeline, else `descending`.",
         choices=("auto", "descending", "small_ends", "makespan"),
     )
-    refit: str = setting(
+    fit_cost_model: str = setting(
         "auto",
         "Fit the planner's cost model to measured micro-step times, every ten steps. `auto` fits on GPUs only; on "
         "CPUs, plans depend on config.json alone, so runs repeat exactly.",

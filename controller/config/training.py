@@ -183,8 +183,8 @@ class TrainingConfig:
 
     @property
     def refits_cost_model(self) -> bool:
-        """Whether plans follow measured times: balance.refit; `auto` means on GPUs."""
-        return self.balance.refit == "always" or (self.balance.refit == "auto" and self.uses_gpus)
+        """Whether plans follow measured times: balance.fit_cost_model; `auto` means on GPUs."""
+        return self.balance.fit_cost_model == "always" or (self.balance.fit_cost_model == "auto" and self.uses_gpus)
 
     @property
     def forward_max_tokens(self) -> int:

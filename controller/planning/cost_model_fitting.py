@@ -1,4 +1,4 @@
-"""CostModelFitter: fits the cost model of plans to measured micro-steps (`balance.refit`).
+"""CostModelFitter: fits the cost model of plans to measured micro-steps (`balance.fit_cost_model`).
 
     measured micro-steps of the updates --observe--> error of the model in use --every few steps--> CostModel of seconds
 
