@@ -198,7 +198,7 @@ class SamplingConfig:
 @dataclass
 class RolloutConfig:
     only_with = (
-        (".max_staleness above 0", "staleness_window, kv_cache_after_update"),
+        (".max_staleness above 0", "out_of_order_window, kv_cache_after_update"),
         ("GPUs", "gpu_memory_utilization, enforce_eager"),
         ("CPUs", "cpu_kv_cache_gib, threads"),
         (".environment", "max_turns, max_episode_tokens"),
@@ -227,7 +227,7 @@ class RolloutConfig:
         minimum=0,
         maximum=1000,
     )
-    staleness_window: float = setting(
+    out_of_order_window: float = setting(
         0.3,
         "Share of the groups in progress, oldest first, in which a finished group may be trained before an unfinished "
         "older one.",

@@ -39,7 +39,7 @@ OF_TRAINING: tuple[str, ...] = (
     ),
     *("data.shuffle", "data.curriculum", "reward.overlong_", "validation.every", "validation.at_start"),
     "validation.keep_best",
-    *("rollout.placement", "rollout.max_staleness", "rollout.staleness_window", "rollout.kv_cache_after_update"),
+    *("rollout.placement", "rollout.max_staleness", "rollout.out_of_order_window", "rollout.kv_cache_after_update"),
 )
 OF_RANKS = ("policy.", "balance.", "resources.collective_timeout_s")
 

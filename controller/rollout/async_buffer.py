@@ -252,4 +252,4 @@ def _round(groups: Sequence[Group], retried: int = 0) -> RolloutBatch:
 
 def staleness(config: Config) -> Staleness:
     """Schedule settings of a run."""
-    return Staleness(config.batch.prompts_per_step, config.rollout.max_staleness, config.rollout.staleness_window)
+    return Staleness(config.batch.prompts_per_step, config.rollout.max_staleness, config.rollout.out_of_order_window)

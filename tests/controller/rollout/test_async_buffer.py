@@ -17,7 +17,7 @@ from workers.errors import RolloutError
 from workers.rollout.requests import PartialResponse
 
 Run = Callable[..., LocalRun]
-AHEAD = ("rollout.max_staleness=1", "rollout.staleness_window=1", "run.steps=4")
+AHEAD = ("rollout.max_staleness=1", "rollout.out_of_order_window=1", "run.steps=4")
 
 
 def collector_of(run: LocalRun) -> AsyncRolloutBuffer:
@@ -79,7 +79,7 @@ def test_a_slow_group_is_passed_and_trained_later(local_run: Run) -> None:
 
 
 def test_a_narrow_window_waits_for_the_slow_group(local_run: Run) -> None:
-    found = local_run("rollout.max_staleness=1", "rollout.staleness_window=0.1")
+    found = local_run("rollout.max_staleness=1", "rollout.out_of_order_window=0.1")
     found.engines.slow = {"0"}
     assert uids(collector_of(found).collect(1)) == ["0", "1"]
 
