@@ -413,9 +413,9 @@ def check_memory(config: Config, memory: GpuMemory, gpu_gib: float) -> None:
         )
     if memory.kv_tokens < config.max_model_tokens:
         raise ConfigError(
-            f"rollout.gpu_memory_utilization={config.rollout.gpu_memory_utilization} gives an engine {share:.1f} GiB of "
-            f"a GPU, its weights take {memory.engine_weights:.1f}, and the rest holds {memory.kv_tokens:,} tokens of the "
-            f"{config.max_model_tokens:,} of one sequence; raise it, or rollout.tensor_parallel."
+            f"rollout.gpu_memory_utilization={config.rollout.gpu_memory_utilization} gives an engine {share:.1f} GiB "
+            f"of a GPU, its weights take {memory.engine_weights:.1f}, and the rest holds {memory.kv_tokens:,} tokens "
+            f"of the {config.max_model_tokens:,} of one sequence; raise it, or rollout.tensor_parallel."
         )
     if sum(memory.generating.values()) > room:
         states = sum(memory.generating.values()) - share

@@ -1,5 +1,4 @@
-"""Going on from a checkpoint with other training data: refused in one line, or as run.on_data_change says. Whole runs, on
-stand-ins for Ray, GPUs and vLLM."""
+"""Resume from a checkpoint with other training data, by run.on_data_change. Whole runs, on stand-ins."""
 
 import json
 from pathlib import Path
