@@ -33,7 +33,7 @@ class OfflineDataConfig:
     validation: str = setting("", "Held-out records, in the forms of data.train; empty disables validation.")
     prompt_key: str = setting("prompt", "Column with the prompt: a string, or a list of chat messages.")
     max_tokens: int = setting(2048, "Maximum sequence length, in tokens.", minimum=2)
-    over_long: str = setting(
+    overlong_records: str = setting(
         "drop",
         "What to do with a longer record: `drop` removes and counts it, `error` stops the run.",
         choices=("drop", "error"),

@@ -97,7 +97,7 @@ class DataConfig:
         "Let responses continue chats that end with an assistant message. Otherwise such prompts are refused.",
     )
     max_prompt_tokens: int = setting(1024, "Maximum prompt length, in tokens.", minimum=1)
-    over_long: str = setting(
+    overlong_prompts: str = setting(
         "drop",
         "What to do with longer prompts: `drop` removes and counts them, `truncate` keeps their last tokens and "
         "counts them, `error` stops the run.",

@@ -69,11 +69,12 @@ def differences(now: DataIdentity, then: DataIdentity) -> list[str]:
         found.append(f"data.sources has weights {now['weights']}, as shares, that were {then['weights']}")
     elif _differ(now, then, "prompts"):
         found.append(
-            f"data.max_prompt_tokens or data.over_long keeps {now['prompts']} prompts of each source, and kept "
+            f"data.max_prompt_tokens or data.overlong_prompts keeps {now['prompts']} prompts of each source, and kept "
             f"{then['prompts']}"
         )
     elif _differ(now, then, "records"):
-        found.append(f"data.max_tokens or data.over_long keeps {now['records']} records, and kept {then['records']}")
+        kept = f"keeps {now['records']} records, and kept {then['records']}"
+        found.append(f"data.max_tokens or data.overlong_records {kept}")
     return found
 
 

@@ -46,14 +46,14 @@ class Prompts(Protocol):
 class PromptRules:
     """How a record becomes a prompt.
 
-    over_long: `drop` omits prompts above max_prompt_tokens, `truncate` keeps their last tokens, `error` refuses them;
+    overlong_prompts: `drop` omits prompts above max_prompt_tokens, `truncate` keeps their end, `error` refuses them;
     the first two count them. system_prompt: for chat messages without one. source_key: column of a record's source;
     empty takes the data set's name.
     """
 
     prompt_key: str
     max_prompt_tokens: int
-    over_long: str = "drop"
+    overlong_prompts: str = "drop"
     system_prompt: str = ""
     source_key: str = ""
 
@@ -76,7 +76,7 @@ class PromptDataset:
         """Tokenize `records`.
 
         curriculum: orders every epoch of the kept records. log: called with progress if tokenizing is slow. Raises
-        DataError on a prompt that is too long with over_long="error", empty, or of the wrong type, and if none is left.
+        DataError on a prompt that is overlong (with `error`), empty, or of the wrong type, and if none is left.
         """
         self._shuffle, self._seed, self.name, self._curriculum = shuffle, seed, name, curriculum
         self._orders: dict[int, np.ndarray] = {}
@@ -90,30 +90,30 @@ class PromptDataset:
         if not self._prompts:
             raise DataError(
                 f"{name}: all {len(records)} prompts are longer than data.max_prompt_tokens={rules.max_prompt_tokens}; "
-                "raise it, or set data.over_long=truncate."
+                "raise it, or set data.overlong_prompts=truncate."
             )
 
     def _tokenized(self, record: Record, renderer: Renderer, rules: PromptRules, index: int) -> np.ndarray | None:
         """Ids within the limit, or None to drop the prompt."""
         prompt = record[rules.prompt_key]
-        if rules.over_long != "truncate" and is_too_long(prompt, rules.max_prompt_tokens):
+        if rules.overlong_prompts != "truncate" and is_too_long(prompt, rules.max_prompt_tokens):
             self._leave_out(f"{characters(prompt):,} characters", rules, index)  # tokenizing 60 MB would take minutes
             return None
         where = f"{self.name} record {index}"
         ids = renderer.prompt_ids(with_system_prompt(prompt, rules.system_prompt, where), where)
         if len(ids) <= rules.max_prompt_tokens:
             return ids
-        if rules.over_long == "truncate":
+        if rules.overlong_prompts == "truncate":
             self.truncated += 1
             return ids[-rules.max_prompt_tokens :]
         self._leave_out(f"{len(ids)} prompt tokens", rules, index)
         return None
 
     def _leave_out(self, length: str, rules: PromptRules, index: int) -> None:
-        if rules.over_long == "error":
+        if rules.overlong_prompts == "error":
             raise DataError(
                 f"{self.name} record {index} has {length}; raise data.max_prompt_tokens ({rules.max_prompt_tokens}) or "
-                "set data.over_long=drop."
+                "set data.overlong_prompts=drop."
             )
         self.dropped += 1
 

@@ -210,7 +210,9 @@ def tokenized(config: Config, tried: Tried, log: Log = print) -> Inputs:
     renderer = replace(load_renderer(config, log), continue_last=data.continue_last_message)
     if config.rollout.environment:
         _check_continuing(config, renderer, tried.train)
-    rules = PromptRules(data.prompt_key, data.max_prompt_tokens, data.over_long, data.system_prompt, data.source_key)
+    rules = PromptRules(
+        data.prompt_key, data.max_prompt_tokens, data.overlong_prompts, data.system_prompt, data.source_key
+    )
     dataset = partial(PromptDataset, renderer=renderer, rules=rules, log=log)
     sources = [
         dataset(rows, shuffle=data.shuffle, seed=config.run.seed, name=path, curriculum=tried.curriculum)
@@ -297,19 +299,19 @@ def _check_records(path: str, rows: list[Record], functions: Sequence[RewardFunc
 
 
 def _check_lengths(config: Config, path: str, rows: list[Record]) -> None:
-    """Apply data.over_long to prompts that are too long with any tokenizer. May raise DataError."""
+    """Apply data.overlong_prompts to prompts that are too long with any tokenizer. May raise DataError."""
     data = config.data
     short = [not is_too_long(row[data.prompt_key], data.max_prompt_tokens) for row in rows]
-    if data.over_long != "truncate" and not any(short):
+    if data.overlong_prompts != "truncate" and not any(short):
         raise DataError(
             f"{path}: all prompts, {len(rows)}, have many more characters than data.max_prompt_tokens="
-            f"{data.max_prompt_tokens} tokens hold; raise it, set data.over_long=truncate, or give shorter prompts."
+            f"{data.max_prompt_tokens} tokens hold; raise it, set data.overlong_prompts=truncate, or shorten them."
         )
-    if data.over_long == "error" and not all(short):
+    if data.overlong_prompts == "error" and not all(short):
         number = short.index(False) + 1
         raise DataError(
             f"{path} record {number} has {characters(rows[number - 1][data.prompt_key]):,} characters, more than "
-            f"data.max_prompt_tokens={data.max_prompt_tokens} tokens hold; raise it, or set data.over_long=drop."
+            f"data.max_prompt_tokens={data.max_prompt_tokens} tokens hold; raise it, or set data.overlong_prompts=drop."
         )
 
 

@@ -41,8 +41,8 @@ class SequenceDataset:
     ) -> None:
         """records: examples of each. log: called with progress if tokenizing is slow.
 
-        Raises DataError on a record that cannot be tokenized, on one too long with over_long="error", and if none is
-        left.
+        Raises DataError on a record that cannot be tokenized, on a long one with overlong_records="error", and if none
+        is left.
         """
         self.name, self._shuffle, self._seed, self.dropped = name, shuffle, seed, 0
         self._items: list[Item] = []
@@ -64,10 +64,10 @@ class SequenceDataset:
         longest = max(len(row["input_ids"]) for row in item)
         if longest <= settings.max_tokens:
             self._items.append(item)
-        elif settings.over_long == "error":
+        elif settings.overlong_records == "error":
             raise DataError(
                 f"{where} has {longest} tokens; raise data.max_tokens ({settings.max_tokens}) or "
-                "set data.over_long=drop."
+                "set data.overlong_records=drop."
             )
         else:
             self.dropped += 1

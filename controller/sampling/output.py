@@ -31,7 +31,8 @@ Key = tuple[str, int]
 Line = dict[str, Any]
 SAMPLES, JOB = "samples.jsonl", "job.json"
 
-OF_DATA = ("data.max_prompt_tokens", "data.over_long", "data.source_key")
+NAME_OF_0_2 = '"data.over_long"', '"data.overlong_prompts"'
+OF_DATA = ("data.max_prompt_tokens", "data.overlong_prompts", "data.source_key")
 OF_ENGINES = ("model.dtype", "rollout.engine", "rollout.max_model_tokens")
 OF_EPISODES = ("rollout.max_turns", "rollout.max_episode_tokens")
 
@@ -132,7 +133,7 @@ def check_same_job(folder: Path, job: Mapping[str, Any]) -> None:
     if not path.exists():
         return
     try:
-        then = json.loads(path.read_text(encoding="utf-8"))
+        then = json.loads(path.read_text(encoding="utf-8").replace(*NAME_OF_0_2))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read ({error}); give another --output, or remove that folder.") from None
     now = json.loads(json.dumps(job))

@@ -57,7 +57,7 @@ def test_over_long_prompts_are_dropped_and_counted_or_refused() -> None:
     kept = PromptDataset(records, LETTERS, RULES)
     assert (len(kept), kept.dropped) == (1, 1)
     with refused("data.max_prompt_tokens", DataError):
-        PromptDataset(records, LETTERS, replace(RULES, over_long="error"))
+        PromptDataset(records, LETTERS, replace(RULES, overlong_prompts="error"))
     with refused("data.max_prompt_tokens=1", DataError):
         PromptDataset(records, LETTERS, replace(RULES, max_prompt_tokens=1))
 
@@ -70,7 +70,7 @@ def test_chat_messages_go_through_the_template() -> None:
 
 
 def test_over_long_prompts_keep_their_last_tokens_where_asked() -> None:
-    kept = PromptDataset([{"prompt": "much too long"}], LETTERS, replace(RULES, over_long="truncate"))
+    kept = PromptDataset([{"prompt": "much too long"}], LETTERS, replace(RULES, overlong_prompts="truncate"))
     assert (kept.truncated, kept.dropped) == (1, 0)
     assert "".join(map(chr, next(iter(kept)).ids)) == "too long"
 

@@ -77,7 +77,7 @@ def test_a_verl_script_becomes_settings_with_the_same_meaning(capsys: pytest.Cap
     wanted = {
         "data.sources": {"/home/me/data/a.parquet": 1.0, "/home/me/data/b.parquet": 1.0},
         "data.validation": "/home/me/data/c.parquet",
-        "data.over_long": "truncate",
+        "data.overlong_prompts": "truncate",
         "rollout.sampling.max_new_tokens": 2048,
         "batch.mini_batches": 4,
         "policy.max_tokens": 6144,

@@ -89,7 +89,7 @@ def test_long_records_are_dropped_and_counted_or_refused(local_runs: LocalRuns) 
     steps = local_runs.run("sft", "run", "data.max_tokens=24", "run.steps=1").steps
     assert 0 < steps[0]["data/dropped"] < 20
     with pytest.raises(DataError, match=r"pairs.jsonl record \d+ has \d+ tokens; raise data.max_tokens \(24\)"):
-        local_runs.run("sft", "other", "data.max_tokens=24", "data.over_long=error")
+        local_runs.run("sft", "other", "data.max_tokens=24", "data.overlong_records=error")
 
 
 def test_a_checkpoint_of_other_data_is_refused_or_taken_as_run_other_data_says(local_runs: LocalRuns) -> None:

@@ -33,7 +33,7 @@ def written(name: str, file: str, text: str, *words: str) -> BadInput:
     return BadInput(name, words, (), lambda folder: (folder / file).write_text(text))
 
 
-OVER_LONG = "data.over_long"
+OVERLONG = "data.overlong_prompts"
 DATA = (
     second_line("truncated line", '{"prompt": "1+', "train.jsonl:2"),
     second_line("record without prompt", '{"x": 1}', "train.jsonl:2", "'prompt'"),
@@ -42,11 +42,18 @@ DATA = (
     second_line("nested thousands deep", deep(5000), "train.jsonl:2"),
     second_line("nested hundreds deep", deep(400), "train.jsonl:2"),
     second_line(
-        "megabytes in a line", LONG, "train.jsonl record 2", "data.over_long", overrides=["data.over_long=error"]
+        "megabytes in a line",
+        LONG,
+        "train.jsonl record 2",
+        "data.overlong_prompts",
+        overrides=["data.overlong_prompts=error"],
     ),
     written("torn validation data", "validation.jsonl", "{", "validation.jsonl:1"),
     BadInput(
-        "megabytes", ["train.jsonl", "data.over_long"], (), lambda folder: (folder / "train.jsonl").write_text(LONG)
+        "megabytes",
+        ["train.jsonl", "data.overlong_prompts"],
+        (),
+        lambda folder: (folder / "train.jsonl").write_text(LONG),
     ),
     BadInput("file name of 300 characters", ["data.train"], [f"data.train={'x' * 300}.jsonl"]),
 )

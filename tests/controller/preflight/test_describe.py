@@ -42,9 +42,9 @@ def test_the_dry_run_prints_what_differs_from_the_defaults_and_on_demand_everyth
 ) -> None:
     page = describe(config)
     assert "== configuration, where it differs from the defaults (--all: everything) ==" in page
-    assert "learning_rate" not in page and "over_long" not in page
+    assert "learning_rate" not in page and "overlong_prompts" not in page
     everything = describe(config, everything=True)
-    assert "learning_rate" in everything and "over_long" in everything
+    assert "learning_rate" in everything and "overlong_prompts" in everything
     assert len(changed_yaml(config).splitlines()) < 30
     (workspace / "changed.yaml").write_text(changed_yaml(config))
     assert load(workspace / "changed.yaml") == config
