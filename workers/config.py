@@ -113,23 +113,23 @@ class ParallelConfig:
 @dataclass
 class PolicyConfig:
     only_with = (
-        ("policy's forward pass", "forward_max_tokens, forward_max_sequences"),
+        ("policy's forward pass", "forward_max_tokens_per_micro_batch, forward_max_sequences_per_micro_batch"),
         ("forward pass", "forward_min_micro_batches"),
         ("GPUs", "cpu_offload"),
     )
 
     ranks: int = setting(1, "Data-parallel ranks, one worker actor each.", minimum=1, maximum=100_000)
-    max_tokens: int = setting(
+    max_tokens_per_micro_batch: int = setting(
         16384, "Cap on packed tokens of a training micro-batch. Twice the longest sequence is a good start.", minimum=1
     )
-    forward_max_tokens: int = setting(
-        0, "Cap on packed tokens of a forward-only micro-batch; 0 uses policy.max_tokens.", minimum=0
+    forward_max_tokens_per_micro_batch: int = setting(
+        0, "Cap on packed tokens of a forward-only micro-batch; 0 uses policy.max_tokens_per_micro_batch.", minimum=0
     )
-    max_sequences: int = setting(
+    max_sequences_per_micro_batch: int = setting(
         0, "Cap on sequences of a training micro-batch; 0 means unlimited. If set, use 2 or more.", minimum=0
     )
-    forward_max_sequences: int = setting(
-        0, "Cap on sequences of a forward-only micro-batch; 0 uses policy.max_sequences.", minimum=0
+    forward_max_sequences_per_micro_batch: int = setting(
+        0, "Cap on sequences of a forward-only micro-batch; 0 uses policy.max_sequences_per_micro_batch.", minimum=0
     )
     min_micro_batches: int = setting(
         1,
@@ -165,9 +165,11 @@ class ReferenceConfig:
     path: str = setting(
         "", "Model of the reference. If empty, model.path, or with model.lora the policy without its adapters."
     )
-    forward_max_tokens: int = setting(0, "Cap on packed tokens of a micro-batch; 0 uses policy.max_tokens.", minimum=0)
-    forward_max_sequences: int = setting(
-        0, "Cap on sequences of a micro-batch; 0 uses policy.max_sequences.", minimum=0
+    forward_max_tokens_per_micro_batch: int = setting(
+        0, "Cap on packed tokens of a micro-batch; 0 uses policy.max_tokens_per_micro_batch.", minimum=0
+    )
+    forward_max_sequences_per_micro_batch: int = setting(
+        0, "Cap on sequences of a micro-batch; 0 uses policy.max_sequences_per_micro_batch.", minimum=0
     )
     cpu_offload: bool = setting(False, "Keep parameters in host memory (FSDP2).")
 
@@ -302,8 +304,12 @@ class RewardModelConfig:
         "Empty disables it.",
     )
     weight: float = setting(1.0, "Weight of its score in the reward.")
-    max_tokens: int = setting(0, "Cap on packed tokens of a micro-batch; 0 uses policy.max_tokens.", minimum=0)
-    max_sequences: int = setting(0, "Cap on sequences of a micro-batch; 0 uses policy.max_sequences.", minimum=0)
+    max_tokens_per_micro_batch: int = setting(
+        0, "Cap on packed tokens of a micro-batch; 0 uses policy.max_tokens_per_micro_batch.", minimum=0
+    )
+    max_sequences_per_micro_batch: int = setting(
+        0, "Cap on sequences of a micro-batch; 0 uses policy.max_sequences_per_micro_batch.", minimum=0
+    )
     cpu_offload: bool = setting(False, "Keep parameters in host memory (FSDP2).")
 
 
@@ -319,15 +325,17 @@ class CriticConfig:
         "Model that the critic starts from: a reward model, whose head is kept, or a causal LM, whose new head starts "
         "at 0. Empty uses model.path.",
     )
-    max_tokens: int = setting(0, "Cap on packed tokens of a training micro-batch; 0 uses policy.max_tokens.", minimum=0)
-    forward_max_tokens: int = setting(
-        0, "Cap on packed tokens of a forward-only micro-batch; 0 uses critic.max_tokens.", minimum=0
+    max_tokens_per_micro_batch: int = setting(
+        0, "Cap on packed tokens of a training micro-batch; 0 uses policy.max_tokens_per_micro_batch.", minimum=0
     )
-    max_sequences: int = setting(
-        0, "Cap on sequences of a training micro-batch; 0 uses policy.max_sequences.", minimum=0
+    forward_max_tokens_per_micro_batch: int = setting(
+        0, "Cap on packed tokens of a forward-only micro-batch; 0 uses critic.max_tokens_per_micro_batch.", minimum=0
     )
-    forward_max_sequences: int = setting(
-        0, "Cap on sequences of a forward-only micro-batch; 0 uses critic.max_sequences.", minimum=0
+    max_sequences_per_micro_batch: int = setting(
+        0, "Cap on sequences of a training micro-batch; 0 uses policy.max_sequences_per_micro_batch.", minimum=0
+    )
+    forward_max_sequences_per_micro_batch: int = setting(
+        0, "Cap on sequences of a forward-only micro-batch; 0 uses critic.max_sequences_per_micro_batch.", minimum=0
     )
     warmup_steps: int = setting(0, "Steps at the start of a run that train only the critic.", minimum=0)
     cpu_offload: bool = setting(False, "Keep parameters, gradients and optimiser state in host memory (FSDP2).")

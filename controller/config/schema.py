@@ -182,29 +182,33 @@ class Config(ReferenceSettings):
     @property
     def critic_max_tokens(self) -> int:
         """Cap on packed tokens of the critic's training micro-batches."""
-        return self.critic.max_tokens or self.policy.max_tokens
+        return self.critic.max_tokens_per_micro_batch or self.policy.max_tokens_per_micro_batch
 
     @property
     def critic_forward_max_tokens(self) -> int:
         """Cap on packed tokens of the critic's forward-only micro-batches."""
-        return self.critic.forward_max_tokens or self.critic_max_tokens
+        return self.critic.forward_max_tokens_per_micro_batch or self.critic_max_tokens
 
     @property
     def limits(self) -> dict[str, Limits]:
         """Limits of each pass's micro-batches, by role and pass, such as `policy.update`."""
-        critic, most = self.critic, self.policy.max_sequences
+        critic, most = self.critic, self.policy.max_sequences_per_micro_batch
         found = self.policy_limits | self.reference_limits
         if self.uses_critic:
-            most_of_critic = critic.max_sequences or most
-            found["critic.update"] = self._training("critic.max_tokens", self.critic_max_tokens, most_of_critic)
+            most_of_critic = critic.max_sequences_per_micro_batch or most
+            found["critic.update"] = self._training(
+                "critic.max_tokens_per_micro_batch", self.critic_max_tokens, most_of_critic
+            )
             found["critic.values"] = self._forward(
-                "critic.forward_max_tokens",
+                "critic.forward_max_tokens_per_micro_batch",
                 self.critic_forward_max_tokens,
-                critic.forward_max_sequences or most_of_critic,
+                critic.forward_max_sequences_per_micro_batch or most_of_critic,
             )
         if self.uses_reward_model:
             found["reward_model.scores"] = self._forward(
-                "reward.model.max_tokens", self.reward_model_max_tokens, self.reward.model.max_sequences or most
+                "reward.model.max_tokens_per_micro_batch",
+                self.reward_model_max_tokens,
+                self.reward.model.max_sequences_per_micro_batch or most,
             )
         return found
 
@@ -249,7 +253,7 @@ class Config(ReferenceSettings):
     @property
     def reward_model_max_tokens(self) -> int:
         """Cap on packed tokens of the reward model's micro-batches."""
-        return self.reward.model.max_tokens or self.policy.max_tokens
+        return self.reward.model.max_tokens_per_micro_batch or self.policy.max_tokens_per_micro_batch
 
     @property
     def critic_model(self) -> ModelConfig:

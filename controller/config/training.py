@@ -107,11 +107,15 @@ class TrainingConfig:
         """`limits` of the policy."""
         policy = self.policy
         return {
-            "policy.update": self._training("policy.max_tokens", policy.max_tokens, policy.max_sequences),
+            "policy.update": self._training(
+                "policy.max_tokens_per_micro_batch",
+                policy.max_tokens_per_micro_batch,
+                policy.max_sequences_per_micro_batch,
+            ),
             "policy.log_probs": self._forward(
-                "policy.forward_max_tokens",
+                "policy.forward_max_tokens_per_micro_batch",
                 self.forward_max_tokens,
-                policy.forward_max_sequences or policy.max_sequences,
+                policy.forward_max_sequences_per_micro_batch or policy.max_sequences_per_micro_batch,
             ),
         }
 
@@ -189,7 +193,7 @@ class TrainingConfig:
     @property
     def forward_max_tokens(self) -> int:
         """Cap on packed tokens of the policy's forward-only micro-batches."""
-        return self.policy.forward_max_tokens or self.policy.max_tokens
+        return self.policy.forward_max_tokens_per_micro_batch or self.policy.max_tokens_per_micro_batch
 
     def model_description(self) -> dict[str, Any]:
         """Read config.json of model.path. Raises ConfigError if it is missing."""
@@ -280,16 +284,18 @@ class ReferenceSettings(TrainingConfig):
     @property
     def reference_max_tokens(self) -> int:
         """Cap on packed tokens of the reference's micro-batches."""
-        return self.reference.forward_max_tokens or self.policy.max_tokens
+        return self.reference.forward_max_tokens_per_micro_batch or self.policy.max_tokens_per_micro_batch
 
     @property
     def reference_limits(self) -> dict[str, Limits]:
         """Limits of the reference; empty without one."""
         if not self.uses_reference:
             return {}
-        sequences = self.reference.forward_max_sequences or self.policy.max_sequences
+        sequences = self.reference.forward_max_sequences_per_micro_batch or self.policy.max_sequences_per_micro_batch
         return {
-            "reference.log_probs": self._forward("reference.forward_max_tokens", self.reference_max_tokens, sequences)
+            "reference.log_probs": self._forward(
+                "reference.forward_max_tokens_per_micro_batch", self.reference_max_tokens, sequences
+            )
         }
 
 

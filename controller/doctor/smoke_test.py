@@ -35,7 +35,7 @@ SETTINGS = (
     *("run.name=doctor", "run.steps=2", "run.checkpoint_every=0", "run.max_restarts=0"),
     *("tracking.tensorboard=false", "tracking.timeline=false"),
     *("batch.prompts_per_step=4", "rollout.samples_per_prompt=4", "reward.workers=1", "rollout.replicas=1"),
-    *("data.max_prompt_tokens=64", "rollout.sampling.max_new_tokens=32", "policy.max_tokens=2048"),
+    *("data.max_prompt_tokens=64", "rollout.sampling.max_new_tokens=32", "policy.max_tokens_per_micro_batch=2048"),
     "policy.optimizer.learning_rate=1e-3",  # one step of it is seen in every log-prob
 )
 ENGINE = {

@@ -152,9 +152,10 @@ def warnings(config: Config) -> list[str]:
 
 def _notes(config: TrainingConfig) -> list[str]:
     notes = idle_gpus(config, config.gpus) + (_sampling_notes(config) if isinstance(config, Config) else [])
-    if config.policy.max_tokens * config.policy.parallel.context_parallel < 2 * config.longest_sequence:
+    if config.policy.max_tokens_per_micro_batch * config.policy.parallel.context_parallel < 2 * config.longest_sequence:
         notes.append(
-            "policy.max_tokens is below twice the longest possible sequence; long sequences leave packs half empty"
+            "policy.max_tokens_per_micro_batch is below twice the longest possible sequence; long sequences leave "
+            "packs half empty"
         )
     return notes
 

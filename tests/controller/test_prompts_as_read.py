@@ -31,7 +31,13 @@ TEMPLATE = (
 )
 USER, SAID = {"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}
 SCHEMA = {sft: SftConfig, preferences: PreferencesConfig}
-CHAT = [*SETTINGS, "data.train=x.jsonl", "data.validation=''", "data.max_prompt_tokens=64", "policy.max_tokens=72"]
+CHAT = [
+    *SETTINGS,
+    "data.train=x.jsonl",
+    "data.validation=''",
+    "data.max_prompt_tokens=64",
+    "policy.max_tokens_per_micro_batch=72",
+]
 
 
 @pytest.fixture

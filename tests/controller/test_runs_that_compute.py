@@ -135,7 +135,7 @@ def log_probs_by(module: torch.nn.Module, sequences: DataProto) -> torch.Tensor:
 def test_p15_p16_a_custom_loss_sees_columns_of_its_records_meta_data_and_old_entropies(
     run: Run, batches: list[RemoteBatch]
 ) -> None:
-    several_micro_batches = "policy.max_tokens=24"
+    several_micro_batches = "policy.max_tokens_per_micro_batch=24"
     columns = ("algorithm.loss.columns=level, source", "algorithm.loss.old_entropies=true")
     finished = run(*custom("looks"), *columns, several_micro_batches)
     seen = sys.modules["losses_of_a_user"].SEEN

@@ -15,14 +15,18 @@ PADDED = ("model.layout=padded", "batch.mini_batches=1")
 
 def test_d1_sorted_by_length_and_dealt_with_stride(file: str) -> None:
     """The worked example: ranks hold lengths 1, 5, 6, 8 and 3, 6, 7, 8, ties stable."""
-    config = configuration(file, *up_to(8), *PADDED, "balance.algorithm=roll", "policy.ranks=2", "policy.max_tokens=12")
+    config = configuration(
+        file, *up_to(8), *PADDED, "balance.algorithm=roll", "policy.ranks=2", "policy.max_tokens_per_micro_batch=12"
+    )
     steps = micro_batches(plan_of(config, [7, 6, 8, 5, 1, 3, 8, 6]))
     by_rank = [sorted(rows) for rows in zip(*steps, strict=True)]
     assert by_rank == [[[2], [3, 4], [7]], [[0], [1, 5], [6]]]
 
 
 def test_d2_d4_rows_times_width_keep_the_cap_and_ranks_take_as_many_steps(file: str) -> None:
-    config = configuration(file, *SMALL, *PADDED, "policy.ranks=3", "policy.max_tokens=100", "model.length_multiple=4")
+    config = configuration(
+        file, *SMALL, *PADDED, "policy.ranks=3", "policy.max_tokens_per_micro_batch=100", "model.length_multiple=4"
+    )
 
     @settings(max_examples=50, deadline=None)
     @given(st.lists(st.integers(1, 40), min_size=3, max_size=40))
@@ -37,7 +41,7 @@ def test_d2_d4_rows_times_width_keep_the_cap_and_ranks_take_as_many_steps(file: 
 
 def test_d3_widths_are_multiples(ranks: RankPool, file: str) -> None:
     """What the model read is rows of a multiple of 16 cells."""
-    overrides = (*SMALL, *PADDED, "policy.ranks=1", "policy.max_tokens=128", "model.length_multiple=16")
+    overrides = (*SMALL, *PADDED, "policy.ranks=1", "policy.max_tokens_per_micro_batch=128", "model.length_multiple=16")
     plan = plan_of(configuration(file, *up_to(240), "model.length_multiple=64", *PADDED), [200, 240])
     assert plan.length_multiple == 64
     cells = compute(ranks, file, *overrides).cells[0]
@@ -48,7 +52,12 @@ def test_d3_widths_are_multiples(ranks: RankPool, file: str) -> None:
 @pytest.mark.parametrize(("multiple", "count"), [(1, 3), (2, 4), (4, 4)])
 def test_d5_counts_are_a_multiple_as_pipelines_need(file: str, multiple: int, count: int) -> None:
     """The published lengths and cap: micro-batches are split until their count divides."""
-    how = ("policy.ranks=2", "policy.max_tokens=12", "model.length_multiple=2", "balance.algorithm=roll")
+    how = (
+        "policy.ranks=2",
+        "policy.max_tokens_per_micro_batch=12",
+        "model.length_multiple=2",
+        "balance.algorithm=roll",
+    )
     config = configuration(file, *up_to(8), *PADDED, *how, f"balance.count_multiple={multiple}")
     lengths = [7, 6, 8, 5, 1, 3, 8, 6]
     for of in ("policy.update", "policy.log_probs"):
@@ -60,7 +69,12 @@ def test_d5_virtual_stages_need_a_multiple_of_the_stages_and_get_it(
     file: str, stages: int, virtual: int, count: int
 ) -> None:
     """The published lengths and cap again, without balance.count_multiple; the widest micro-batches are split."""
-    how = ("policy.ranks=2", "policy.max_tokens=12", "model.length_multiple=2", "balance.algorithm=roll")
+    how = (
+        "policy.ranks=2",
+        "policy.max_tokens_per_micro_batch=12",
+        "model.length_multiple=2",
+        "balance.algorithm=roll",
+    )
     cut = (f"policy.parallel.pipeline_parallel={stages}", f"policy.parallel.virtual_stages={virtual}")
     deep = ("model.path=eight",) if stages * virtual > 4 else ("model.path=deep",)
     config = configuration(file, *up_to(8), *PADDED, *how, *cut, *deep)
@@ -79,8 +93,12 @@ def test_d5_a_multiple_that_a_mini_batch_cannot_fill_is_refused_with_the_reason(
 
 def test_d6_layout_cap_and_rounding_are_separate_for_training_and_forward_passes(ranks: RankPool, file: str) -> None:
     """What the model read in the forward pass is padded to 16; the update is packed and padded to nothing."""
-    own = ("model.forward_layout=padded", "model.forward_length_multiple=16", "policy.forward_max_tokens=96")
-    overrides = (*SMALL, "policy.ranks=1", "policy.max_tokens=64", *own)
+    own = (
+        "model.forward_layout=padded",
+        "model.forward_length_multiple=16",
+        "policy.forward_max_tokens_per_micro_batch=96",
+    )
+    overrides = (*SMALL, "policy.ranks=1", "policy.max_tokens_per_micro_batch=64", *own)
     config = configuration(file, *overrides)
     update, forward = (plan_of(config, [5] * 8, of=of).settings for of in ("policy.update", "policy.log_probs"))
     assert (update.layout, update.length_multiple, update.max_tokens) == ("packed", 1, 64)

@@ -53,14 +53,16 @@ def test_p2_p3_p4_ranks_hold_the_published_rows(ranks: RankPool, file: str) -> N
 
 
 WAYS = {
-    "2 ranks, small caps": ("policy.ranks=2", "policy.max_tokens=40"),
+    "2 ranks, small caps": ("policy.ranks=2", "policy.max_tokens_per_micro_batch=40"),
     "cp 2, tp 2, packed": (*CP, "policy.parallel.tensor_parallel=2"),
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_p7_loss_gradients_and_updates_equal_the_unpacked_ones(ranks: RankPool, file: str, way: str) -> None:
-    unpacked = compute(ranks, file, *SMALL, "policy.ranks=1", "model.layout=padded", "policy.max_sequences=1")
+    unpacked = compute(
+        ranks, file, *SMALL, "policy.ranks=1", "model.layout=padded", "policy.max_sequences_per_micro_batch=1"
+    )
     assert max(map(len, unpacked.cells[0])) <= 40
     packed = compute(ranks, file, *SMALL, *WAYS[way])
     for name in ("loss", "grad_norm"):
@@ -93,7 +95,9 @@ def test_p10_balancing_leaves_the_random_mini_batches_as_drawn(file: str) -> Non
 
 
 def test_p11_none_keeps_the_given_order(file: str) -> None:
-    config = configuration(file, *SMALL, "balance.algorithm=none", "policy.max_tokens=40", "batch.mini_batches=1")
+    config = configuration(
+        file, *SMALL, "balance.algorithm=none", "policy.max_tokens_per_micro_batch=40", "batch.mini_batches=1"
+    )
     groups = [
         rows for step in zip(*micro_batches(plan_of(config, [20, 10, 20, 30, 5, 5])), strict=True) for rows in step
     ]
@@ -103,7 +107,7 @@ def test_p11_none_keeps_the_given_order(file: str) -> None:
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 def test_p12_no_micro_batch_exceeds_its_cap(ranks: RankPool, file: str, layout: str) -> None:
     """What the model read: the forward pass has a cap of its own."""
-    caps = ("policy.max_tokens=64", "policy.forward_max_tokens=44", "policy.ranks=1")
+    caps = ("policy.max_tokens_per_micro_batch=64", "policy.forward_max_tokens_per_micro_batch=44", "policy.ranks=1")
     result = compute(ranks, file, *SMALL, *caps, f"model.layout={layout}")
     assert len(result.cells[0]) > 2 and max(map(len, result.cells[0])) <= 44
 

@@ -31,7 +31,7 @@ def long_tailed(count: int, longest: int = 40) -> list[int]:
 
 
 def test_v2_m6_every_index_is_computed_once_and_indices_ascend(file: str) -> None:
-    config = configuration(file, *SMALL, "policy.ranks=3", "policy.max_tokens=64")
+    config = configuration(file, *SMALL, "policy.ranks=3", "policy.max_tokens_per_micro_batch=64")
     plan = plan_of(config, long_tailed(50))
     groups = [rows for step in micro_batches(plan) for rows in step]
     assert sorted(row for rows in groups for row in rows) == list(range(50))
@@ -41,7 +41,7 @@ def test_v2_m6_every_index_is_computed_once_and_indices_ascend(file: str) -> Non
 
 
 def test_v5_the_cap_counts_for_a_context_parallel_group(file: str) -> None:
-    overrides = (*SMALL, "policy.ranks=1", "policy.max_tokens=40", *ONE_STEP)
+    overrides = (*SMALL, "policy.ranks=1", "policy.max_tokens_per_micro_batch=40", *ONE_STEP)
     assert len(micro_batches(plan_of(configuration(file, *overrides), [38, 38]))) == 2
     shared = configuration(file, *overrides, "policy.parallel.context_parallel=2")
     assert len(micro_batches(plan_of(shared, [38, 38]))) == 1
@@ -49,13 +49,15 @@ def test_v5_the_cap_counts_for_a_context_parallel_group(file: str) -> None:
 
 def test_v6_the_count_is_the_smallest_that_fits_and_equal_over_ranks(file: str) -> None:
     for cap, steps in ((2000, 2), (1000, 3), (3000, 1)):
-        config = configuration(file, *up_to(max(LENGTHS)), "policy.ranks=1", f"policy.max_tokens={cap}", *ONE_STEP)
+        config = configuration(
+            file, *up_to(max(LENGTHS)), "policy.ranks=1", f"policy.max_tokens_per_micro_batch={cap}", *ONE_STEP
+        )
         assert len(micro_batches(plan_of(config, LENGTHS))) == steps
 
 
 def test_v8_heavier_micro_batches_come_first_by_default(file: str) -> None:
     lengths = [3, 38, 2, 40]
-    config = configuration(file, *SMALL, "policy.ranks=1", "policy.max_tokens=40", *ONE_STEP)
+    config = configuration(file, *SMALL, "policy.ranks=1", "policy.max_tokens_per_micro_batch=40", *ONE_STEP)
     assert [sum(lengths[row] for row in step[0]) for step in micro_batches(plan_of(config, lengths))] == [40, 38, 5]
 
 
@@ -63,22 +65,27 @@ def test_v8_heavier_micro_batches_come_first_by_default(file: str) -> None:
     ("lengths", "cap"), [(LENGTHS, 2000), ([512, 1024, 256, 2048, 128, 768, 1536, 384, 896, 640], 4096)]
 )
 def test_v6_m5_the_worked_examples_end_in_two_equal_micro_batches(file: str, lengths: list[int], cap: int) -> None:
-    config = configuration(file, *up_to(max(lengths)), "policy.ranks=1", f"policy.max_tokens={cap}", *ONE_STEP)
+    config = configuration(
+        file, *up_to(max(lengths)), "policy.ranks=1", f"policy.max_tokens_per_micro_batch={cap}", *ONE_STEP
+    )
     steps = micro_batches(plan_of(config, lengths))
     assert [sum(lengths[row] for row in step[0]) for step in steps] == [sum(lengths) // 2] * 2
 
 
 def test_v7_only_real_lengths_count(file: str) -> None:
     """Caps hold for lengths, whatever the longest possible response is."""
-    narrow = configuration(file, *SMALL, "policy.ranks=2", "policy.max_tokens=128")
-    wide = configuration(file, *up_to(128), "policy.ranks=2", "policy.max_tokens=128")
+    narrow = configuration(file, *SMALL, "policy.ranks=2", "policy.max_tokens_per_micro_batch=128")
+    wide = configuration(file, *up_to(128), "policy.ranks=2", "policy.max_tokens_per_micro_batch=128")
     lengths = long_tailed(30)
     assert micro_batches(plan_of(narrow, lengths)) == micro_batches(plan_of(wide, lengths))
 
 
 def test_v10_micro_steps_are_balanced_over_all_ranks_at_once(file: str) -> None:
     ours, rank_by_rank = (
-        plan_of(configuration(file, *SMALL, "policy.ranks=4", "policy.max_tokens=64", *how), long_tailed(200))
+        plan_of(
+            configuration(file, *SMALL, "policy.ranks=4", "policy.max_tokens_per_micro_batch=64", *how),
+            long_tailed(200),
+        )
         for how in ((), ("balance.algorithm=verl",))
     )
     assert plan_statistics(ours)["imbalance/micro_steps"] < plan_statistics(rank_by_rank)["imbalance/micro_steps"] / 2
@@ -87,26 +94,37 @@ def test_v10_micro_steps_are_balanced_over_all_ranks_at_once(file: str) -> None:
 def test_v9_m1_results_come_back_in_the_given_order(ranks: RankPool, file: str) -> None:
     """However the batch is cut: caps that give one micro-batch, and one for nearly every sequence."""
     whole = compute(ranks, file, *SMALL, "policy.ranks=1", *ONE_STEP)
-    cut = compute(ranks, file, *SMALL, "policy.ranks=2", "policy.max_tokens=40", *ONE_STEP)
+    cut = compute(ranks, file, *SMALL, "policy.ranks=2", "policy.max_tokens_per_micro_batch=40", *ONE_STEP)
     assert len(whole.cells[0]) == 1 < len(cut.cells[0])
     for row, log_probs in whole.log_probs.items():
         np.testing.assert_allclose(cut.log_probs[row], log_probs, atol=1e-6)
 
 
 def test_m2_a_sample_longer_than_the_cap_is_refused_by_its_place_length_and_cap(file: str) -> None:
-    config = configuration(file, *SMALL, "policy.max_tokens=40")
+    config = configuration(file, *SMALL, "policy.max_tokens_per_micro_batch=40")
     with pytest.raises(OverCapError, match=r"lengths\[2\] is 41 tokens.*40"):
         plan_of(config, [7, 40, 41, 3])
 
 
-@pytest.mark.parametrize("name", ["policy.max_tokens", "policy.forward_max_tokens", "reference.forward_max_tokens"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "policy.max_tokens_per_micro_batch",
+        "policy.forward_max_tokens_per_micro_batch",
+        "reference.forward_max_tokens_per_micro_batch",
+    ],
+)
 def test_m2_a_cap_that_a_sample_could_break_is_refused_before_the_run(file: str, name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}=39"):
         configuration(file, *SMALL, "algorithm.loss.kl_coefficient=0.1", f"{name}=39")
 
 
 def test_m3_caps_are_separate_for_update_log_probs_and_reference(run: Run, calls: Calls) -> None:
-    caps = ("policy.max_tokens=16", "policy.forward_max_tokens=32", "reference.forward_max_tokens=64")
+    caps = (
+        "policy.max_tokens_per_micro_batch=16",
+        "policy.forward_max_tokens_per_micro_batch=32",
+        "reference.forward_max_tokens_per_micro_batch=64",
+    )
     run(*caps, "algorithm.loss.kl_coefficient=0.1", "batch.mini_batches=2", "run.steps=1")
     used = {method: plan.max_tokens for method, plan in calls if plan}
     assert used == {"policy.update": 16, "policy.log_probs": 32, "reference.log_probs": 64}
@@ -168,7 +186,14 @@ def test_v6_the_count_is_at_least_the_minimum_a_multiple_and_never_above_the_seq
 def test_v6_micro_batches_of_a_pipeline_differ_in_length_and_hold_no_padding(ranks: RankPool, file: str) -> None:
     """Two stages of two parts each: the first reads every token once, in rows of different lengths, and the update is
     that of one process."""
-    how = (*SMALL, "policy.ranks=1", "policy.max_tokens=40", "model.path=deep", *ONE_STEP, "model.share_prefixes=never")
+    how = (
+        *SMALL,
+        "policy.ranks=1",
+        "policy.max_tokens_per_micro_batch=40",
+        "model.path=deep",
+        *ONE_STEP,
+        "model.share_prefixes=never",
+    )
     alone = compute(ranks, file, *how)
     cut = ("policy.parallel.pipeline_parallel=2", "policy.parallel.virtual_stages=2", "balance.order=makespan")
     staged = compute(ranks, file, *how, *cut)
@@ -190,7 +215,7 @@ def test_v8_small_micro_batches_stand_at_both_ends_where_asked(file: str, layout
         file,
         *SMALL,
         "policy.ranks=1",
-        "policy.max_tokens=40",
+        "policy.max_tokens_per_micro_batch=40",
         f"model.layout={layout}",
         "balance.order=small_ends",
         *ONE_STEP,
@@ -209,12 +234,12 @@ def test_m4_caps_on_sequences_are_separate_for_every_pass(run: Run, calls: Calls
         "batch.mini_batches=2",
         "run.steps=1",
         "reward.model.path=judge",
-        "policy.max_sequences=2",
-        "policy.forward_max_sequences=3",
-        "reference.forward_max_sequences=4",
-        "critic.max_sequences=5",
-        "critic.forward_max_sequences=6",
-        "reward.model.max_sequences=7",
+        "policy.max_sequences_per_micro_batch=2",
+        "policy.forward_max_sequences_per_micro_batch=3",
+        "reference.forward_max_sequences_per_micro_batch=4",
+        "critic.max_sequences_per_micro_batch=5",
+        "critic.forward_max_sequences_per_micro_batch=6",
+        "reward.model.max_sequences_per_micro_batch=7",
     )
     used = {method: plan.settings.max_sequences for method, plan in calls if plan}
     assert used == {
@@ -228,7 +253,7 @@ def test_m4_caps_on_sequences_are_separate_for_every_pass(run: Run, calls: Calls
 
 
 def test_m4_no_micro_batch_has_more_sequences_and_passes_take_the_policy_s_cap(file: str) -> None:
-    config = configuration(file, *SMALL, "algorithm.loss.kl_coefficient=0.1", "policy.max_sequences=2")
+    config = configuration(file, *SMALL, "algorithm.loss.kl_coefficient=0.1", "policy.max_sequences_per_micro_batch=2")
     for of in ("policy.update", "policy.log_probs", "reference.log_probs"):
         groups = [rows for step in micro_batches(plan_of(config, [3] * 20, of=of)) for rows in step]
         assert max(map(len, groups)) == 2

@@ -19,7 +19,7 @@ RUN = {
     "tests/end_to_end/checkout.py::start": ["source .venv/bin/activate"],
     f"{NEWCOMER}::test_a_recipe_with_the_lines_marked_yours_changed_runs": [
         "python -m controller.fit --config mine.yaml --dry-run",
-        "python -m controller.fit --config mine.yaml policy.max_tokens=16384",
+        "python -m controller.fit --config mine.yaml policy.max_tokens_per_micro_batch=16384",
         "python -m controller.fit --settings",
     ],
     f"{NEWCOMER}::test_adapters_are_trained_and_saved_as_peft_reads_them": ["python -m ballast fit"],

@@ -67,7 +67,7 @@ PPO = (
     "run.checkpoint_every=1",
     "reward.function=''",
     "reward.model.weight=2",
-    "reward.model.max_tokens=64",
+    "reward.model.max_tokens_per_micro_batch=64",
 )
 
 

@@ -173,20 +173,24 @@ def test_a_recipe_with_the_lines_marked_yours_changed_runs(checkout: Checkout, m
     tried = checkout.run(f"python -m controller.fit --config {mine} --dry-run")
     assert "reward.py:reward: tried on the first record and an empty response" in tried.lines
     said = checkout.run(
-        f"python -m controller.fit --config {mine} policy.max_tokens=16384 run.steps=2 run.name=recipe {SMALL}"
+        f"python -m controller.fit --config {mine} policy.max_tokens_per_micro_batch=16384 run.steps=2 "
+        f"run.name=recipe {SMALL}"
     )
     shows_steps(said, "recipe", 2)
     assert said.out.count("│ reward │ advantage │") == 0 and said.out.count("completions") == 2  # the recipe's setting
     recorded = yaml.safe_load((checkout.folder / "runs" / "recipe" / "config.yaml").read_text())
-    assert recorded["policy"]["max_tokens"] == 16384
+    assert recorded["policy"]["max_tokens_per_micro_batch"] == 16384
     settings = checkout.run("python -m controller.fit --settings")
-    assert "policy.max_tokens" in settings.out
+    assert "policy.max_tokens_per_micro_batch" in settings.out
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("policy.max_token=16384", "policy.max_token is not a setting; did you mean policy.max_tokens?"),
+        (
+            "policy.max_tokens_per_micro_batc=16384",
+            "policy.max_tokens_per_micro_batc is not a setting; did you mean policy.max_tokens_per_micro_batch?",
+        ),
         ("reward.function=rewards.py:reward", "reward.function='rewards.py:reward': there is no file rewards.py."),
     ],
 )

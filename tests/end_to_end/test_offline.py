@@ -12,7 +12,7 @@ from tests.end_to_end.processes import MARK, ROOT, all_end, marked_environment
 
 PLANS = {
     "1 rank": [],
-    "2 ranks": ["policy.ranks=2", "policy.max_tokens=100"],
+    "2 ranks": ["policy.ranks=2", "policy.max_tokens_per_micro_batch=100"],
     "2 ranks, padded": ["policy.ranks=2", "model.layout=padded"],
     "context parallel": ["policy.parallel.context_parallel=2", "policy.parallel.context_parallel_method=ring"],
 }

@@ -100,7 +100,7 @@ def test_a_killed_run_that_generates_ahead_trains_every_prompt_once_on_the_token
     """Killed after step 5, it goes on from the checkpoint of step 3 with the samples that no step had trained on."""
     environment, fit = marked_environment(), command(settings, workspace, "ahead-killed")
     fit += ["run.steps=6", "rollout.max_staleness=2", "rollout.sampling.max_new_tokens=64", "run.record_samples=true"]
-    fit += ["policy.max_tokens=256", "policy.optimizer.learning_rate=1e-4"]
+    fit += ["policy.max_tokens_per_micro_batch=256", "policy.optimizer.learning_rate=1e-4"]
     kill_after("step 5", fit, environment)
     folder = workspace / "runs" / "ahead-killed"
     cut = read_samples(folder / "checkpoints" / "samples" / "step-3.npz")

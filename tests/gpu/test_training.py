@@ -69,7 +69,7 @@ def estimate(path: str, length: int, **model: object) -> float:
     config = Config()
     config.resources.device = "cuda"
     config.model = ModelConfig(path=path, gradient_checkpointing=True, **model)
-    config.policy.max_tokens = length
+    config.policy.max_tokens_per_micro_batch = length
     shape = model_shape(AutoConfig.from_pretrained(path).to_dict())
     return sum(gpu_memory(config, shape, 80.0).training.values())
 

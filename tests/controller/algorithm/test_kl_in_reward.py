@@ -73,7 +73,10 @@ def test_group_estimators_see_the_reward_less_the_kl_of_the_sequence() -> None:
 
 
 def test_it_brings_the_reference_and_old_log_probs(workspace: Path) -> None:
-    config = load("config.yaml", [ON, "batch.mini_batches=1", "policy.forward_max_tokens=96", "reference.path=model"])
+    config = load(
+        "config.yaml",
+        [ON, "batch.mini_batches=1", "policy.forward_max_tokens_per_micro_batch=96", "reference.path=model"],
+    )
     check(config)
     assert config.uses_reference
     assert config.old_log_probs == "forward_pass"

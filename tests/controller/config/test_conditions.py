@@ -94,9 +94,11 @@ def test_every_named_condition_has_a_case_and_every_name_in_a_section_is_a_setti
 
 
 def test_commands_put_conditions_of_their_own_in_place() -> None:
-    sft = load_as(SftConfig, None, [*BASE, "policy.forward_max_tokens=96"])
-    with refused("policy.forward_max_tokens=96"):
+    sft = load_as(SftConfig, None, [*BASE, "policy.forward_max_tokens_per_micro_batch=96"])
+    with refused("policy.forward_max_tokens_per_micro_batch=96"):
         check_settings_have_effect(sft)
-    check_settings_have_effect(load_as(PreferencesConfig, None, [*BASE, "policy.forward_max_tokens=96"]))
+    check_settings_have_effect(
+        load_as(PreferencesConfig, None, [*BASE, "policy.forward_max_tokens_per_micro_batch=96"])
+    )
     with refused("reference.path=a"):
         check_settings_have_effect(load_as(PreferencesConfig, None, [*BASE, "loss.name=simpo", "reference.path=a"]))

@@ -21,7 +21,7 @@ def ids(setting: Setting) -> str:
 def test_an_override_replaces_the_file_and_the_file_replaces_the_default(tmp_path: Path) -> None:
     config = load(write_workspace(tmp_path), ["policy.ranks=1", "policy.optimizer.learning_rate=1e-4"])
     assert config.policy.ranks == 1
-    assert config.policy.max_tokens == 4096
+    assert config.policy.max_tokens_per_micro_batch == 4096
     assert config.policy.optimizer.learning_rate == 1e-4
     assert config.policy.optimizer.schedule == "constant"
     assert isinstance(config, Config)
@@ -31,7 +31,12 @@ def test_files_lie_one_over_the_other_and_the_last_names_the_run(tmp_path: Path)
     base = write_workspace(tmp_path)
     (tmp_path / "mine.yaml").write_text("run: {name: '', steps: 3}\npolicy: {ranks: 1}\n")
     config = load([base, tmp_path / "mine.yaml"], ["run.seed=7"])
-    assert (config.run.steps, config.policy.ranks, config.policy.max_tokens, config.run.seed) == (3, 1, 4096, 7)
+    assert (config.run.steps, config.policy.ranks, config.policy.max_tokens_per_micro_batch, config.run.seed) == (
+        3,
+        1,
+        4096,
+        7,
+    )
     assert config.run.name == "mine"
     assert load([tmp_path / "mine.yaml", base]).run.steps == 10
     (tmp_path / "wrong.yaml").write_text("policy: {rank: 1}\n")
@@ -75,11 +80,11 @@ REFUSED = [
     "actor.zzz=1",
     "run.qqqqqq=1",
     "run.steps.x=1",
-    "policy.max_tokens=many",
-    "policy.max_tokens=1.5",
-    "policy.max_tokens=true",
-    "policy.max_tokens=",
-    "policy.max_tokens='4096'",
+    "policy.max_tokens_per_micro_batch=many",
+    "policy.max_tokens_per_micro_batch=1.5",
+    "policy.max_tokens_per_micro_batch=true",
+    "policy.max_tokens_per_micro_batch=",
+    "policy.max_tokens_per_micro_batch='4096'",
     "policy.optimizer.learning_rate=fast",
     "data.shuffle=1",
     "data.train=[a,b]",
@@ -94,7 +99,7 @@ REFUSED = [
     "algorithm.loss.clip_high=.nan",
     "algorithm.loss.clip_cov_low=-1e300",
     "batch.prompts_per_step=100000000000",
-    "policy.max_tokens=1000000001",
+    "policy.max_tokens_per_micro_batch=1000000001",
     "reward.functions={f: .nan}",
     "run.steps=1:30",
     "run.steps=010",

@@ -13,10 +13,10 @@ from tests.workers.model.tiny import files_beside
 from workers.errors import ConfigError, DataError
 
 PLANS = {
-    "one micro-batch": ["policy.max_tokens=4096"],
-    "small caps": ["policy.max_tokens=96"],
+    "one micro-batch": ["policy.max_tokens_per_micro_batch=4096"],
+    "small caps": ["policy.max_tokens_per_micro_batch=96"],
     "padded": ["model.layout=padded"],
-    "in the given order": ["balance.algorithm=none", "policy.max_sequences=2"],
+    "in the given order": ["balance.algorithm=none", "policy.max_sequences_per_micro_batch=2"],
 }
 
 

@@ -54,7 +54,7 @@ def test_a_plan_knows_the_stages_that_its_micro_batches_pass() -> None:
     assert plan_arguments(config, "policy.update")["pipeline"] is None
     config.policy.parallel.pipeline_parallel, config.policy.parallel.virtual_stages = 4, 2
     config.model.gradient_checkpointing = True
-    config.policy.max_tokens = 64
+    config.policy.max_tokens_per_micro_batch = 64
     batch = RemoteBatch(
         {
             "length": np.arange(20, 52),
@@ -89,7 +89,7 @@ def test_what_is_left_of_a_step_is_planned_however_few_sequences_that_are(
     sequences: int, mini_batches: int, least: int, multiple: int, algorithm: str, stages: tuple[int, int], of: str
 ) -> None:
     config = Config()
-    config.policy.ranks, config.policy.max_tokens, config.balance.algorithm = 4, 64, algorithm
+    config.policy.ranks, config.policy.max_tokens_per_micro_batch, config.balance.algorithm = 4, 64, algorithm
     config.policy.min_micro_batches = config.policy.forward_min_micro_batches = least
     config.balance.count_multiple = multiple
     config.policy.parallel.pipeline_parallel, config.policy.parallel.virtual_stages = stages

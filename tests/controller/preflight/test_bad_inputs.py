@@ -59,7 +59,11 @@ DATA = (
 )
 SETTINGS = (
     BadInput("run name of 300 characters", ["run.name", "300"], [f"run.name={'x' * 300}"]),
-    BadInput("number beyond all memory", ["policy.max_tokens", "23 digits"], [f"policy.max_tokens={'9' * 23}"]),
+    BadInput(
+        "number beyond all memory",
+        ["policy.max_tokens_per_micro_batch", "23 digits"],
+        [f"policy.max_tokens_per_micro_batch={'9' * 23}"],
+    ),
     BadInput("seed beyond 64 bits", ["run.seed", "20 digits"], [f"run.seed={2**64}"]),
     BadInput("override nested thousands deep", ["rollout.engine"], [f"rollout.engine={'[' * 5000}{']' * 5000}"]),
     written("file nested thousands deep", "config.yaml", f"run: {'[' * 5000}{']' * 5000}", "config.yaml"),

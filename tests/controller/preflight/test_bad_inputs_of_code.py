@@ -83,7 +83,7 @@ ENVIRONMENT = "class Guess:\n    def reset(self, record):\n        {body}\n    d
 
 
 def environment(what: str, text: str, *words: str) -> BadInput:
-    overrides = ["rollout.environment=guess.py:Guess", "policy.max_tokens=9999", "rollout.max_turns=1"]
+    overrides = ["rollout.environment=guess.py:Guess", "policy.max_tokens_per_micro_batch=9999", "rollout.max_turns=1"]
     return BadInput(f"an environment that {what}", ["rollout.environment", *words], overrides, file("guess.py", text))
 
 

@@ -41,7 +41,7 @@ def test_the_configuration_of_the_workspace_is_accepted(workspace: Path) -> None
 @pytest.mark.parametrize("recipe", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_recipe_is_accepted(workspace: Path, recipe: Path) -> None:
     own = ["model.path=model", "data.train=train.jsonl", "data.validation=validation.jsonl"]
-    small = ["data.max_prompt_tokens=32", "rollout.sampling.max_new_tokens=64", "policy.max_tokens=96"]
+    small = ["data.max_prompt_tokens=32", "rollout.sampling.max_new_tokens=64", "policy.max_tokens_per_micro_batch=96"]
     shaped = ["reward.overlong_tokens=16"] if recipe.stem == "dapo" else []
     config = load(recipe, [*own, *small, *shaped, "reward.function=reward.py:reward"])
     check(config)
@@ -53,19 +53,19 @@ model.dtype=bfloat16
 "rollout.engine={block_size: 16, kv_cache_dtype: fp8}"
 data.validation=
 policy.optimizer.schedule=cosine policy.optimizer.total_steps=10 policy.optimizer.warmup_steps=9
-algorithm.loss.kl_coefficient=0.1 reference.path=model reference.forward_max_tokens=96
-policy.max_tokens=96 rollout.max_model_tokens=128
+algorithm.loss.kl_coefficient=0.1 reference.path=model reference.forward_max_tokens_per_micro_batch=96
+policy.max_tokens_per_micro_batch=96 rollout.max_model_tokens=128
 batch.mini_batches=16
-batch.mini_batches=1 batch.epochs=2 algorithm.loss.clip_low=0.1 policy.forward_max_tokens=96
+batch.mini_batches=1 batch.epochs=2 algorithm.loss.clip_low=0.1 policy.forward_max_tokens_per_micro_batch=96
 batch.mini_batches=1 batch.epochs=2 algorithm.loss.name=clip_cov
 CUSTOM algorithm.loss.columns=solution algorithm.loss.old_entropies=true
-CUSTOM batch.mini_batches=1 algorithm.loss.old_entropies=true policy.forward_max_tokens=96
+CUSTOM batch.mini_batches=1 algorithm.loss.old_entropies=true policy.forward_max_tokens_per_micro_batch=96
 resources.device=cuda policy.cpu_offload=true rollout.replicas=2
 resources.device=cuda rollout.placement=apart rollout.replicas=3 rollout.tensor_parallel=4
 validation.sampling.temperature=0
 rollout.max_staleness=1 batch.mini_batches=1 algorithm.loss.clip_high=0.3
 rollout.max_staleness=1 algorithm.loss.name=reinforce algorithm.loss.rollout_correction.weights=token
-policy.max_tokens=48 policy.parallel.context_parallel=2
+policy.max_tokens_per_micro_batch=48 policy.parallel.context_parallel=2
 policy.parallel.context_parallel=3 policy.parallel.context_parallel_method=ring
 policy.parallel.tensor_parallel=2 policy.parallel.replicate=2
 policy.parallel.replicate=2 policy.parallel.defer_gradient_reduction=true
@@ -83,10 +83,10 @@ algorithm.loss.name=custom algorithm.loss.function=losses.py:mine
 PPO rollout.samples_per_prompt=1
 PPO critic.warmup_steps=9 critic.loss.clip=0 critic.path=model
 PPO batch.mini_batches=1 critic.loss.aggregation=sequence_mean_token_mean
-PPO policy.parallel.context_parallel=2 critic.max_tokens=48
+PPO policy.parallel.context_parallel=2 critic.max_tokens_per_micro_batch=48
 PPO critic.optimizer.schedule=cosine critic.optimizer.total_steps=9
 PPO model.lora.rank=8 model.layout=padded
-reward.model.path=judge reward.model.weight=-0.5 reward.model.max_tokens=96
+reward.model.path=judge reward.model.weight=-0.5 reward.model.max_tokens_per_micro_batch=96
 """
 
 
@@ -121,9 +121,9 @@ batch.mini_batches=33
 policy.ranks batch.mini_batches=17
 rollout.sampling.temperature=0
 validation.samples=4 validation.sampling.temperature=0
-policy.max_tokens=95
-policy.max_tokens=96 model.length_multiple=64
-policy.max_tokens=47 policy.parallel.context_parallel=2
+policy.max_tokens_per_micro_batch=95
+policy.max_tokens_per_micro_batch=96 model.length_multiple=64
+policy.max_tokens_per_micro_batch=47 policy.parallel.context_parallel=2
 policy.parallel.replicate=3
 balance.order=makespan
 model.compile=true resources.device=cuda policy.parallel.pipeline_parallel=2
@@ -132,9 +132,9 @@ policy.parallel.context_parallel_method=ring policy.parallel.context_parallel=2 
 model.attention=eager policy.parallel.tensor_parallel=2 model.layout=padded
 adapters policy.parallel.tensor_parallel=2 model.lora.rank=8
 model.compile=true policy.parallel.tensor_parallel=2 resources.device=cuda
-policy.forward_max_tokens=95
-policy.forward_max_tokens model.forward_length_multiple=64 policy.max_tokens=96
-reference.forward_max_tokens=95 KL
+policy.forward_max_tokens_per_micro_batch=95
+policy.forward_max_tokens_per_micro_batch model.forward_length_multiple=64 policy.max_tokens_per_micro_batch=96
+reference.forward_max_tokens_per_micro_batch=95 KL
 rollout.max_model_tokens=95
 rollout.max_model_tokens=96 validation.sampling.max_new_tokens=65
 rollout.max_staleness=1 resources.device=cuda
@@ -185,14 +185,14 @@ algorithm.kl_in_reward.horizon=31 REWARD_KL algorithm.kl_in_reward.target=6
 critic.warmup_steps=10 PPO
 critic.optimizer.warmup_steps=21 PPO
 policy.optimizer.warmup_steps=11 PPO critic.warmup_steps=5
-critic.max_tokens=95 PPO
-critic.forward_max_tokens=95 PPO
+critic.max_tokens_per_micro_batch=95 PPO
+critic.forward_max_tokens_per_micro_batch=95 PPO
 algorithm.loss.name=gmpo PPO
 policy.parallel.tensor_parallel=2 PPO
 algorithm.zero_variance_groups=drop PPO
 reward.model.weight=0 reward.model.path=judge
-reward.model.max_tokens=95 reward.model.path=judge
-reward.model.max_tokens=96 reward.model.path=judge validation.sampling.max_new_tokens=65
+reward.model.max_tokens_per_micro_batch=95 reward.model.path=judge
+reward.model.max_tokens_per_micro_batch=96 reward.model.path=judge validation.sampling.max_new_tokens=65
 policy.parallel.tensor_parallel=2 reward.model.path=judge
 reward.model.path=model
 """
@@ -300,18 +300,23 @@ def test_what_is_a_critic_leaves_at_zero_follows_the_policy(workspace: Path) -> 
     assert (config.critic_max_tokens, config.critic_forward_max_tokens) == (4096, 4096)
     assert (config.total_optimizer_steps, config.critic_optimizer_steps) == (12, 20)
     assert (config.critic_model.path, config.critic_model.lora.rank) == ("model", 0)
-    told = load("config.yaml", ["algorithm.advantage=gae", "critic.max_tokens=5000", "critic.path=other"])
+    told = load(
+        "config.yaml", ["algorithm.advantage=gae", "critic.max_tokens_per_micro_batch=5000", "critic.path=other"]
+    )
     assert (told.critic_max_tokens, told.critic_forward_max_tokens) == (5000, 5000)
     assert told.critic_model.path == "other"
 
 
 def test_the_dry_run_shows_the_critic(workspace: Path) -> None:
     page = describe(
-        load("config.yaml", ["algorithm.advantage=gae", "algorithm.loss.kl_coefficient=0.1", "critic.max_tokens=192"])
+        load(
+            "config.yaml",
+            ["algorithm.advantage=gae", "algorithm.loss.kl_coefficient=0.1", "critic.max_tokens_per_micro_batch=192"],
+        )
     )
     assert "pool training: 2 x {CPU: 0.75}" in page
     assert "critic: 2 actors, 0.25 CPU each, bundle 0..1 of pool training" in page
-    assert "critic.max_tokens 192 >= longest possible sequence 96: a micro-batch has room for at least 2 such" in page
+    assert "critic.max_tokens_per_micro_batch 192 >= longest possible sequence 96: " in page
 
 
 def test_training_roles_share_a_gpu_evenly() -> None:

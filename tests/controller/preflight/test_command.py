@@ -32,13 +32,19 @@ def fit(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--config", "config.yaml", "policy.max_token=1"], "did you mean policy.max_tokens?"),
+        (
+            ["--config", "config.yaml", "policy.max_tokens_per_micro=1"],
+            "did you mean policy.max_tokens_per_micro_batch?",
+        ),
         (["--config", "config.yaml", "policy.ranks=two"], "policy.ranks must be a whole number (int), not 'two'."),
         (["--config", "gone.yaml"], "there is no file gone.yaml."),
         (["--config", "config.yaml", "data.train=gone.jsonl"], "there is no file gone.jsonl"),
         (["--config", "config.yaml", "model.path=no/such"], "there is no folder no/such and no such model"),
-        (["--config", "config.yaml", "policy.max_tokens=50", "--dry-run"], "is below the longest possible sequence"),
-        (["policy.max_tokens=50"], "the following arguments are required: --config; usage: "),
+        (
+            ["--config", "config.yaml", "policy.max_tokens_per_micro_batch=50", "--dry-run"],
+            "is below the longest possible sequence",
+        ),
+        (["policy.max_tokens_per_micro_batch=50"], "the following arguments are required: --config; usage: "),
         (["--config", "config.yaml", "--dryrun"], "unrecognized arguments: --dryrun; usage: "),
     ],
     ids=["key", "type", "config", "data", "model", "combination", "no config", "option"],
@@ -74,7 +80,9 @@ def test_a_dry_run_prints_the_plan_of_the_run_and_starts_nothing(tmp_path: Path)
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(("option", "line"), [("--help", "usage: "), ("--settings", "policy.max_tokens  (int, ")])
+@pytest.mark.parametrize(
+    ("option", "line"), [("--help", "usage: "), ("--settings", "policy.max_tokens_per_micro_batch  (int, ")]
+)
 def test_help_and_settings_print_and_end(tmp_path: Path, option: str, line: str) -> None:
     process = fit(tmp_path, option)
     assert process.returncode == 0

@@ -31,10 +31,8 @@ def test_the_dry_run_says_what_runs_where_and_whether_it_fits(config: Config) ->
     assert "reserved in all: 1 CPUs, 0 GPUs" in page
     assert "a step: 4 prompts x 8 samples = 32 sequences, at most 3,072 tokens" in page
     assert "a mini-batch: 16 sequences over 2 ranks; 2 a step" in page
-    assert (
-        "policy.max_tokens 4096 >= longest possible sequence 96: a micro-batch has room for at least 42 such sequences"
-        in page
-    )
+    assert "policy.max_tokens_per_micro_batch 4096 >= longest possible sequence 96: " in page
+    assert "a micro-batch has room for at least 42 such sequences" in page
 
 
 def test_the_dry_run_prints_what_differs_from_the_defaults_and_on_demand_everything(
@@ -57,9 +55,9 @@ def test_the_dry_run_shows_the_reference_only_where_there_is_one(workspace: Path
     without = page_of()
     with_kl = page_of("algorithm.loss.kl_coefficient=0.1")
     assert "reference: 2 actors" in with_kl
-    assert "reference.forward_max_tokens 4096 >=" in with_kl
+    assert "reference.forward_max_tokens_per_micro_batch 4096 >=" in with_kl
     assert "reference: 2 actors" not in without
-    assert "reference.forward_max_tokens 4096 >=" not in without
+    assert "reference.forward_max_tokens_per_micro_batch 4096 >=" not in without
 
 
 def test_the_dry_run_counts_gpus_by_placement(workspace: Path) -> None:
@@ -72,14 +70,16 @@ def test_the_dry_run_counts_gpus_by_placement(workspace: Path) -> None:
     assert "reserved in all: 1.75 CPUs, 8 GPUs" in apart
 
 
-@pytest.mark.parametrize("override", ["model.dtype=bfloat16", "rollout.sampling.top_p=0.9", "policy.max_tokens=100"])
+@pytest.mark.parametrize(
+    "override", ["model.dtype=bfloat16", "rollout.sampling.top_p=0.9", "policy.max_tokens_per_micro_batch=100"]
+)
 def test_the_dry_run_notes_what_is_allowed_but_costs(config: Config, override: str) -> None:
     assert "== notes ==" not in describe(config)
     assert "== notes ==" in page_of(override)
 
 
 def test_a_cap_on_sequences_bounds_the_room_of_a_micro_batch(workspace: Path) -> None:
-    assert "room for at least 3 such" in page_of("policy.max_sequences=3")
+    assert "room for at least 3 such" in page_of("policy.max_sequences_per_micro_batch=3")
 
 
 def test_every_epoch_is_counted_in_the_optimiser_steps_of_a_run(workspace: Path) -> None:
@@ -135,8 +135,8 @@ def test_sizes_left_at_zero_follow_other_settings(workspace: Path) -> None:
     assert config.total_optimizer_steps == 20
     assert config.reference_model == config.model
     overrides = [
-        "policy.forward_max_tokens=5000",
-        "reference.forward_max_tokens=6000",
+        "policy.forward_max_tokens_per_micro_batch=5000",
+        "reference.forward_max_tokens_per_micro_batch=6000",
         "rollout.max_model_tokens=128",
         "policy.optimizer.total_steps=7",
         "reference.path=other",

@@ -73,7 +73,7 @@ def test_an_environment_needs_no_reward_function(file: Path) -> None:
 rollout.environment=guess.py:Gues
 data.continue_last_message=true
 rollout.max_episode_tokens=60
-policy.max_tokens=159
+policy.max_tokens_per_micro_batch=159
 reward.overlong_tokens=128
 rollout.max_model_tokens=159
 """)

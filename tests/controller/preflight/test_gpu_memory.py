@@ -151,7 +151,7 @@ def test_offload_adapters_and_sharing_take_their_parts_away() -> None:
     assert halves["weights"] == plain["weights"]
     assert halves["gathered"] == plain["gathered"] / 2
     actor_critic = eight_gpus()
-    actor_critic.algorithm.advantage, actor_critic.critic.max_tokens = "gae", 32_768
+    actor_critic.algorithm.advantage, actor_critic.critic.max_tokens_per_micro_batch = "gae", 32_768
     with_critic = gpu_memory(actor_critic, shape, 80.0, {"critic": shape}).training
     assert with_critic["critic"] == pytest.approx(12 * shape.parameters / 8 / GIB)
     actor_critic.critic.cpu_offload = True
@@ -183,7 +183,7 @@ def test_a_rank_gathers_its_own_experts_alone() -> None:
     assert before.parts["gradients"] - after.parts["gradients"] == pytest.approx(4 * 8 * elsewhere / GIB)
     saved = before.parts["gathered"] - after.parts["gathered"]
     assert saved == pytest.approx((2 * 4 + 2 + 8) * elsewhere / GIB)  # four layers', and a gradient in both types
-    travelling = (6 - 3) * 2 * shared.policy.max_tokens * 4 * 1024 / GIB
+    travelling = (6 - 3) * 2 * shared.policy.max_tokens_per_micro_batch * 4 * 1024 / GIB
     assert after.parts["activations"] - before.parts["activations"] == pytest.approx(travelling)
 
 
@@ -205,7 +205,7 @@ def test_a_larger_reward_model_takes_its_weights_and_what_its_pass_needs() -> No
     """By hand: P without the output layer, 4 P / 8 of it; 2 (2 L + R) gathered, T 2 (5 h + 3 f) of the layer."""
     small, scorer = model_shape(qwen_description("0.5B")), model_shape(qwen_description("32B")).with_value_head()
     config = eight_gpus(max_tokens=64)
-    config.reward.model.path, config.reward.model.max_tokens = "scorer", 16_384
+    config.reward.model.path, config.reward.model.max_tokens_per_micro_batch = "scorer", 16_384
     memory = gpu_memory(config, small, 80.0, {"reward_model": scorer})
     layer = 2 * 5120 * (5120 + 1024) + 3 * 5120 * 27_648 + (5120 + 2 * 1024) + 2 * 5120
     root = 152_064 * 5120 + 5120
@@ -217,7 +217,7 @@ def test_a_larger_reward_model_takes_its_weights_and_what_its_pass_needs() -> No
     with refused("reward.model.cpu_offload=true"):
         check_memory(config, memory, 20.0)
     config.reward.model.cpu_offload = True
-    assert memory.cap == "reward.model.max_tokens"
+    assert memory.cap == "reward.model.max_tokens_per_micro_batch"
     assert "reward_model" not in gpu_memory(config, small, 80.0, {"reward_model": scorer}).training
     host = host_memory(config, small, ranks=8, others={"reward_model": scorer})
     assert host["reward_model"] == pytest.approx(8 * weights)

@@ -17,7 +17,12 @@ from workers.model.memory_trace import full_micro_batches
 
 CONFIGURATIONS = ["examples/launch/one_gpu.yaml", "examples/launch/eight_gpus.yaml"]
 CONFIGURATIONS += ["examples/launch/sixty_four_gpus.yaml", "examples/gsm8k/config.yaml"]
-SMALL = ("resources.device=cuda", "rollout.replicas=1", "policy.max_tokens=8192", "model.gradient_checkpointing=true")
+SMALL = (
+    "resources.device=cuda",
+    "rollout.replicas=1",
+    "policy.max_tokens_per_micro_batch=8192",
+    "model.gradient_checkpointing=true",
+)
 
 
 def phases_of(config: Config) -> list[Phase]:
@@ -111,7 +116,12 @@ def test_the_estimate_of_shared_experts_holds(
 ) -> None:
     shared = {"tensor_parallel": tensor, "expert_parallel": expert, "replicate": 1}
     overrides = [f"policy.parallel.{name}={size}" for name, size in shared.items()]
-    config = small(*overrides, f"policy.ranks={4 // tensor}", f"policy.max_tokens={tokens}", f"model.path={experts}")
+    config = small(
+        *overrides,
+        f"policy.ranks={4 // tensor}",
+        f"policy.max_tokens_per_micro_batch={tokens}",
+        f"model.path={experts}",
+    )
     assert_estimate_holds(measure(config, phases_of(config)))
 
 
@@ -129,7 +139,7 @@ def test_no_two_sequences_that_are_measured_begin_alike() -> None:
 def test_the_estimate_of_stages_holds(documentation_workspace: Path, stages: int, virtual: int, tokens: int) -> None:
     """The last one has the output layer, and the first keeps the inputs of most micro-batches."""
     parallel = (f"policy.parallel.pipeline_parallel={stages}", f"policy.parallel.virtual_stages={virtual}")
-    config = small("policy.ranks=2", *parallel, f"policy.max_tokens={tokens}")
+    config = small("policy.ranks=2", *parallel, f"policy.max_tokens_per_micro_batch={tokens}")
     assert_estimate_holds(measure(config, phases_of(config)), above=1.5)
 
 
@@ -137,7 +147,9 @@ def test_the_estimate_of_stages_holds(documentation_workspace: Path, stages: int
 @pytest.mark.parametrize("size", ["0.5B", "1.5B"])
 def test_the_estimate_of_one_long_micro_batch_is_a_close_upper_bound(documentation_workspace: Path, size: str) -> None:
     """Where activations outweigh what does not grow with tokens: at the output layer, and in a feed-forward block."""
-    config = small("policy.ranks=8", "policy.max_tokens=32768", f"model.path=Qwen/Qwen2.5-{size}-Instruct")
+    config = small(
+        "policy.ranks=8", "policy.max_tokens_per_micro_batch=32768", f"model.path=Qwen/Qwen2.5-{size}-Instruct"
+    )
     assert_estimate_holds(measure(config, phases_of(config)[:1]), above=1.1)
 
 
@@ -147,7 +159,7 @@ def test_c8_the_activation_memory_that_context_parallelism_saves_is_measured(doc
     found = {}
     for size in (1, 2):
         shared = (f"policy.ranks={8 // size}", f"policy.parallel.context_parallel={size}")
-        config = small(*shared, f"policy.max_tokens={32768 // size}")
+        config = small(*shared, f"policy.max_tokens_per_micro_batch={32768 // size}")
         found[size] = measure(config, phases_of(config)[:1])[0]
     assert found[1].gib - found[2].gib > 0.5, measured_lines(list(found.values()))
 

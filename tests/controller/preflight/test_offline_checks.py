@@ -34,7 +34,7 @@ def check_refused(schema: type[SftConfig] | type[PreferencesConfig], named: str,
 data.train=
 data.train=none.jsonl
 data.max_tokens=512
-policy.max_tokens=64
+policy.max_tokens_per_micro_batch=64
 policy.ranks=2 batch.sequences_per_step=1
 policy.min_micro_batches=33
 balance.count_multiple=64
@@ -50,7 +50,7 @@ def test_what_sft_cannot_be_is_refused(workspace: Path, named: str, overrides: l
 @refused_rows("""
 policy.forward_min_micro_batches=65
 reference.path=model loss.name=simpo
-reference.forward_max_tokens=64
+reference.forward_max_tokens_per_micro_batch=64
 policy.parallel.context_parallel=3
 """)
 def test_what_preferences_cannot_be_is_refused(workspace: Path, named: str, overrides: list[str]) -> None:

@@ -40,7 +40,9 @@ def test_engines_alone_sample_every_prompt_and_never_sleep(stand_ins: StandIns, 
 
 
 def test_a_reward_model_scores_samples_beside_engines(stand_ins: StandIns, tmp_path: Path) -> None:
-    lines = generate(tmp_path, "reward.model.path=judge", "reward.model.weight=2.0", "policy.max_tokens=64")
+    lines = generate(
+        tmp_path, "reward.model.path=judge", "reward.model.weight=2.0", "policy.max_tokens_per_micro_batch=64"
+    )
     assert len(lines) == 16
     assert {line["parts"]["model"] for line in lines} != {0.0}
     assert {line["reward"] - 2 * line["parts"]["model"] for line in lines} <= {0.0, 1.0}  # those of reward workers

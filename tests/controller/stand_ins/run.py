@@ -39,7 +39,7 @@ SETTINGS = (
     "reward.function=reward.py:reward",
     "policy.ranks=2",
     "rollout.replicas=1",
-    "policy.max_tokens=64",
+    "policy.max_tokens_per_micro_batch=64",
     "resources.device=cuda",
     "tracking.tensorboard=false",
 )
