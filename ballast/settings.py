@@ -1,6 +1,6 @@
 """Convert settings given as Python values into command-line form.
 
-{"policy": {"ranks": 2}} or {"policy.ranks": 2} --as_overrides--> ["policy.ranks=2"]
+{"policy": {"data_parallel": 2}} or {"policy.data_parallel": 2} --as_overrides--> ["policy.data_parallel=2"]
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

@@ -2,8 +2,8 @@
 
     checkpoint before it, samples of the steps since --training roles--> loss, gradient norm, beside those recorded
 
-Needs run.record_samples=true. Overrides such as policy.ranks=1 change the layout. Nothing is written into the run's
-folder. Exit codes are those of `controller.fit`.
+Needs run.record_samples=true. Overrides such as policy.data_parallel=1 change the layout. Nothing is written into the
+run's folder. Exit codes are those of `controller.fit`.
 """
 
 import math

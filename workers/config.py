@@ -98,7 +98,7 @@ class ParallelConfig:
     )
     pipeline_parallel: int = setting(
         1,
-        "Pipeline stages, each with some of the layers (1F1B schedule). policy.ranks counts the ranks of one stage.",
+        "Pipeline stages, each with some of the layers (1F1B schedule). policy.data_parallel counts one stage.",
         minimum=1,
         maximum=10_000,
     )
@@ -118,7 +118,9 @@ class PolicyConfig:
         ("GPUs", "cpu_offload"),
     )
 
-    ranks: int = setting(1, "Data-parallel ranks, one worker actor each.", minimum=1, maximum=100_000)
+    data_parallel: int = setting(
+        1, "Data-parallel ranks: each trains on its own sequences.", minimum=1, maximum=100_000
+    )
     max_tokens_per_micro_batch: int = setting(
         16384, "Cap on packed tokens of a training micro-batch. Twice the longest sequence is a good start.", minimum=1
     )

@@ -107,7 +107,7 @@ def idle_gpus(config: TrainingConfig, gpus: int) -> list[str]:
     (engines, each), shared, used = config.colocated_engines, config.training_workers, int(reserved(config, "GPU"))
     warnings = []
     if gpus > used:
-        more = "policy.ranks or rollout.replicas" if config.samples else "policy.ranks"
+        more = "policy.data_parallel or rollout.replicas" if config.samples else "policy.data_parallel"
         warnings.append(f"{gpus - used} of {gpus} GPUs stay idle: the run takes {used}. Raise {more}.")
     if engines and engines * each < shared:
         warnings.append(

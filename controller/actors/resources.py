@@ -91,7 +91,7 @@ def _shortage_message(pool: Pool, timeout_s: float) -> str:
     counts = {resource: f"{free.get(resource, 0):g} free of {cluster.get(resource, 0):g}" for resource in _names(pool)}
     return (
         f"placement group {pool.name!r} ({len(pool.bundles)} bundles of {pool.bundles[0]}) was not placed within "
-        f"{timeout_s:g} s: {lacks} missing in {where} ({counts}); start more nodes, lower policy.ranks or "
+        f"{timeout_s:g} s: {lacks} missing in {where} ({counts}); start more nodes, lower policy.data_parallel or "
         f"rollout.replicas, or raise resources.placement_timeout_s."
     )
 

@@ -260,7 +260,7 @@ class Starter:
                 worker_class,
                 self.bundles[request.pool],
                 Share(request.cpus, request.gpus),
-                dp=config.policy.ranks,
+                dp=config.policy.data_parallel,
                 cp=config.policy.parallel.context_parallel,
                 tp=config.policy.parallel.tensor_parallel,
                 pp=config.policy.parallel.pipeline_parallel,
@@ -282,7 +282,7 @@ class Starter:
         """Load the policy's model and log its size."""
         with self.waiting("policy, which loads its model"):
             parameters = policy.build.remote().result(self.config.resources.start_timeout_s)[0]
-        ranks = counted(self.config.policy.ranks, "rank")
+        ranks = counted(self.config.policy.data_parallel, "rank")
         self.console.log(f"policy: {parameters:,} parameters over {ranks} on {self.config.device}")
         return policy
 

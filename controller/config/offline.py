@@ -169,7 +169,7 @@ class SftConfig(OfflineConfig):
         return (
             f"{self.model.path} on {self.data.train}: supervised, "
             f"{counted(self.batch.sequences_per_step, 'sequence')} a step, "
-            f"{counted(self.policy.ranks, 'policy rank')}, {self.device}"
+            f"{counted(self.policy.data_parallel, 'policy rank')}, {self.device}"
         )
 
     @property
@@ -206,7 +206,7 @@ class PreferencesConfig(OfflineConfig, ReferenceSettings):
         return (
             f"{self.model.path} on {self.data.train}: {self.loss.name}, "
             f"{counted(self.batch.pairs_per_step, 'pair')} a step, "
-            f"{counted(self.policy.ranks, 'policy rank')}, {self.device}"
+            f"{counted(self.policy.data_parallel, 'policy rank')}, {self.device}"
         )
 
     @property

@@ -66,7 +66,7 @@ class Config(ReferenceSettings):
         return (
             f"{self.model.path} on {self.data.train or ', '.join(self.data.weights)}: {self.algorithm.advantage}, "
             f"{counted(self.batch.prompts_per_step, 'prompt')} x {counted(self.rollout.samples_per_prompt, 'sample')} "
-            f"a step, {counted(self.policy.ranks, 'policy rank')}, {counted(self.engines, 'engine')}, "
+            f"a step, {counted(self.policy.data_parallel, 'policy rank')}, {counted(self.engines, 'engine')}, "
             f"{self.device}"
         )
 

@@ -153,14 +153,14 @@ class TrainingConfig:
     def training_workers(self) -> int:
         """Worker actors of a training role: data-parallel ranks times the ranks that share a model."""
         parallel = self.policy.parallel
-        of_a_stage = self.policy.ranks * parallel.context_parallel * parallel.tensor_parallel
+        of_a_stage = self.policy.data_parallel * parallel.context_parallel * parallel.tensor_parallel
         return parallel.pipeline_parallel * of_a_stage
 
     @property
     def expert_ranks(self) -> int:
         """Ranks of one model copy that hold different tokens and so may share experts."""
         parallel = self.policy.parallel
-        return self.policy.ranks // parallel.replicate * parallel.context_parallel * parallel.tensor_parallel
+        return self.policy.data_parallel // parallel.replicate * parallel.context_parallel * parallel.tensor_parallel
 
     @property
     def compute_dtype(self) -> str:

@@ -114,7 +114,7 @@ def _gpus(theirs: Theirs, ours: Ours, to_decide: list[str]) -> None:
     of_a_node = _count(theirs, "trainer.n_gpus_per_node", 8, to_decide)
     sharing = math.prod(ours.get(f"policy.parallel.{way}_parallel", 1) for way in ("context", "tensor", "pipeline"))
     gpus, tensor = nodes * of_a_node, ours.get("rollout.tensor_parallel", 2)
-    ours["policy.ranks"] = max(1, gpus // sharing)
+    ours["policy.data_parallel"] = max(1, gpus // sharing)
     ours["rollout.replicas"], ours["rollout.placement"] = max(1, gpus // tensor), "colocated"
     shard = theirs.get(f"{ACTOR}fsdp_config.fsdp_size", -1)
     if isinstance(shard, int) and 0 < shard < gpus:

@@ -147,7 +147,7 @@ def _cards(run: RunFolder, config: TrainingConfig) -> list[Card]:
         if values := run.curve(name).values:
             found.append(Card(label, f"{sorted(values)[len(values) // 2]:{form}}", "median" if len(values) > 1 else ""))
     before, after = (run.curve(f"balance/imbalance{when}/micro_steps").values for when in ("_before", ""))
-    if after and config.policy.ranks > 1:
+    if after and config.policy.data_parallel > 1:
         note = f"{_mean(before):.1%} as given"
         if alone := run.curve("balance/imbalance_karmarkar_karp/micro_steps").values:
             note += f", {_mean(alone):.2%} Karmarkar-Karp"
@@ -168,7 +168,7 @@ def _sections(run: RunFolder, config: TrainingConfig) -> list[Section]:
         return sections
     sections.append(Section("Lengths", _charts(_lengths(run))))
     seconds = ("Where the time of a step goes", lambda axes: _stacked_phases(axes, run))
-    if config.policy.ranks == 1:  # nobody waits for anybody
+    if config.policy.data_parallel == 1:  # nobody waits for anybody
         sections.append(Section("Time", _charts([seconds])))
     else:
         sections.append(Section("Balance and time", _charts([_imbalance(run), seconds]), BALANCE_NOTE))

@@ -133,7 +133,7 @@ def plan_arguments(
     """
     limits, policy, balance = config.limits[of], config.policy, config.balance
     arguments: dict[str, Any] = {
-        "ranks": policy.ranks,
+        "ranks": policy.data_parallel,
         "max_tokens": group_cap(limits.max_tokens, policy.parallel.context_parallel),
         "max_sequences": limits.max_sequences or None,
         "min_count": limits.min_micro_batches,

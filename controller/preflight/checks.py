@@ -129,7 +129,7 @@ def _check_devices(config: Config) -> None:
     if placement == "colocated" and engine_gpus > config.training_workers:
         raise ConfigError(
             f"rollout.replicas * rollout.tensor_parallel = {engine_gpus} GPUs are more than the "
-            f"{config.training_workers} of the policy that they share; lower them, raise policy.ranks, or set "
+            f"{config.training_workers} of the policy that they share; lower them, raise policy.data_parallel, or set "
             "rollout.placement=apart."
         )
     check_attention(config)

@@ -95,7 +95,7 @@ def _take(free: list[Bundle], bundle: Bundle, what: str, cluster: Cluster) -> in
     asked = " and ".join(f"{amount:g} {resource}" for resource, amount in bundle.items())
     raise ConfigError(
         f"the run does not fit on {cluster_in_words(cluster)}: no node has {asked} left for {what}; describe more "
-        "nodes, or lower policy.ranks, rollout.replicas, rollout.tensor_parallel or resources.cpus_per_worker."
+        "nodes, or lower policy.data_parallel, rollout.replicas, rollout.tensor_parallel or resources.cpus_per_worker."
     )
 
 
@@ -152,7 +152,11 @@ def check_machine(config: TrainingConfig, *, dry_run: bool) -> None:
 def _check_gpus(config: TrainingConfig, gpus: int, *, dry_run: bool) -> None:
     asked = reserved(config, "GPU")
     if asked > gpus and not (dry_run and gpus == 0):
-        settings = "policy.ranks, rollout.replicas or rollout.tensor_parallel" if config.samples else "policy.ranks"
+        settings = (
+            "policy.data_parallel, rollout.replicas or rollout.tensor_parallel"
+            if config.samples
+            else "policy.data_parallel"
+        )
         raise ConfigError(
             f"the run asks for {asked:g} GPUs and this machine has {gpus}; lower {settings}, {ELSEWHERE}."
         )

@@ -103,7 +103,7 @@ def _offline_sizes(config: OfflineConfig) -> list[str]:
     count = config.records_per_step * config.sequences_per_record
     length = f"{config.run.steps} steps" if config.run.steps else f"{counted(config.run.epochs, 'epoch')} of data.train"
     return [
-        f"a step: {counted(count, 'sequence')} over {counted(config.policy.ranks, 'rank')}, at most "
+        f"a step: {counted(count, 'sequence')} over {counted(config.policy.data_parallel, 'rank')}, at most "
         f"{count * config.longest_sequence:,} tokens",
         f"the run: {length}, written to {config.run_folder}",
     ]
@@ -117,7 +117,8 @@ def _sampling_sizes(config: Config) -> list[str]:
     return [
         f"a step: {config.batch.prompts_per_step} prompts x {config.rollout.samples_per_prompt} samples = "
         f"{config.sequences_per_step} sequences, at most {tokens:,} tokens",
-        f"a mini-batch: {spread} sequences over {counted(config.policy.ranks, 'rank')}; {len(sizes)} a step{passes}",
+        f"a mini-batch: {spread} sequences over {counted(config.policy.data_parallel, 'rank')}; "
+        f"{len(sizes)} a step{passes}",
         f"a sequence: at most {config.data.max_prompt_tokens} + {config.longest_response} = "
         f"{config.longest_sequence} tokens; engines take {config.max_model_tokens}",
         f"the run: {config.run.steps} steps, {config.run.steps * config.updates_per_step} optimiser steps, "

@@ -426,7 +426,7 @@ def check_memory(config: Config, memory: GpuMemory, gpu_gib: float) -> None:
         raise ConfigError(
             f"generation needs {share:.1f} GiB of a GPU for an engine beside {states:.1f} of training "
             f"states, and {room:.1f} are to be used; lower rollout.gpu_memory_utilization, share the states "
-            "over more ranks (policy.ranks), or set rollout.placement=apart."
+            "over more ranks (policy.data_parallel), or set rollout.placement=apart."
         )
 
 
@@ -455,4 +455,4 @@ def _advice(config: Config, largest: str, cap: str) -> str:
         return "take smaller models, or larger GPUs"
     if largest == "gathered":
         return "raise policy.parallel.tensor_parallel"
-    return f"raise policy.ranks, or set {SECTIONS.get(largest, 'policy')}.cpu_offload=true"
+    return f"raise policy.data_parallel, or set {SECTIONS.get(largest, 'policy')}.cpu_offload=true"

@@ -136,16 +136,16 @@ def check_attention(config: TrainingConfig) -> None:
 def check_replicate(config: TrainingConfig) -> None:
     """Raise ConfigError unless policy.parallel.replicate divides the data-parallel ranks, and expert_parallel a
     copy's."""
-    if config.policy.ranks % config.policy.parallel.replicate:
+    if config.policy.data_parallel % config.policy.parallel.replicate:
         raise ConfigError(
             f"policy.parallel.replicate={config.policy.parallel.replicate} does not divide "
-            f"policy.ranks={config.policy.ranks}."
+            f"policy.data_parallel={config.policy.data_parallel}."
         )
     shared, experts = config.expert_ranks, config.policy.parallel.expert_parallel
     if shared % experts:
         raise ConfigError(
-            f"policy.parallel.expert_parallel={experts} does not divide policy.ranks / replicate * context_parallel * "
-            f"tensor_parallel = {shared} ranks, which hold different tokens of one copy of the model."
+            f"policy.parallel.expert_parallel={experts} does not divide policy.data_parallel / replicate * "
+            f"context_parallel * tensor_parallel = {shared} ranks, which hold different tokens of one model copy."
         )
 
 
@@ -182,10 +182,10 @@ def check_counts(config: Config) -> None:
         raise ConfigError(
             f"batch.mini_batches={config.batch.mini_batches} is more than the {product} of a step; lower it."
         )
-    if config.policy.ranks > smallest:
+    if config.policy.data_parallel > smallest:
         raise ConfigError(
-            f"policy.ranks={config.policy.ranks} is more than the {smallest} sequences of a mini-batch ({product} over "
-            f"batch.mini_batches={config.batch.mini_batches}); lower ranks or mini_batches, or sample more."
+            f"policy.data_parallel={config.policy.data_parallel} is more than the {smallest} sequences of a mini-batch "
+            f"({product} over batch.mini_batches={config.batch.mini_batches}); lower one, or sample more."
         )
     advice = "batch.mini_batches, or sample more"
     check_micro_batches(config, "min_micro_batches", smallest, f"{smallest} sequences of a mini-batch", advice)

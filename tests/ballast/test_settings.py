@@ -53,14 +53,14 @@ def test_a_text_arrives_as_it_is(text: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        ({"policy.ranks": "two"}, "policy.ranks"),
+        ({"policy.data_parallel": "two"}, "policy.data_parallel"),
         ({"policy": {"rank": 2}}, "policy.rank"),
         ({"data.system_prompt": "???"}, "data.system_prompt"),
         ({"model.path": object()}, "model.path"),
         ({"run.seed": 10**5001}, "run.seed"),
         ({"run.name": ITSELF}, "run.name"),
         (ITSELF, "a mapping of settings"),
-        ("policy.ranks=2", "overrides='policy.ranks=2'"),
+        ("policy.data_parallel=2", "overrides='policy.data_parallel=2'"),
         (5, "overrides=5"),
         ([5], "overrides=[5]"),
     ],
@@ -71,9 +71,13 @@ def test_what_cannot_be_a_setting_is_refused_in_one_line(overrides: Any, named: 
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
-    overrides = {"model.path": "m", "policy.ranks": np.int64(2), "policy.optimizer.learning_rate": np.float64(3e-7)}
+    overrides = {
+        "model.path": "m",
+        "policy.data_parallel": np.int64(2),
+        "policy.optimizer.learning_rate": np.float64(3e-7),
+    }
     policy = load_settings(Config, None, overrides).policy
-    assert (policy.ranks, policy.optimizer.learning_rate) == (2, 3e-7)
+    assert (policy.data_parallel, policy.optimizer.learning_rate) == (2, 3e-7)
 
 
 def test_other_commands_have_their_own_settings() -> None:

@@ -33,7 +33,7 @@ data: {train: train.jsonl, validation: validation.jsonl, max_prompt_tokens: 32}
 batch: {prompts_per_step: 4, mini_batches: 2}
 rollout: {samples_per_prompt: 8, sampling: {max_new_tokens: 64}}
 reward: {function: "reward.py:reward"}
-policy: {ranks: 2, max_tokens_per_micro_batch: 4096}
+policy: {data_parallel: 2, max_tokens_per_micro_batch: 4096}
 resources: {device: cpu}
 """
 

@@ -24,10 +24,10 @@ def configurations(nodes: int) -> dict[str, Config]:
     for config in (colocated, apart):
         config.resources.device, config.rollout.tensor_parallel = "cuda", 4
         config.policy.parallel.context_parallel = 2
-    colocated.policy.ranks, colocated.rollout.replicas = nodes * GPUS // 2, nodes * GPUS // 4
+    colocated.policy.data_parallel, colocated.rollout.replicas = nodes * GPUS // 2, nodes * GPUS // 4
     colocated.algorithm.loss.kl_coefficient = 0.1  # a reference beside the policy
     apart.rollout.placement = "apart"
-    apart.policy.ranks, apart.rollout.replicas = nodes * GPUS // 4, nodes * GPUS // 8
+    apart.policy.data_parallel, apart.rollout.replicas = nodes * GPUS // 4, nodes * GPUS // 8
     return {"colocated": colocated, "apart": apart}
 
 

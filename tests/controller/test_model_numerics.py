@@ -87,7 +87,7 @@ def test_a_run_ends_before_its_first_sample_where_the_model_is_broken(
     )
     create_model(tmp_path / "model", seed=0, width=32, layers=2)
     as_broken(tmp_path / "model", name)
-    settings = (f"run.dir={tmp_path}", f"model.path={tmp_path / 'model'}", "policy.ranks=1")
+    settings = (f"run.dir={tmp_path}", f"model.path={tmp_path / 'model'}", "policy.data_parallel=1")
     with pytest.raises(
         UnsupportedModelError, match=rf"^policy dp=0: model\.path=.* \({name}\): with model\.layout=packed"
     ):

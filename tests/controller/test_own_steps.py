@@ -28,7 +28,7 @@ def test_the_steps_of_the_documentation_train(stand_ins: StandIns, tmp_path: Pat
     (tmp_path / "loops.py").write_text(code.replace("run.number > 10", "run.number > 1"))
     more = ["algorithm.advantage=gae"] if name == "critic_first" else []
     settings = [f"run.dir={tmp_path}", "data.validation=''", f"run.step={tmp_path / 'loops.py'}:{name}", *more]
-    finished = stand_ins.run([*settings, "run.steps=2", "policy.ranks=1"])
+    finished = stand_ins.run([*settings, "run.steps=2", "policy.data_parallel=1"])
     first, second = finished.outcome.steps
     policy = [what for actor, what in finished.world.ledger.events if actor.startswith("policy")]
     made = [what for what in policy if what in ("log_probs", "update")]

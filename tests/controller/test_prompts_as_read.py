@@ -266,7 +266,7 @@ def test_a_broken_template_or_tokenizer_is_one_line_of_every_command(
 def dry_run(command: Any) -> int:
     """Its exit code."""
     online = command in (fit, generate, evaluate)
-    own = [*CHAT, "data.validation=x.jsonl", "resources.device=cpu", "policy.ranks=1"]
+    own = [*CHAT, "data.validation=x.jsonl", "resources.device=cpu", "policy.data_parallel=1"]
     settings = own if online else ["model.path=model", "data.train=x.jsonl", "data.max_tokens=64"]
     Path("config.yaml").write_text(to_yaml(load_as(Config if online else SCHEMA[command], None, settings)))
     return int(command.main(["--config", "config.yaml", "--dry-run"]))

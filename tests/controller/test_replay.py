@@ -150,7 +150,7 @@ def test_on_gpus_a_replay_starts_the_roles_that_train_alone(
     stand_ins.begin_anew()
     found.world.ray.actors.clear()
     folder = found.config.run_folder
-    given = settings(Request(folder, 2, ("policy.ranks=1",)))
+    given = settings(Request(folder, 2, ("policy.data_parallel=1",)))
     config = prepared(given, start_before(Request(folder, 2), "never"))
     check_layout(config)
     metrics = replay(config, folder, range(2, 3), Console())

@@ -70,7 +70,7 @@ def stand_ins(folder: Path, monkeypatch: pytest.MonkeyPatch) -> StandIns:
 
 @pytest.fixture
 def run(stand_ins: StandIns, tmp_path: Path) -> Run:
-    settings = [f"run.dir={tmp_path}", "policy.ranks=1", "data.validation=''", "rollout.placement=colocated"]
+    settings = [f"run.dir={tmp_path}", "policy.data_parallel=1", "data.validation=''", "rollout.placement=colocated"]
     return lambda *overrides: stand_ins.run([*settings, *overrides])
 
 

@@ -123,7 +123,7 @@ def compute(ranks: RankPool, file: str, *overrides: str, sequences: DataProto | 
     """A forward pass and an update of one batch, as the configuration asks for them."""
     config = configuration(file, *overrides)
     parallel = config.policy.parallel
-    stage = config.policy.ranks * parallel.context_parallel * parallel.tensor_parallel
+    stage = config.policy.data_parallel * parallel.context_parallel * parallel.tensor_parallel
     parts = ranks.run(_on_a_rank, stage * parallel.pipeline_parallel, file, overrides, sequences)
     leaders = [part for part in parts if part["leads"]]
     metrics: Metrics = merge(part["metrics"] for part in leaders)
@@ -172,7 +172,7 @@ def build_worker(config: Config) -> PolicyWorker:
     parallel, rank = config.policy.parallel, dist.get_rank()
     shape = (
         parallel.pipeline_parallel,
-        config.policy.ranks,
+        config.policy.data_parallel,
         parallel.context_parallel,
         parallel.tensor_parallel,
     )

@@ -13,7 +13,7 @@ METHODS = ("ulysses", "ring")
 
 def shared(method: str, size: int = 2) -> tuple[str, ...]:
     name = "policy.parallel.context_parallel"
-    return "policy.ranks=1", f"{name}={size}", f"{name}_method={method}"
+    return "policy.data_parallel=1", f"{name}={size}", f"{name}_method={method}"
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def alone(ranks: RankPool, workspace, request) -> Result:
     """By one rank."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(workspace)
-        return compute(ranks, str(workspace / "config.yaml"), *SMALL, "policy.ranks=1")
+        return compute(ranks, str(workspace / "config.yaml"), *SMALL, "policy.data_parallel=1")
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -77,6 +77,6 @@ def test_c5_the_documentation_says_how_long_a_chunk_must_be_for_ring_to_hide_its
 @pytest.mark.parametrize("method", METHODS)
 def test_c9_latent_attention_whose_values_are_smaller_than_its_keys(ranks: RankPool, file: str, method: str) -> None:
     model = ("model.path=latent", *SMALL)
-    alone, both = compute(ranks, file, *model, "policy.ranks=1"), compute(ranks, file, *model, *shared(method))
+    alone, both = compute(ranks, file, *model, "policy.data_parallel=1"), compute(ranks, file, *model, *shared(method))
     assert both.metrics["loss"] == pytest.approx(alone.metrics["loss"], rel=1e-9)
     assert both.metrics["grad_norm"] == pytest.approx(alone.metrics["grad_norm"], rel=1e-6)

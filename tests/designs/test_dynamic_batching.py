@@ -16,7 +16,12 @@ PADDED = ("model.layout=padded", "batch.mini_batches=1")
 def test_d1_sorted_by_length_and_dealt_with_stride(file: str) -> None:
     """The worked example: ranks hold lengths 1, 5, 6, 8 and 3, 6, 7, 8, ties stable."""
     config = configuration(
-        file, *up_to(8), *PADDED, "balance.algorithm=roll", "policy.ranks=2", "policy.max_tokens_per_micro_batch=12"
+        file,
+        *up_to(8),
+        *PADDED,
+        "balance.algorithm=roll",
+        "policy.data_parallel=2",
+        "policy.max_tokens_per_micro_batch=12",
     )
     steps = micro_batches(plan_of(config, [7, 6, 8, 5, 1, 3, 8, 6]))
     by_rank = [sorted(rows) for rows in zip(*steps, strict=True)]
@@ -25,7 +30,12 @@ def test_d1_sorted_by_length_and_dealt_with_stride(file: str) -> None:
 
 def test_d2_d4_rows_times_width_keep_the_cap_and_ranks_take_as_many_steps(file: str) -> None:
     config = configuration(
-        file, *SMALL, *PADDED, "policy.ranks=3", "policy.max_tokens_per_micro_batch=100", "model.length_multiple=4"
+        file,
+        *SMALL,
+        *PADDED,
+        "policy.data_parallel=3",
+        "policy.max_tokens_per_micro_batch=100",
+        "model.length_multiple=4",
     )
 
     @settings(max_examples=50, deadline=None)
@@ -41,7 +51,13 @@ def test_d2_d4_rows_times_width_keep_the_cap_and_ranks_take_as_many_steps(file: 
 
 def test_d3_widths_are_multiples(ranks: RankPool, file: str) -> None:
     """What the model read is rows of a multiple of 16 cells."""
-    overrides = (*SMALL, *PADDED, "policy.ranks=1", "policy.max_tokens_per_micro_batch=128", "model.length_multiple=16")
+    overrides = (
+        *SMALL,
+        *PADDED,
+        "policy.data_parallel=1",
+        "policy.max_tokens_per_micro_batch=128",
+        "model.length_multiple=16",
+    )
     plan = plan_of(configuration(file, *up_to(240), "model.length_multiple=64", *PADDED), [200, 240])
     assert plan.length_multiple == 64
     cells = compute(ranks, file, *overrides).cells[0]
@@ -53,7 +69,7 @@ def test_d3_widths_are_multiples(ranks: RankPool, file: str) -> None:
 def test_d5_counts_are_a_multiple_as_pipelines_need(file: str, multiple: int, count: int) -> None:
     """The published lengths and cap: micro-batches are split until their count divides."""
     how = (
-        "policy.ranks=2",
+        "policy.data_parallel=2",
         "policy.max_tokens_per_micro_batch=12",
         "model.length_multiple=2",
         "balance.algorithm=roll",
@@ -70,7 +86,7 @@ def test_d5_virtual_stages_need_a_multiple_of_the_stages_and_get_it(
 ) -> None:
     """The published lengths and cap again, without balance.count_multiple; the widest micro-batches are split."""
     how = (
-        "policy.ranks=2",
+        "policy.data_parallel=2",
         "policy.max_tokens_per_micro_batch=12",
         "model.length_multiple=2",
         "balance.algorithm=roll",
@@ -87,7 +103,7 @@ def test_d5_a_multiple_that_a_mini_batch_cannot_fill_is_refused_with_the_reason(
     said = refusal("batch.mini_batches=2", "balance.count_multiple=100")
     assert "balance.count_multiple=100 ask for 100 micro-batches" in said
     # A full step can; one of which dropping has left too little goes on.
-    config = configuration(file, *SMALL, *PADDED, "policy.ranks=1", "balance.count_multiple=4")
+    config = configuration(file, *SMALL, *PADDED, "policy.data_parallel=1", "balance.count_multiple=4")
     assert sum(len(rows) for steps in micro_batches(plan_of(config, [5, 5, 5])) for rows in steps) == 3
 
 
@@ -98,12 +114,12 @@ def test_d6_layout_cap_and_rounding_are_separate_for_training_and_forward_passes
         "model.forward_length_multiple=16",
         "policy.forward_max_tokens_per_micro_batch=96",
     )
-    overrides = (*SMALL, "policy.ranks=1", "policy.max_tokens_per_micro_batch=64", *own)
+    overrides = (*SMALL, "policy.data_parallel=1", "policy.max_tokens_per_micro_batch=64", *own)
     config = configuration(file, *overrides)
     update, forward = (plan_of(config, [5] * 8, of=of).settings for of in ("policy.update", "policy.log_probs"))
     assert (update.layout, update.length_multiple, update.max_tokens) == ("packed", 1, 64)
     assert (forward.layout, forward.length_multiple, forward.max_tokens) == ("padded", 16, 96)
-    result, packed = compute(ranks, file, *overrides), compute(ranks, file, *SMALL, "policy.ranks=1")
+    result, packed = compute(ranks, file, *overrides), compute(ranks, file, *SMALL, "policy.data_parallel=1")
     assert all(len(cells) % 16 == 0 for cells in result.cells[0])
     assert result.metrics["loss"] == pytest.approx(packed.metrics["loss"], rel=1e-9)
 
@@ -112,8 +128,8 @@ def test_d6_layout_cap_and_rounding_are_separate_for_training_and_forward_passes
 def test_c1_d8_padded_rows_are_shared_by_ranks_with_the_losses_of_one(
     ranks: RankPool, file: str, way: tuple[str, ...]
 ) -> None:
-    alone = compute(ranks, file, *SMALL, *PADDED, "policy.ranks=1")
-    shared = compute(ranks, file, *SMALL, *PADDED, "policy.ranks=1", *way)
+    alone = compute(ranks, file, *SMALL, *PADDED, "policy.data_parallel=1")
+    shared = compute(ranks, file, *SMALL, *PADDED, "policy.data_parallel=1", *way)
     for name in ("loss", "grad_norm", "entropy"):
         assert shared.metrics[name] == pytest.approx(alone.metrics[name], rel=1e-9)
     for row, log_probs in alone.log_probs.items():

@@ -12,7 +12,7 @@ from tests.workers.model.tiny import random_sequences, unpacked_log_probs
 from workers.dataproto import DataProto
 
 PUBLISHED_LENGTHS = (2, 4, 6, 1)
-CP = ("policy.parallel.context_parallel=2", "policy.parallel.context_parallel_method=ring", "policy.ranks=1")
+CP = ("policy.parallel.context_parallel=2", "policy.parallel.context_parallel_method=ring", "policy.data_parallel=1")
 P = 0  # what padding holds
 
 
@@ -53,7 +53,7 @@ def test_p2_p3_p4_ranks_hold_the_published_rows(ranks: RankPool, file: str) -> N
 
 
 WAYS = {
-    "2 ranks, small caps": ("policy.ranks=2", "policy.max_tokens_per_micro_batch=40"),
+    "2 ranks, small caps": ("policy.data_parallel=2", "policy.max_tokens_per_micro_batch=40"),
     "cp 2, tp 2, packed": (*CP, "policy.parallel.tensor_parallel=2"),
 }
 
@@ -61,7 +61,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_p7_loss_gradients_and_updates_equal_the_unpacked_ones(ranks: RankPool, file: str, way: str) -> None:
     unpacked = compute(
-        ranks, file, *SMALL, "policy.ranks=1", "model.layout=padded", "policy.max_sequences_per_micro_batch=1"
+        ranks, file, *SMALL, "policy.data_parallel=1", "model.layout=padded", "policy.max_sequences_per_micro_batch=1"
     )
     assert max(map(len, unpacked.cells[0])) <= 40
     packed = compute(ranks, file, *SMALL, *WAYS[way])
@@ -77,7 +77,7 @@ def test_p14_no_token_sees_another_sequence(ranks: RankPool, file: str) -> None:
     sequences = random_sequences()
     with torch.no_grad():
         alone = unpacked_log_probs(model, sequences)
-    packed = compute(ranks, file, *SMALL, "policy.ranks=1")
+    packed = compute(ranks, file, *SMALL, "policy.data_parallel=1")
     masks = sequences.tokens["loss_mask"].split(sequences.lengths.tolist())
     for row, log_probs in packed.log_probs.items():
         np.testing.assert_allclose(log_probs, (alone[row][0] * masks[row]).numpy(), atol=1e-6)
@@ -107,14 +107,18 @@ def test_p11_none_keeps_the_given_order(file: str) -> None:
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 def test_p12_no_micro_batch_exceeds_its_cap(ranks: RankPool, file: str, layout: str) -> None:
     """What the model read: the forward pass has a cap of its own."""
-    caps = ("policy.max_tokens_per_micro_batch=64", "policy.forward_max_tokens_per_micro_batch=44", "policy.ranks=1")
+    caps = (
+        "policy.max_tokens_per_micro_batch=64",
+        "policy.forward_max_tokens_per_micro_batch=44",
+        "policy.data_parallel=1",
+    )
     result = compute(ranks, file, *SMALL, *caps, f"model.layout={layout}")
     assert len(result.cells[0]) > 2 and max(map(len, result.cells[0])) <= 44
 
 
 def test_p6_a_custom_loss_sees_the_row_or_whole_sequences_and_says_its_normaliser(ranks: RankPool, file: str) -> None:
     """Both forms give one loss; another normaliser gives another."""
-    custom = ("policy.ranks=1", "algorithm.loss.name=custom")
+    custom = ("policy.data_parallel=1", "algorithm.loss.name=custom")
     row, by_sequence, mean_of_means = (
         compute(ranks, file, *SMALL, *custom, f"algorithm.loss.function=designs_losses:{name}").metrics["loss"]
         for name in ("whole_row", "by_sequence", "mean_of_means")
@@ -125,10 +129,12 @@ def test_p6_a_custom_loss_sees_the_row_or_whole_sequences_and_says_its_normalise
 
 def test_p13_minimum_counts_are_separate_for_training_and_forward_passes(ranks: RankPool, file: str) -> None:
     """Caps alone need one micro-batch; what the model read in the forward pass are three."""
-    counts = ("policy.ranks=1", "batch.mini_batches=2", "policy.min_micro_batches=2")
+    counts = ("policy.data_parallel=1", "batch.mini_batches=2", "policy.min_micro_batches=2")
     config = configuration(file, *SMALL, *counts, "policy.forward_min_micro_batches=3")
     lengths = [5] * 24
     assert [len(part.micro_steps) for part in plan_of(config, lengths).mini_batches] == [2, 2]
-    (plain,) = plan_of(configuration(file, *SMALL, "policy.ranks=1", "batch.mini_batches=1"), lengths).mini_batches
+    (plain,) = plan_of(
+        configuration(file, *SMALL, "policy.data_parallel=1", "batch.mini_batches=1"), lengths
+    ).mini_batches
     assert len(plain.micro_steps) == 1
     assert len(compute(ranks, file, *SMALL, *counts, "policy.forward_min_micro_batches=3").cells[0]) == 3

@@ -42,7 +42,7 @@ def planned(config: Config, of: str = "policy.update") -> Plan:
 def test_a_run_plans_a_prompt_once_in_a_micro_batch(file: str, of: str) -> None:
     """In one micro-batch: 7 times 100 and 30 tokens less; a prompt of 2 tokens is too short."""
     config = configuration(
-        file, *up_to(130), "policy.ranks=1", "policy.max_tokens_per_micro_batch=700", "batch.mini_batches=1"
+        file, *up_to(130), "policy.data_parallel=1", "policy.max_tokens_per_micro_batch=700", "batch.mini_batches=1"
     )
     plan = planned(config, of)
     assert plan.mini_batches[0].steps == 1
@@ -54,7 +54,7 @@ def test_a_run_plans_a_prompt_once_in_a_micro_batch(file: str, of: str) -> None:
 def test_a_run_plans_once_what_responses_begin_with_alike(file: str, of: str) -> None:
     """Three prompts of 30 tokens with eight responses: 20 tokens of all, 20 more of every second one, a last one."""
     config = configuration(
-        file, *up_to(130), "policy.ranks=1", "policy.max_tokens_per_micro_batch=500", "batch.mini_batches=1"
+        file, *up_to(130), "policy.data_parallel=1", "policy.max_tokens_per_micro_batch=500", "batch.mini_batches=1"
     )
     ids = [
         np.array([group] * 30 + [7] * 20 + [8] * 20 * (sample % 2) + [100 + sample], np.int32)
@@ -85,7 +85,12 @@ def test_the_cap_of_ranks_that_share_a_row_holds_and_their_plan_counts_a_prompt_
     file: str, shared: tuple[str, ...], max_tokens: int
 ) -> None:
     """The cap is that of the row with its padding, whether its sequences share anything or are padded one by one."""
-    common = (*up_to(130), "policy.ranks=1", "batch.mini_batches=1", f"policy.max_tokens_per_micro_batch={max_tokens}")
+    common = (
+        *up_to(130),
+        "policy.data_parallel=1",
+        "batch.mini_batches=1",
+        f"policy.max_tokens_per_micro_batch={max_tokens}",
+    )
     config = configuration(file, *common, *shared)
     plan = planned(config)
     assert plan.shared is not None
@@ -120,7 +125,7 @@ def test_whole_groups_are_drawn_into_mini_batches(file: str) -> None:
 
 def test_sharing_changes_nothing_but_the_cells_that_are_computed(ranks: RankPool, file: str) -> None:
     sequences = random_sequences(branching=True)
-    common = (*SMALL, "policy.max_tokens_per_micro_batch=200", "batch.mini_batches=1", "policy.ranks=1", *RING)
+    common = (*SMALL, "policy.max_tokens_per_micro_batch=200", "batch.mini_batches=1", "policy.data_parallel=1", *RING)
     alone = compute(ranks, file, *common, "model.share_prefixes=never", sequences=sequences)
     shared = compute(
         ranks, file, *common, "model.share_prefixes=always", "model.min_shared_tokens=1", sequences=sequences

@@ -31,7 +31,7 @@ def long_tailed(count: int, longest: int = 40) -> list[int]:
 
 
 def test_v2_m6_every_index_is_computed_once_and_indices_ascend(file: str) -> None:
-    config = configuration(file, *SMALL, "policy.ranks=3", "policy.max_tokens_per_micro_batch=64")
+    config = configuration(file, *SMALL, "policy.data_parallel=3", "policy.max_tokens_per_micro_batch=64")
     plan = plan_of(config, long_tailed(50))
     groups = [rows for step in micro_batches(plan) for rows in step]
     assert sorted(row for rows in groups for row in rows) == list(range(50))
@@ -41,7 +41,7 @@ def test_v2_m6_every_index_is_computed_once_and_indices_ascend(file: str) -> Non
 
 
 def test_v5_the_cap_counts_for_a_context_parallel_group(file: str) -> None:
-    overrides = (*SMALL, "policy.ranks=1", "policy.max_tokens_per_micro_batch=40", *ONE_STEP)
+    overrides = (*SMALL, "policy.data_parallel=1", "policy.max_tokens_per_micro_batch=40", *ONE_STEP)
     assert len(micro_batches(plan_of(configuration(file, *overrides), [38, 38]))) == 2
     shared = configuration(file, *overrides, "policy.parallel.context_parallel=2")
     assert len(micro_batches(plan_of(shared, [38, 38]))) == 1
@@ -50,14 +50,14 @@ def test_v5_the_cap_counts_for_a_context_parallel_group(file: str) -> None:
 def test_v6_the_count_is_the_smallest_that_fits_and_equal_over_ranks(file: str) -> None:
     for cap, steps in ((2000, 2), (1000, 3), (3000, 1)):
         config = configuration(
-            file, *up_to(max(LENGTHS)), "policy.ranks=1", f"policy.max_tokens_per_micro_batch={cap}", *ONE_STEP
+            file, *up_to(max(LENGTHS)), "policy.data_parallel=1", f"policy.max_tokens_per_micro_batch={cap}", *ONE_STEP
         )
         assert len(micro_batches(plan_of(config, LENGTHS))) == steps
 
 
 def test_v8_heavier_micro_batches_come_first_by_default(file: str) -> None:
     lengths = [3, 38, 2, 40]
-    config = configuration(file, *SMALL, "policy.ranks=1", "policy.max_tokens_per_micro_batch=40", *ONE_STEP)
+    config = configuration(file, *SMALL, "policy.data_parallel=1", "policy.max_tokens_per_micro_batch=40", *ONE_STEP)
     assert [sum(lengths[row] for row in step[0]) for step in micro_batches(plan_of(config, lengths))] == [40, 38, 5]
 
 
@@ -66,7 +66,7 @@ def test_v8_heavier_micro_batches_come_first_by_default(file: str) -> None:
 )
 def test_v6_m5_the_worked_examples_end_in_two_equal_micro_batches(file: str, lengths: list[int], cap: int) -> None:
     config = configuration(
-        file, *up_to(max(lengths)), "policy.ranks=1", f"policy.max_tokens_per_micro_batch={cap}", *ONE_STEP
+        file, *up_to(max(lengths)), "policy.data_parallel=1", f"policy.max_tokens_per_micro_batch={cap}", *ONE_STEP
     )
     steps = micro_batches(plan_of(config, lengths))
     assert [sum(lengths[row] for row in step[0]) for step in steps] == [sum(lengths) // 2] * 2
@@ -74,8 +74,8 @@ def test_v6_m5_the_worked_examples_end_in_two_equal_micro_batches(file: str, len
 
 def test_v7_only_real_lengths_count(file: str) -> None:
     """Caps hold for lengths, whatever the longest possible response is."""
-    narrow = configuration(file, *SMALL, "policy.ranks=2", "policy.max_tokens_per_micro_batch=128")
-    wide = configuration(file, *up_to(128), "policy.ranks=2", "policy.max_tokens_per_micro_batch=128")
+    narrow = configuration(file, *SMALL, "policy.data_parallel=2", "policy.max_tokens_per_micro_batch=128")
+    wide = configuration(file, *up_to(128), "policy.data_parallel=2", "policy.max_tokens_per_micro_batch=128")
     lengths = long_tailed(30)
     assert micro_batches(plan_of(narrow, lengths)) == micro_batches(plan_of(wide, lengths))
 
@@ -83,7 +83,7 @@ def test_v7_only_real_lengths_count(file: str) -> None:
 def test_v10_micro_steps_are_balanced_over_all_ranks_at_once(file: str) -> None:
     ours, rank_by_rank = (
         plan_of(
-            configuration(file, *SMALL, "policy.ranks=4", "policy.max_tokens_per_micro_batch=64", *how),
+            configuration(file, *SMALL, "policy.data_parallel=4", "policy.max_tokens_per_micro_batch=64", *how),
             long_tailed(200),
         )
         for how in ((), ("balance.algorithm=verl",))
@@ -93,8 +93,8 @@ def test_v10_micro_steps_are_balanced_over_all_ranks_at_once(file: str) -> None:
 
 def test_v9_m1_results_come_back_in_the_given_order(ranks: RankPool, file: str) -> None:
     """However the batch is cut: caps that give one micro-batch, and one for nearly every sequence."""
-    whole = compute(ranks, file, *SMALL, "policy.ranks=1", *ONE_STEP)
-    cut = compute(ranks, file, *SMALL, "policy.ranks=2", "policy.max_tokens_per_micro_batch=40", *ONE_STEP)
+    whole = compute(ranks, file, *SMALL, "policy.data_parallel=1", *ONE_STEP)
+    cut = compute(ranks, file, *SMALL, "policy.data_parallel=2", "policy.max_tokens_per_micro_batch=40", *ONE_STEP)
     assert len(whole.cells[0]) == 1 < len(cut.cells[0])
     for row, log_probs in whole.log_probs.items():
         np.testing.assert_allclose(cut.log_probs[row], log_probs, atol=1e-6)
@@ -169,13 +169,13 @@ def test_v4_advantages_go_by_uid_whatever_the_order(file: str) -> None:
 
 
 def test_m8_mindspeed_s_deal_is_longest_first_into_the_lightest_rank(file: str) -> None:
-    config = configuration(file, *SMALL, "policy.ranks=2", "balance.algorithm=mindspeed_rl", *ONE_STEP)
+    config = configuration(file, *SMALL, "policy.data_parallel=2", "balance.algorithm=mindspeed_rl", *ONE_STEP)
     assert micro_batches(plan_of(config, [10, 4, 3, 3])) == [[[0], [1, 2, 3]]]
 
 
 def test_v6_the_count_is_at_least_the_minimum_a_multiple_and_never_above_the_sequences(file: str) -> None:
     counts = ("policy.min_micro_batches=3", "balance.count_multiple=4", *ONE_STEP)
-    config = configuration(file, *SMALL, "policy.ranks=2", *counts)
+    config = configuration(file, *SMALL, "policy.data_parallel=2", *counts)
     plan = plan_of(config, long_tailed(24))
     assert [len(plan.for_rank(rank).mini_batches[0].micro_batches) for rank in range(2)] == [4, 4]
     # Of a step that dropping has left so little of, each has a micro-batch; see D5 for what is refused.
@@ -188,7 +188,7 @@ def test_v6_micro_batches_of_a_pipeline_differ_in_length_and_hold_no_padding(ran
     that of one process."""
     how = (
         *SMALL,
-        "policy.ranks=1",
+        "policy.data_parallel=1",
         "policy.max_tokens_per_micro_batch=40",
         "model.path=deep",
         *ONE_STEP,
@@ -214,7 +214,7 @@ def test_v8_small_micro_batches_stand_at_both_ends_where_asked(file: str, layout
     config = configuration(
         file,
         *SMALL,
-        "policy.ranks=1",
+        "policy.data_parallel=1",
         "policy.max_tokens_per_micro_batch=40",
         f"model.layout={layout}",
         "balance.order=small_ends",

@@ -8,7 +8,12 @@ from tests.end_to_end import faults
 from tests.end_to_end.faults import Fault, RunWithFaults, differences, run_with, without_validation
 from tests.end_to_end.processes import living
 
-TWO_ENGINES = ("rollout.replicas=2", "rollout.threads=1", "rollout.sampling.max_new_tokens=48", "policy.ranks=1")
+TWO_ENGINES = (
+    "rollout.replicas=2",
+    "rollout.threads=1",
+    "rollout.sampling.max_new_tokens=48",
+    "policy.data_parallel=1",
+)
 OF_PROCESSES = ("rollout.tensor_parallel=2",)
 LEARNING = (
     "policy.optimizer.learning_rate=1e-3",
@@ -70,7 +75,7 @@ def test_with_a_single_engine_the_round_waits_for_the_one_in_its_place(
     assert differences(run, undisturbed) == []
 
 
-RANKS = ("policy.ranks=2", "run.checkpoint_every=2", "run.steps=4")
+RANKS = ("policy.data_parallel=2", "run.checkpoint_every=2", "run.steps=4")
 WITH_REFERENCE = (*RANKS, "algorithm.loss.kl_coefficient=0.1")
 WITH_CRITIC = (*RANKS, "algorithm.advantage=gae", "critic.optimizer.learning_rate=1e-3")
 

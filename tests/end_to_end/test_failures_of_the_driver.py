@@ -21,7 +21,7 @@ from workers.model.checkpoint.checkpoint_folder import complete
 
 pytestmark = pytest.mark.soak
 SMALL = (
-    "policy.ranks=1",
+    "policy.data_parallel=1",
     "policy.optimizer.learning_rate=1e-3",
     "tracking.tensorboard=false",
 )

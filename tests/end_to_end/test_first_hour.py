@@ -72,7 +72,7 @@ def trained(ray_session: None, settings: list[str], records: dict[str, list[dict
 
     overrides = [*settings, "run.name=notebook", "run.steps=5", "run.checkpoint_every=1", "reward.function=''"]
     overrides += ["validation.every=2", "validation.samples=2", "validation.success=long"]
-    overrides += ["policy.optimizer.learning_rate=1e-3", "policy.ranks=1", f"model.path={source}"]
+    overrides += ["policy.optimizer.learning_rate=1e-3", "policy.data_parallel=1", f"model.path={source}"]
     with ThreadPoolExecutor(1) as pool:
         given: dict[str, Any] = {"reward": rewarding(LARGEST), "callbacks": [stop_early], **records}
         return Trained(pool.submit(ballast.fit, overrides=overrides, **given).result(), called)

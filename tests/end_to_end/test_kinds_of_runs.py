@@ -33,7 +33,7 @@ def test_a_run_in_stages_hands_on_its_weights_and_goes_on_without_stages(setting
     """
     common = [*settings, *UNVALIDATED, RATE, "batch.mini_batches=2", "algorithm.loss.kl_coefficient=0.1", "run.steps=2"]
     common += ["run.checkpoint_every=1", "algorithm.advantage=remax"]
-    cut = ["policy.ranks=1", "policy.parallel.pipeline_parallel=2", "policy.parallel.virtual_stages=2"]
+    cut = ["policy.data_parallel=1", "policy.parallel.pipeline_parallel=2", "policy.parallel.virtual_stages=2"]
     staged = run_loop([*common, "run.name=staged", *cut])
     steps = staged.outcome.steps
     assert [step["rollout/weight_version"] for step in steps] == [1.0, 2.0]
@@ -55,7 +55,7 @@ def test_a_run_in_stages_hands_on_its_weights_and_goes_on_without_stages(setting
 PPO = (
     *UNVALIDATED,
     "run.steps=2",
-    "policy.ranks=1",  # two ranks are those of `tests/workers/roles/test_critic.py`
+    "policy.data_parallel=1",  # two ranks are those of `tests/workers/roles/test_critic.py`
     "batch.mini_batches=2",
     "algorithm.advantage=gae",
     "critic.warmup_steps=1",
@@ -189,7 +189,7 @@ def check_episodes_are_masked_and_recorded(run: Run) -> None:
 @pytest.mark.slow
 def test_an_update_that_leaves_a_weight_out_stops_the_run_and_is_named(settings: list[str]) -> None:
     """No engine samples with old and new weights mixed. A custom loss's module changes the policy's own process."""
-    overrides = [*settings, *UNVALIDATED, "run.name=dropped", "policy.ranks=1"]
+    overrides = [*settings, *UNVALIDATED, "run.name=dropped", "policy.data_parallel=1"]
     overrides += ["algorithm.loss.name=custom", "algorithm.loss.function=tests.end_to_end.dropping:loss"]
     overrides += ["resources.user_code_timeout_s=300"]  # it imports all that a policy's actor does
     with pytest.raises(RolloutError, match=r"model\.layers\.1\.self_attn\.qkv_proj\.weight"):
@@ -233,9 +233,9 @@ def create_experts(family: str, folder: Path, tokenizer: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "sharing"),
     [
-        ("olmoe", ["policy.ranks=1"]),
-        ("qwen3_moe", [*EXPERT_PARALLEL, "policy.ranks=2"]),
-        ("qwen3_moe", [*EXPERT_PARALLEL, "policy.ranks=1", "policy.parallel.tensor_parallel=2"]),
+        ("olmoe", ["policy.data_parallel=1"]),
+        ("qwen3_moe", [*EXPERT_PARALLEL, "policy.data_parallel=2"]),
+        ("qwen3_moe", [*EXPERT_PARALLEL, "policy.data_parallel=1", "policy.parallel.tensor_parallel=2"]),
     ],
     ids=["one rank", "expert parallel", "expert and tensor parallel"],
 )
@@ -261,7 +261,7 @@ def test_samples_come_from_the_experts_that_were_trained(
 
 def assert_goes_on_with_two_ranks(run: Run, overrides: list[str]) -> None:
     """From its first checkpoint, each rank with all experts, the second step is the same."""
-    others = ["policy.ranks=2", "policy.parallel.expert_parallel=1", "policy.parallel.tensor_parallel=1"]
+    others = ["policy.data_parallel=2", "policy.parallel.expert_parallel=1", "policy.parallel.tensor_parallel=1"]
     others += [f"run.name={run.folder.name}-again"]
     begin = run.folder / "checkpoints" / "policy" / "step-1"
     (second,) = run_loop([*overrides, *others, f"run.resume={begin}"]).outcome.steps

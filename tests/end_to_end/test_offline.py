@@ -12,8 +12,8 @@ from tests.end_to_end.processes import MARK, ROOT, all_end, marked_environment
 
 PLANS = {
     "1 rank": [],
-    "2 ranks": ["policy.ranks=2", "policy.max_tokens_per_micro_batch=100"],
-    "2 ranks, padded": ["policy.ranks=2", "model.layout=padded"],
+    "2 ranks": ["policy.data_parallel=2", "policy.max_tokens_per_micro_batch=100"],
+    "2 ranks, padded": ["policy.data_parallel=2", "model.layout=padded"],
     "context parallel": ["policy.parallel.context_parallel=2", "policy.parallel.context_parallel_method=ring"],
 }
 
@@ -24,7 +24,7 @@ def test_the_command_trains_over_two_ranks_and_leaves_a_model_and_no_process(tmp
     environment = marked_environment() | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "controller.sft", "--config", "mine.yaml", *SETTINGS, *OF_COMMAND["sft"]]
     done = subprocess.run(
-        [*command, "policy.ranks=2", "-v"], cwd=tmp_path, env=environment, text=True, capture_output=True
+        [*command, "policy.data_parallel=2", "-v"], cwd=tmp_path, env=environment, text=True, capture_output=True
     )
     assert done.returncode == 0, done.stderr
     assert "starting actors: 2 policy" in done.stdout

@@ -75,7 +75,15 @@ class Finished:
 
 @pytest.fixture(scope="module")
 def finished(nodes: Cluster, cluster: dict[str, str], settings: list[str], workspace: Path) -> Finished:
-    fit = ["python", "-m", "controller.fit", *settings_file(workspace), *settings, "run.name=job", "policy.ranks=1"]
+    fit = [
+        "python",
+        "-m",
+        "controller.fit",
+        *settings_file(workspace),
+        *settings,
+        "run.name=job",
+        "policy.data_parallel=1",
+    ]
     fit += [f"run.steps={STEPS}", "run.checkpoint_every=1", "policy.optimizer.learning_rate=1e-3"]
     (raylet,) = nodes.raylets()
     seen, ended = Seen(), Event()
@@ -160,7 +168,7 @@ def test_a_ray_job_is_watched_and_stopped_with_a_checkpoint(
     cluster: dict[str, str], settings: list[str], workspace: Path
 ) -> None:
     fit = ["python", "-m", "controller.fit", *settings_file(workspace), *settings]
-    fit += ["run.name=watched", "run.steps=1000", "policy.ranks=1", "run.checkpoint_every=1000"]
+    fit += ["run.name=watched", "run.steps=1000", "policy.data_parallel=1", "run.checkpoint_every=1000"]
 
     def job(command: str, *arguments: str) -> str:
         words = ["ray", "job", command, ADDRESS, *arguments]

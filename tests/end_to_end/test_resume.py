@@ -47,7 +47,7 @@ class Resumed:
 def resumed(settings: list[str], workspace: Path) -> Resumed:
     """Killed after step 5 and begun again, a run is stopped by Ctrl-C after its step 6."""
     environment, folder = marked_environment(), workspace / "runs" / "killed"
-    fit = [*command(settings, workspace, "killed"), "run.steps=1000", "policy.ranks=1"]
+    fit = [*command(settings, workspace, "killed"), "run.steps=1000", "policy.data_parallel=1"]
     kill_after("step    5/", fit, environment)
     before = records(folder)
     again = stopped(signal.SIGINT, "step    6/", fit, environment)

@@ -27,7 +27,7 @@ def overrides_of(placement: str) -> list[str]:
     """One rank and one engine; two mini-batches, so that the policy's own log-probs are computed and compared."""
     common = [
         f"run.name={placement}",
-        "policy.ranks=1",
+        "policy.data_parallel=1",
         "batch.mini_batches=2",
         "model.dtype=float32",
         "policy.optimizer.learning_rate=3e-3",

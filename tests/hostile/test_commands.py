@@ -36,7 +36,7 @@ TRAINING = [
 READING = [
     ("report", ("runs/done",)),
     ("timeline", ("runs/done", "--steps", "2-3", "--output", "trace.json")),
-    ("replay", ("runs/done", "--step", "3", "policy.ranks=1")),
+    ("replay", ("runs/done", "--step", "3", "policy.data_parallel=1")),
     ("balance", ("runs/done", "--step", "3")),
     ("balance", ("lengths.jsonl", "--column", "length", "--ranks", "2", "--mini-batches", "2")),
     ("evaluate", ("--model", "runs/done", "--trust-run", "--dry-run")),

@@ -91,7 +91,7 @@ def learned_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..
     monkeypatch.setattr(StandInEngine, "forward_backward", watched)
 
     def run(*overrides: str) -> np.ndarray:
-        StandIns(monkeypatch).run(["policy.ranks=1", "run.steps=1", *overrides])
+        StandIns(monkeypatch).run(["policy.data_parallel=1", "run.steps=1", *overrides])
         mask = read[0].tokens["loss_mask"]
         return read[0].tokens["advantages"][mask].numpy().reshape(len(read[0]), -1)
 

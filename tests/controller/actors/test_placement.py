@@ -38,7 +38,7 @@ def room_for(counts: list[int], size: int) -> int:
 
 def gpu_config(*, ranks: int, cp: int = 1, tp: int = 1, replicate: int = 1) -> Config:
     config = Config()
-    config.resources.device, config.policy.ranks = "cuda", ranks
+    config.resources.device, config.policy.data_parallel = "cuda", ranks
     parallel = config.policy.parallel
     parallel.context_parallel, parallel.tensor_parallel, parallel.replicate = cp, tp, replicate
     return config

@@ -168,7 +168,9 @@ def raise_what_was_seen() -> None:
 
 
 def test_missing_resources_are_named(ray_session) -> None:
-    with pytest.raises(ResourceError, match=r"'huge'.*492 CPU missing in the whole cluster.*free of 8.*policy.ranks"):
+    with pytest.raises(
+        ResourceError, match=r"'huge'.*492 CPU missing in the whole cluster.*free of 8.*policy.data_parallel"
+    ):
         reserve(Pool("huge", ({"CPU": 250.0},) * 2), 30)
     with pytest.raises(ResourceError, match="1 GPU missing in the whole cluster"):
         reserve(Pool("gpu", ({"GPU": 1.0},)), 30)

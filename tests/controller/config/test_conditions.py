@@ -57,7 +57,7 @@ CASES: list[tuple[str, list[list[str]], list[list[str]]]] = [
     ("GPUs", [["resources.device=cuda"]], [[]]),
     ("CPUs", [[]], [["resources.device=cuda"]]),
     ("engines on GPUs", [["resources.device=cuda"]], [[]]),
-    ("several ranks", [["policy.ranks=2"], ["policy.parallel.context_parallel=2"]], [[]]),
+    ("several ranks", [["policy.data_parallel=2"], ["policy.parallel.context_parallel=2"]], [[]]),
     ("tracker", [["tracking.wandb=true"], ["tracking.mlflow=true"]], [[]]),
     ("reference", [[KL], ["algorithm.kl_in_reward.coefficient=0.1"]], [[]]),
     ("own reference", [[KL], [KL, LORA, "reference.path=model"]], [[], [KL, LORA]]),

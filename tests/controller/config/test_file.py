@@ -1,10 +1,12 @@
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from controller.config import Config, load, to_yaml
+from controller.config import Config, load, load_as, to_yaml
 from controller.config.file import Setting, settings
+from controller.config.offline import SftConfig
 from tests.controller.config_workspace import write_workspace
 from tests.refusals import refused
 from workers.errors import ConfigError
@@ -19,8 +21,8 @@ def ids(setting: Setting) -> str:
 
 
 def test_an_override_replaces_the_file_and_the_file_replaces_the_default(tmp_path: Path) -> None:
-    config = load(write_workspace(tmp_path), ["policy.ranks=1", "policy.optimizer.learning_rate=1e-4"])
-    assert config.policy.ranks == 1
+    config = load(write_workspace(tmp_path), ["policy.data_parallel=1", "policy.optimizer.learning_rate=1e-4"])
+    assert config.policy.data_parallel == 1
     assert config.policy.max_tokens_per_micro_batch == 4096
     assert config.policy.optimizer.learning_rate == 1e-4
     assert config.policy.optimizer.schedule == "constant"
@@ -29,9 +31,14 @@ def test_an_override_replaces_the_file_and_the_file_replaces_the_default(tmp_pat
 
 def test_files_lie_one_over_the_other_and_the_last_names_the_run(tmp_path: Path) -> None:
     base = write_workspace(tmp_path)
-    (tmp_path / "mine.yaml").write_text("run: {name: '', steps: 3}\npolicy: {ranks: 1}\n")
+    (tmp_path / "mine.yaml").write_text("run: {name: '', steps: 3}\npolicy: {data_parallel: 1}\n")
     config = load([base, tmp_path / "mine.yaml"], ["run.seed=7"])
-    assert (config.run.steps, config.policy.ranks, config.policy.max_tokens_per_micro_batch, config.run.seed) == (
+    assert (
+        config.run.steps,
+        config.policy.data_parallel,
+        config.policy.max_tokens_per_micro_batch,
+        config.run.seed,
+    ) == (
         3,
         1,
         4096,
@@ -39,16 +46,16 @@ def test_files_lie_one_over_the_other_and_the_last_names_the_run(tmp_path: Path)
     )
     assert config.run.name == "mine"
     assert load([tmp_path / "mine.yaml", base]).run.steps == 10
-    (tmp_path / "wrong.yaml").write_text("policy: {rank: 1}\n")
-    with refused("wrong.yaml: policy.rank"):
+    (tmp_path / "wrong.yaml").write_text("policy: {data_paralel: 1}\n")
+    with refused("wrong.yaml: policy.data_paralel"):
         load([base, tmp_path / "wrong.yaml"])
 
 
 @pytest.mark.parametrize("blank", ["data.validation=", "data.validation= ", "data.validation=''"])
 def test_a_blank_text_on_the_command_line_is_no_text(tmp_path: Path, blank: str) -> None:
     assert load(write_workspace(tmp_path), [blank]).data.validation == ""
-    with refused("policy.ranks"):
-        load(write_workspace(tmp_path), ["policy.ranks="])
+    with refused("policy.data_parallel"):
+        load(write_workspace(tmp_path), ["policy.data_parallel="])
 
 
 def test_a_configuration_written_as_yaml_reads_back_as_itself(tmp_path: Path) -> None:
@@ -89,7 +96,7 @@ REFUSED = [
     "data.shuffle=1",
     "data.train=[a,b]",
     "policy.optimizer=adam",
-    "policy.ranks=0",
+    "policy.data_parallel=0",
     "policy.optimizer.beta1=1",
     "rollout.sampling.top_p=0",
     "rollout.sampling.top_p=1.1",
@@ -112,8 +119,8 @@ REFUSED = [
     "model.dtype=float16",
     "run.seed=${run.sed}",
     "run.seed=${run.dir}",
-    "--policy.ranks=1",
-    "policy.ranks",
+    "--policy.data_parallel=1",
+    "policy.data_parallel",
     "run.name=[a",
 ]
 
@@ -219,12 +226,28 @@ def test_arguments_of_the_engine_add_up_and_hold_any_value(tmp_path: Path) -> No
         load(path, ["rollout.engine.a=${run.seed}"])
 
 
-def test_what_an_older_run_recorded_of_a_dropped_setting_is_left_out_if_it_changed_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("idle", [True, False])
+def test_a_dropped_setting_is_left_out_of_an_older_run_if_it_changed_nothing(tmp_path: Path, idle: bool) -> None:
     file = tmp_path / "config.yaml"
-    for idle in ("false", "true"):
-        file.write_text(f"model: {{path: m}}\nbalance: {{redeal_groups: {idle}}}\n")
-        if idle == "false":
-            assert load(file).balance == Config().balance
-        else:
-            with refused("balance.redeal_groups"):
-                load(file)
+    file.write_text(f"model: {{path: m}}\nbalance: {{redeal_groups: {str(not idle).lower()}}}\n")
+    with nullcontext() if idle else refused("balance.redeal_groups"):
+        assert load(file).balance == Config().balance
+
+
+def test_old_names_are_read_and_one_line_says_the_new_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("model: {path: m}\npolicy: {ranks: 2, max_tokens: 96}\ndata: {over_long: error}\n")
+    config = load(file, ["rollout.memory_fraction=0.75", "run.other_data=${run.resume}", "run.resume=restart"])
+    assert (config.policy.data_parallel, config.policy.max_tokens_per_micro_batch) == (2, 96)
+    assert (config.data.overlong_prompts, config.rollout.gpu_memory_utilization) == ("error", 0.75)
+    assert config.run.on_data_change == "restart"
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 3 and said[0].startswith(f"{file}: policy.ranks is now policy.data_parallel, policy.max_tokens")
+    assert load_as(SftConfig, None, ["model.path=m", "data.over_long=error"]).data.overlong_records == "error"
+
+
+def test_an_old_name_beside_the_new_one_or_with_a_wrong_value_is_refused() -> None:
+    with refused("policy.ranks is not a setting; here it is policy.data_parallel"):
+        load(None, ["policy={ranks: 2, data_parallel: 2}"])
+    with refused("policy.data_parallel"):
+        load(None, ["policy.ranks=two"])

@@ -43,7 +43,7 @@ def test_the_two_steps_are_a_run_with_the_devices_placement_and_type_of_the_user
     asked = load(None, ["model.path=none", "run.name=r", "resources.device=cuda", f"rollout.placement={placement}"])
     asked.model.dtype = "float32"
     config = smoke_test.settings_for(asked, smoke_test.tiny_model(tmp_path / "model"), tmp_path)
-    assert (config.policy.ranks, config.rollout.replicas, config.compute_dtype) == (1, 1, "float32")
+    assert (config.policy.data_parallel, config.rollout.replicas, config.compute_dtype) == (1, 1, "float32")
     check(config)
     report = Report()
     smoke_test.train_two_steps(config, report)

@@ -81,7 +81,7 @@ def test_a_verl_script_becomes_settings_with_the_same_meaning(capsys: pytest.Cap
         "rollout.sampling.max_new_tokens": 2048,
         "batch.mini_batches": 4,
         "policy.max_tokens_per_micro_batch": 6144,
-        "policy.ranks": 8,
+        "policy.data_parallel": 8,
         "policy.parallel.context_parallel": 2,
         "policy.parallel.replicate": 2,
         "rollout.replicas": 8,

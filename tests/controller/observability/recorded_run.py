@@ -27,7 +27,7 @@ def write_run(folder: Path, *, steps: int = STEPS, ranks: int = 4) -> Config:
     config = Config()
     config.run.dir, config.run.name = str(folder.parent), folder.name
     config.model.path, config.data.train = "models/small", "train.jsonl"
-    config.policy.ranks, config.policy.max_tokens_per_micro_batch, config.batch.mini_batches = ranks, 4096, 2
+    config.policy.data_parallel, config.policy.max_tokens_per_micro_batch, config.batch.mini_batches = ranks, 4096, 2
     rng = np.random.default_rng(0)
     folder.mkdir(parents=True, exist_ok=True)
     with RunWriter(folder, to_yaml(config), []) as writer:

@@ -89,7 +89,7 @@ def test_what_is_left_of_a_step_is_planned_however_few_sequences_that_are(
     sequences: int, mini_batches: int, least: int, multiple: int, algorithm: str, stages: tuple[int, int], of: str
 ) -> None:
     config = Config()
-    config.policy.ranks, config.policy.max_tokens_per_micro_batch, config.balance.algorithm = 4, 64, algorithm
+    config.policy.data_parallel, config.policy.max_tokens_per_micro_batch, config.balance.algorithm = 4, 64, algorithm
     config.policy.min_micro_batches = config.policy.forward_min_micro_batches = least
     config.balance.count_multiple = multiple
     config.policy.parallel.pipeline_parallel, config.policy.parallel.virtual_stages = stages

@@ -97,7 +97,7 @@ def test_a_dry_run_for_other_machines_is_not_held_against_this_one(
     workspace: Path, where: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "visible_gpus", lambda: 0)
-    check_machine(load("config.yaml", ["rollout.replicas=2", "policy.ranks=5000", *where]), dry_run=True)
+    check_machine(load("config.yaml", ["rollout.replicas=2", "policy.data_parallel=5000", *where]), dry_run=True)
 
 
 @pytest.mark.parametrize(("gpus", "dry_run"), [(0, False), (2, True)])
@@ -106,7 +106,7 @@ def test_gpus_that_a_local_ray_has_not_are_refused(
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(machine, "visible_gpus", lambda: gpus)
-    config = load("config.yaml", ["resources.device=cuda", "policy.ranks=4"])
+    config = load("config.yaml", ["resources.device=cuda", "policy.data_parallel=4"])
     with refused("4 GPUs"):
         check_machine(config, dry_run=dry_run)
 

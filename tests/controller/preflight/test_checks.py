@@ -118,7 +118,7 @@ algorithm.loss.name=clip_cov batch.mini_batches=1
 algorithm.loss.dual_clip=1
 algorithm.loss.clip_cov_low=5 algorithm.loss.name=clip_cov
 batch.mini_batches=33
-policy.ranks batch.mini_batches=17
+policy.data_parallel batch.mini_batches=17
 rollout.sampling.temperature=0
 validation.samples=4 validation.sampling.temperature=0
 policy.max_tokens_per_micro_batch=95
@@ -248,7 +248,7 @@ def test_chat_messages_need_a_chat_template(workspace: Path) -> None:
 def test_ranks_that_share_experts_must_divide() -> None:
     """Ranks with different tokens: those of a tensor-parallel group have different ones, too."""
     config = Config()
-    config.policy.ranks, config.policy.parallel.replicate, config.policy.parallel.context_parallel = 6, 2, 2
+    config.policy.data_parallel, config.policy.parallel.replicate, config.policy.parallel.context_parallel = 6, 2, 2
     for divisor in (1, 2, 3, 6):
         config.policy.parallel.expert_parallel = divisor
         check_replicate(config)

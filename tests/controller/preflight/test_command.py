@@ -36,7 +36,10 @@ def fit(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
             ["--config", "config.yaml", "policy.max_tokens_per_micro=1"],
             "did you mean policy.max_tokens_per_micro_batch?",
         ),
-        (["--config", "config.yaml", "policy.ranks=two"], "policy.ranks must be a whole number (int), not 'two'."),
+        (
+            ["--config", "config.yaml", "policy.data_parallel=two"],
+            "policy.data_parallel must be a whole number (int), not 'two'.",
+        ),
         (["--config", "gone.yaml"], "there is no file gone.yaml."),
         (["--config", "config.yaml", "data.train=gone.jsonl"], "there is no file gone.jsonl"),
         (["--config", "config.yaml", "model.path=no/such"], "there is no folder no/such and no such model"),
@@ -63,7 +66,7 @@ def test_bad_input_ends_with_code_2_and_one_line_before_anything_heavy_is_import
 
 def test_a_dry_run_prints_the_plan_of_the_run_and_starts_nothing(tmp_path: Path) -> None:
     write_workspace(tmp_path)
-    process = fit(tmp_path, "policy.ranks=1", "--config", "config.yaml", "--dry-run", "run.steps=3")
+    process = fit(tmp_path, "policy.data_parallel=1", "--config", "config.yaml", "--dry-run", "run.steps=3")
     assert process.returncode == 0, process.stderr
     assert "policy: 1 actor, " in process.stdout
     assert "the run: 3 steps, 6 optimiser steps" in process.stdout

@@ -61,7 +61,7 @@ def test_the_dry_run_shows_the_reference_only_where_there_is_one(workspace: Path
 
 
 def test_the_dry_run_counts_gpus_by_placement(workspace: Path) -> None:
-    gpus = ("resources.device=cuda", "policy.ranks=4", "rollout.replicas=2", "rollout.tensor_parallel=2")
+    gpus = ("resources.device=cuda", "policy.data_parallel=4", "rollout.replicas=2", "rollout.tensor_parallel=2")
     shared = page_of(*gpus)
     assert "pool training: 4 x {CPU: 0.5, GPU: 1}, strategy PACK" in shared
     assert "reserved in all: 2.25 CPUs, 4 GPUs" in shared
@@ -107,7 +107,7 @@ def test_an_actor_of_every_role_of_a_pool_fits_exactly_into_each_bundle(
     ranks: int, replicas: int, rewards: int, kl: float, device: str
 ) -> None:
     config = Config()
-    config.policy.ranks, config.rollout.replicas, config.reward.workers = ranks, replicas, rewards
+    config.policy.data_parallel, config.rollout.replicas, config.reward.workers = ranks, replicas, rewards
     config.algorithm.loss.kl_coefficient, config.resources.device = kl, device
     if device == "cuda":
         config.rollout.replicas = min(replicas, ranks)  # colocated engines share the policy's GPUs

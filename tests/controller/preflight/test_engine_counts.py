@@ -56,12 +56,12 @@ def nodes(count: int, gpus: int) -> str:
     [
         ((), "", 1),
         (("rollout.replicas=2",), "", 2),
-        ((GPUS, "policy.ranks=8", "rollout.tensor_parallel=2"), "", 4),
-        ((GPUS, "policy.ranks=8", "rollout.tensor_parallel=2"), nodes(1, 8), 4),
-        ((GPUS, "policy.ranks=2", "policy.parallel.tensor_parallel=2"), "", 4),
-        ((*APART, "policy.ranks=3", "rollout.replicas=1"), nodes(1, 4), 1),
-        ((*APART, "policy.ranks=3"), nodes(1, 8), 5),
-        ((*APART, "policy.ranks=8", "rollout.tensor_parallel=4"), nodes(3, 8), 4),
+        ((GPUS, "policy.data_parallel=8", "rollout.tensor_parallel=2"), "", 4),
+        ((GPUS, "policy.data_parallel=8", "rollout.tensor_parallel=2"), nodes(1, 8), 4),
+        ((GPUS, "policy.data_parallel=2", "policy.parallel.tensor_parallel=2"), "", 4),
+        ((*APART, "policy.data_parallel=3", "rollout.replicas=1"), nodes(1, 4), 1),
+        ((*APART, "policy.data_parallel=3"), nodes(1, 8), 5),
+        ((*APART, "policy.data_parallel=8", "rollout.tensor_parallel=4"), nodes(3, 8), 4),
     ],
 )
 def test_engines_take_all_gpus_of_their_placement(
@@ -74,11 +74,15 @@ def test_engines_take_all_gpus_of_their_placement(
 @pytest.mark.parametrize(
     ("overrides", "cluster", "words"),
     [
-        ((GPUS, "policy.ranks=8", "rollout.tensor_parallel=2", "rollout.replicas=1"), "", "6 of the policy's 8 GPUs"),
-        ((GPUS, "policy.ranks=3", "rollout.tensor_parallel=2"), "", "1 of the policy's 3 GPUs"),
-        ((GPUS, "policy.ranks=2"), nodes(1, 8), "6 of 8 GPUs"),
+        (
+            (GPUS, "policy.data_parallel=8", "rollout.tensor_parallel=2", "rollout.replicas=1"),
+            "",
+            "6 of the policy's 8 GPUs",
+        ),
+        ((GPUS, "policy.data_parallel=3", "rollout.tensor_parallel=2"), "", "1 of the policy's 3 GPUs"),
+        ((GPUS, "policy.data_parallel=2"), nodes(1, 8), "6 of 8 GPUs"),
         ((*APART, "rollout.replicas=3"), nodes(1, 8), "3 of 8 GPUs"),
-        ((*APART, "policy.ranks=5", "rollout.tensor_parallel=2"), nodes(1, 8), "1 of 8 GPUs"),
+        ((*APART, "policy.data_parallel=5", "rollout.tensor_parallel=2"), nodes(1, 8), "1 of 8 GPUs"),
     ],
 )
 def test_idle_gpus_are_a_warning_of_the_dry_run(
@@ -106,7 +110,7 @@ def test_where_their_gpus_are_not_known_engines_apart_need_a_number(workspace: P
 
 
 def test_a_replay_has_no_engines(workspace: Path) -> None:
-    assert settings(Request(workspace, 1, (GPUS, "policy.ranks=1"))).engines == 0
+    assert settings(Request(workspace, 1, (GPUS, "policy.data_parallel=1"))).engines == 0
 
 
 @pytest.mark.parametrize("command", ["fit", "sft"])
@@ -118,4 +122,4 @@ def test_idle_gpus_are_a_warning_at_the_start(workspace: Path, monkeypatch: pyte
     config, console = load("config.yaml", [GPUS]) if command == "fit" else sft, Listening()
     with ray_session(config, console):
         pass
-    assert any(f"warning: {3 - config.policy.ranks} of 3 GPUs" in line for line in console.said)
+    assert any(f"warning: {3 - config.policy.data_parallel} of 3 GPUs" in line for line in console.said)

@@ -101,7 +101,7 @@ def test_with_checkpointing_a_layer_keeps_its_input() -> None:
 def eight_gpus(**changes: float) -> Config:
     config = Config()
     config.resources.device = "cuda"
-    config.policy.ranks, config.rollout.replicas = 8, 8
+    config.policy.data_parallel, config.rollout.replicas = 8, 8
     config.model.gradient_checkpointing = True
     for key, value in changes.items():
         setattr(config.policy, key, value)
@@ -146,7 +146,7 @@ def test_offload_adapters_and_sharing_take_their_parts_away() -> None:
     adapted.model.lora.rank = 16
     assert gpu_memory(adapted, shape, 80.0).training["AdamW"] < plain["AdamW"] / 50
     shared = eight_gpus()
-    shared.policy.ranks, shared.policy.parallel.tensor_parallel = 4, 2
+    shared.policy.data_parallel, shared.policy.parallel.tensor_parallel = 4, 2
     halves = gpu_memory(shared, shape, 80.0).training
     assert halves["weights"] == plain["weights"]
     assert halves["gathered"] == plain["gathered"] / 2
@@ -191,12 +191,12 @@ def test_stages_take_most_of_what_is_gathered_and_kept_away_and_no_state() -> No
     """7B, 28 layers, an output layer of 4 V h beside layers of 4 L with checkpointing: 14.6, 7.5 + 7.3, ... layers."""
     shape = model_shape(qwen_description("7B"))
     staged = eight_gpus()
-    staged.policy.ranks, staged.policy.parallel.pipeline_parallel = 2, 4
+    staged.policy.data_parallel, staged.policy.parallel.pipeline_parallel = 2, 4
     assert [shape.of_fullest_stage(count, 1, checkpointing=True).layers for count in (1, 2, 4)] == [28, 15, 8]
     plain, found = (gpu_memory(config, shape, 80.0).training for config in (eight_gpus(), staged))
     assert plain["weights"] < found["weights"] < 2 * plain["weights"]
     interleaved = eight_gpus()
-    interleaved.policy.ranks, interleaved.policy.parallel.pipeline_parallel = 2, 4
+    interleaved.policy.data_parallel, interleaved.policy.parallel.pipeline_parallel = 2, 4
     interleaved.policy.parallel.virtual_stages = 2
     assert gpu_memory(interleaved, shape, 80.0).training["activations"] > found["activations"]
 

@@ -65,7 +65,7 @@ def test_whole_gradients_are_measured_where_their_reduction_is_put_off(documenta
     """4 bytes a parameter more, less the shards; the failure that a reduction in every micro-step mends."""
     found = {}
     for deferred in (False, True):
-        config = small("policy.ranks=8", f"policy.parallel.defer_gradient_reduction={deferred}")
+        config = small("policy.data_parallel=8", f"policy.parallel.defer_gradient_reduction={deferred}")
         update = phases_of(config)[:1]
         found[deferred] = measure(config, update, layers=(3, 4))[0]
         assert_estimate_holds([found[deferred]])
@@ -77,15 +77,19 @@ def test_whole_gradients_are_measured_where_their_reduction_is_put_off(documenta
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("policy.ranks=4", "policy.parallel.replicate=2"),
-        ("policy.ranks=4", "policy.parallel.tensor_parallel=2"),
-        ("policy.ranks=2", "policy.parallel.pipeline_parallel=2", "policy.parallel.virtual_stages=2"),
-        ("policy.ranks=4", "policy.parallel.context_parallel=2", "policy.parallel.context_parallel_method=ring"),
-        ("policy.ranks=4", "model.lora.rank=16"),
-        ("policy.ranks=4", "policy.reshard_after_forward=false"),
-        ("policy.ranks=4", "model.gradient_checkpointing=false"),
-        ("policy.ranks=4", "policy.cpu_offload=true"),
-        ("policy.ranks=4", "algorithm.advantage=gae", "reward.model.path=Qwen/Qwen2.5-0.5B-Instruct"),
+        ("policy.data_parallel=4", "policy.parallel.replicate=2"),
+        ("policy.data_parallel=4", "policy.parallel.tensor_parallel=2"),
+        ("policy.data_parallel=2", "policy.parallel.pipeline_parallel=2", "policy.parallel.virtual_stages=2"),
+        (
+            "policy.data_parallel=4",
+            "policy.parallel.context_parallel=2",
+            "policy.parallel.context_parallel_method=ring",
+        ),
+        ("policy.data_parallel=4", "model.lora.rank=16"),
+        ("policy.data_parallel=4", "policy.reshard_after_forward=false"),
+        ("policy.data_parallel=4", "model.gradient_checkpointing=false"),
+        ("policy.data_parallel=4", "policy.cpu_offload=true"),
+        ("policy.data_parallel=4", "algorithm.advantage=gae", "reward.model.path=Qwen/Qwen2.5-0.5B-Instruct"),
     ],
     ids=lambda overrides: overrides[-1].partition("=")[0],
 )
@@ -118,7 +122,7 @@ def test_the_estimate_of_shared_experts_holds(
     overrides = [f"policy.parallel.{name}={size}" for name, size in shared.items()]
     config = small(
         *overrides,
-        f"policy.ranks={4 // tensor}",
+        f"policy.data_parallel={4 // tensor}",
         f"policy.max_tokens_per_micro_batch={tokens}",
         f"model.path={experts}",
     )
@@ -139,7 +143,7 @@ def test_no_two_sequences_that_are_measured_begin_alike() -> None:
 def test_the_estimate_of_stages_holds(documentation_workspace: Path, stages: int, virtual: int, tokens: int) -> None:
     """The last one has the output layer, and the first keeps the inputs of most micro-batches."""
     parallel = (f"policy.parallel.pipeline_parallel={stages}", f"policy.parallel.virtual_stages={virtual}")
-    config = small("policy.ranks=2", *parallel, f"policy.max_tokens_per_micro_batch={tokens}")
+    config = small("policy.data_parallel=2", *parallel, f"policy.max_tokens_per_micro_batch={tokens}")
     assert_estimate_holds(measure(config, phases_of(config)), above=1.5)
 
 
@@ -148,7 +152,7 @@ def test_the_estimate_of_stages_holds(documentation_workspace: Path, stages: int
 def test_the_estimate_of_one_long_micro_batch_is_a_close_upper_bound(documentation_workspace: Path, size: str) -> None:
     """Where activations outweigh what does not grow with tokens: at the output layer, and in a feed-forward block."""
     config = small(
-        "policy.ranks=8", "policy.max_tokens_per_micro_batch=32768", f"model.path=Qwen/Qwen2.5-{size}-Instruct"
+        "policy.data_parallel=8", "policy.max_tokens_per_micro_batch=32768", f"model.path=Qwen/Qwen2.5-{size}-Instruct"
     )
     assert_estimate_holds(measure(config, phases_of(config)[:1]), above=1.1)
 
@@ -158,7 +162,7 @@ def test_c8_the_activation_memory_that_context_parallelism_saves_is_measured(doc
     """The same sequences on one rank, or on two of which each holds half; parameters over eight ranks in both."""
     found = {}
     for size in (1, 2):
-        shared = (f"policy.ranks={8 // size}", f"policy.parallel.context_parallel={size}")
+        shared = (f"policy.data_parallel={8 // size}", f"policy.parallel.context_parallel={size}")
         config = small(*shared, f"policy.max_tokens_per_micro_batch={32768 // size}")
         found[size] = measure(config, phases_of(config)[:1])[0]
     assert found[1].gib - found[2].gib > 0.5, measured_lines(list(found.values()))
@@ -166,7 +170,7 @@ def test_c8_the_activation_memory_that_context_parallelism_saves_is_measured(doc
 
 @pytest.mark.slow
 def test_a_few_layers_tell_of_all(documentation_workspace: Path) -> None:
-    config = small("policy.ranks=8")
+    config = small("policy.data_parallel=8")
     few, every = (run_trace(request(config, phases_of(config), layers)) for layers in ((3, 4), (24,)))
     assert few["policy"] == pytest.approx(every["policy"], rel=0.01)
 

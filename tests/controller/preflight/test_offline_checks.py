@@ -19,7 +19,7 @@ def settings_file(workspace: Path) -> None:
 
 
 MAINS = {"sft": sft.main, "preferences": preferences.main}
-DRY_RUN = ["--config", "mine.yaml", "--dry-run", "policy.ranks=2", "resources.device=cpu"]
+DRY_RUN = ["--config", "mine.yaml", "--dry-run", "policy.data_parallel=2", "resources.device=cpu"]
 GIVEN = ["model.path=model", "data.train=train.jsonl", "data.max_tokens=96", "resources.device=cpu"]
 
 
@@ -35,7 +35,7 @@ data.train=
 data.train=none.jsonl
 data.max_tokens=512
 policy.max_tokens_per_micro_batch=64
-policy.ranks=2 batch.sequences_per_step=1
+policy.data_parallel=2 batch.sequences_per_step=1
 policy.min_micro_batches=33
 balance.count_multiple=64
 policy.optimizer.warmup_steps=4 run.steps=3

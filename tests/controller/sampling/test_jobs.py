@@ -41,7 +41,7 @@ def test_an_evaluation_samples_as_a_validation_and_a_generation_as_training(work
         (EvaluateConfig, "rollout.sampling.temperature=0.3"),
         (GenerateConfig, "validation.samples=4"),
         (GenerateConfig, "algorithm.advantage=rloo"),
-        (GenerateConfig, "policy.ranks=3"),
+        (GenerateConfig, "policy.data_parallel=3"),
         (GenerateConfig, "rollout.max_staleness=1"),
     ],
 )

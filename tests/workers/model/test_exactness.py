@@ -207,7 +207,7 @@ def test_a_configuration_says_when_gradients_are_reduced(
     ranks: RankPool, folder, tmp_path, overrides: tuple[str, ...], scatters: int, sums: int
 ):
     """By default in each of four micro-steps, and between copies of the model in the last."""
-    config = load(write_workspace(tmp_path), ("policy.ranks=4", "model.share_prefixes=never", *overrides))
+    config = load(write_workspace(tmp_path), ("policy.data_parallel=4", "model.share_prefixes=never", *overrides))
     settings = _model_arguments(config, config.model, config.policy)
     arguments = {name: settings[name] for name in ("device", "parallel")}
     units = 3  # two layers and the root
