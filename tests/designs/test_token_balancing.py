@@ -133,7 +133,7 @@ def test_m3_caps_are_separate_for_update_log_probs_and_reference(run: Run, calls
 def test_m7_the_cap_s_advice_stands_beside_the_setting(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--settings"])
-    _, _, text = capsys.readouterr().out.partition("\npolicy.max_tokens ")
+    _, _, text = capsys.readouterr().out.partition("\npolicy.max_tokens_per_micro_batch ")
     assert "twice the longest sequence" in " ".join(text.split()[:30]).lower()
 
 

@@ -57,7 +57,7 @@ def test_a_line_of_another_form_is_refused(text: str, named: str) -> None:
 def test_no_node_gives_more_than_it_has(
     ranks: int, replicas: int, tensor: int, nodes: int, gpus: int, placement: str
 ) -> None:
-    config = gpu_config(ranks=ranks)
+    config = gpu_config(data_parallel=ranks)
     config.rollout.replicas, config.rollout.tensor_parallel, config.rollout.placement = replicas, tensor, placement
     if placement == "colocated":
         config.rollout.replicas = min(replicas, max(1, ranks // tensor))
@@ -85,10 +85,10 @@ def test_no_node_gives_more_than_it_has(
 
 def test_what_does_not_fit_is_named() -> None:
     with refused("bundle 8 of pool training"):
-        config = gpu_config(ranks=9)
+        config = gpu_config(data_parallel=9)
         config.rollout.replicas = 9
         place(config, EIGHT)
-    config = gpu_config(ranks=4)
+    config = gpu_config(data_parallel=4)
     config.rollout.placement, config.rollout.tensor_parallel = "apart", 8
     with refused("bundle 0 of pool rollout"):
         place(config, EIGHT)
@@ -96,7 +96,7 @@ def test_what_does_not_fit_is_named() -> None:
 
 
 def test_an_engine_that_shares_gpus_stays_on_one_node() -> None:
-    config = gpu_config(ranks=6)
+    config = gpu_config(data_parallel=6)
     config.rollout.replicas, config.rollout.tensor_parallel = 3, 2
     with refused("rollout 2 would share"):
         place(config, Cluster(nodes=2, cpus=8, gpus=3, gpu_gib=80))
@@ -106,7 +106,7 @@ def test_an_engine_that_shares_gpus_stays_on_one_node() -> None:
 
 
 def test_groups_that_cross_the_network_are_counted() -> None:
-    config = gpu_config(ranks=4)
+    config = gpu_config(data_parallel=4)
     config.policy.parallel.context_parallel = 2
     config.rollout.placement = "apart"
     assert groups_across_nodes(config, place(config, Cluster(nodes=3, cpus=8, gpus=4, gpu_gib=80))) == 0

@@ -204,7 +204,7 @@ def test_stages_take_most_of_what_is_gathered_and_kept_away_and_no_state() -> No
 def test_a_larger_reward_model_takes_its_weights_and_what_its_pass_needs() -> None:
     """By hand: P without the output layer, 4 P / 8 of it; 2 (2 L + R) gathered, T 2 (5 h + 3 f) of the layer."""
     small, scorer = model_shape(qwen_description("0.5B")), model_shape(qwen_description("32B")).with_value_head()
-    config = eight_gpus(max_tokens=64)
+    config = eight_gpus(max_tokens_per_micro_batch=64)
     config.reward.model.path, config.reward.model.max_tokens_per_micro_batch = "scorer", 16_384
     memory = gpu_memory(config, small, 80.0, {"reward_model": scorer})
     layer = 2 * 5120 * (5120 + 1024) + 3 * 5120 * 27_648 + (5120 + 2 * 1024) + 2 * 5120
@@ -251,7 +251,7 @@ def test_a_dry_run_counts_every_model_of_the_run(
 def test_what_does_not_fit_says_what_to_change(
     size: str, ranks: int, checkpointing: bool, fraction: float, advised: str
 ) -> None:
-    config = eight_gpus(ranks=ranks, max_tokens=4096 if checkpointing else 16_384)
+    config = eight_gpus(data_parallel=ranks, max_tokens_per_micro_batch=4096 if checkpointing else 16_384)
     config.model.gradient_checkpointing, config.rollout.gpu_memory_utilization = checkpointing, fraction
     with refused(advised):
         check_memory(config, gpu_memory(config, model_shape(qwen_description(size)), 80.0), 80.0)
