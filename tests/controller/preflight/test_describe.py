@@ -23,7 +23,7 @@ def page_of(*overrides: str) -> str:
 
 def test_the_dry_run_says_what_runs_where_and_whether_it_fits(config: Config) -> None:
     page = describe(config)
-    assert "max_tokens: 4096" in page
+    assert "max_tokens_per_micro_batch: 4096" in page
     assert "models run on CPUs; rollout.placement is shared_memory" in page
     assert "pool training: 2 x {CPU: 0.25}, strategy PACK" in page
     assert "policy: 2 actors, 0.25 CPU each, bundle 0..1 of pool training" in page
