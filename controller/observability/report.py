@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import matplotlib
@@ -28,6 +29,7 @@ from controller.config import Config, TrainingConfig
 from controller.config.recorded import load_recorded
 from controller.config.training import counted
 from controller.observability.health import warnings
+from controller.observability.metric_table import spec_of
 from controller.observability.run_folder import Row, RunFolder
 from controller.observability.shown_text import redacted, shortened
 
@@ -38,41 +40,56 @@ BLUE, GREEN, AMBER, ROSE, VIOLET, GREY = "#2f7fb8", "#3a9679", "#d9902f", "#c256
 COLOURS = (BLUE, GREEN, AMBER, ROSE, VIOLET, GREY)
 """A panel has at most as many lines, so that they can be told apart."""
 SIZE = (5.0, 2.8)
-"""Inches of a panel: letters of 9 points stay legible where it is as wide as a telephone."""
+"""Inches of a panel: letters of 9 points stay legible on a telephone."""
 LEGEND_POINTS = 8.5
 LEGEND_LETTERS = 56
 """Letters of a legend's line, with 6 for each handle."""
 FEW_POINTS = 12
-"""Up to so many points a curve shows each as a dot; with more they would run together."""
+"""A curve of at most so many points shows each as a dot."""
 MOST_BARS = 80
 """Up to so many steps each has a bar, and curves are thick."""
-PHASES = dict(zip(("rollout", "plan", "log_probs", "advantages", "update", "weights"), COLOURS, strict=True))
-NOT_PARTS = ("reward/mean", "reward/std", "reward/failures")
-SAMPLE_COLUMNS = {
-    "step": "n",
-    "sample": "n",
-    "tokens": "n",
-    "seconds": "n",
-    "reward": "n",
-    "prompt": "t",
-    "response": "t",
+STYLE: dict[str, Any] = {
+    "text.parse_math": False,
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "axes.edgecolor": GREY,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.labelcolor": INK,
+    "axes.titlecolor": INK,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "grid.color": GREY,
+    "grid.alpha": 0.2,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 3.5,
+    **{f"{axis}tick.{part}": value for axis in "xy" for part, value in (("color", INK), ("labelsize", 9))},
+    "legend.borderaxespad": 0.0,
+    "legend.columnspacing": 1.2,
+    "legend.fontsize": LEGEND_POINTS,
+    "legend.frameon": False,
+    "legend.handlelength": 1.4,
+    "legend.handletextpad": 0.5,
+    "legend.labelcolor": INK,
 }
-"""Columns of a table by format: n is a right-aligned number, t is a text in the letters of code."""
+PHASES = dict(zip(("rollout", "plan", "log_probs", "advantages", "update", "weights"), COLOURS, strict=True))
+WHEN = ("_before", "_karmarkar_karp", "")
+NOT_PARTS = ("reward/mean", "reward/std", "reward/failures")
+NUMBER, CODE = "n", "t"  # classes of the page's style sheet: right-aligned, and in the letters of code
+RESPONSE = {"prompt": CODE, "response": CODE}
+SAMPLE = dict.fromkeys(("step", "sample", "tokens", "seconds", "reward"), NUMBER) | RESPONSE
 BALANCE_NOTE = (
     "All ranks wait for the heaviest micro-batch of a micro-step. Imbalance: how much longer the micro-steps of an "
     "update take than if no rank waited, by the cost model: in the given order, after Karmarkar-Karp alone (largest "
-    "differencing over ranks and micro-batches, whatever caps say), and as planned, which is refined from there."
+    "differencing over ranks and micro-batches, without caps), and as planned, which is refined from there."
 )
 Draw = Callable[[Axes], None]
 Panel = tuple[str, Draw]
 """A title, and a function that draws."""
-
-
-@dataclass(frozen=True)
-class Card:
-    label: str
-    value: str
-    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -87,20 +104,12 @@ class Section:
 
 @dataclass(frozen=True)
 class Table:
-    """columns: formats by name. rows: a text per column."""
+    """columns: style-sheet class by name. rows: a text by column."""
 
     title: str
     note: str
     columns: Mapping[str, str]
-    rows: Sequence[Sequence[str]]
-
-
-@dataclass(frozen=True)
-class Line:
-    metric: str
-    label: str = ""
-    colour: str = ""
-    dashed: bool = False
+    rows: Sequence[Mapping[str, str]]
 
 
 def write_report(folder: Path) -> Path:
@@ -127,36 +136,28 @@ def page(run: RunFolder, config: TrainingConfig) -> str:
         cards=_cards(run, config),
         warnings=warnings(run.metrics, samples=config.samples),
         sections=_sections(run, config),
-        tables=[table for table in (_slowest(run), _longest(run), _validation(run)) if table.rows],
+        tables=[table for table in _tables(run) if table.rows],
         command="`--settings` behind the command explains every key",
         config=redacted((run.path / "config.yaml").read_text(encoding="utf-8")),
     )
 
 
-def _cards(run: RunFolder, config: TrainingConfig) -> list[Card]:
-    steps = run.metrics[-1]["step"]
-    found = [Card("steps", f"{steps:,}", f"{len(run.lengths)} with an update")]
+def _cards(run: RunFolder, config: TrainingConfig) -> list[tuple[str, str, str]]:
+    """Return (label, value, note) of the run's main numbers."""
+    cards = [("steps", f"{run.metrics[-1]['step']:,}", f"{len(run.lengths)} with an update")]
     for label, name in (("reward", "reward/mean"), ("validation reward", "validation/reward"), ("loss", "policy/loss")):
         if values := run.curve(name).values:
             change = f"{values[-1] - values[0]:+.3f} since the first" if len(values) > 1 else ""
-            found.append(Card(label, f"{values[-1]:.3f}", change))
-    for label, name, form in (
-        ("seconds a step", "time/step_s", ".2f"),
-        ("tokens/s", "throughput/tokens_per_s", ",.0f"),
-    ):
+            cards.append((label, f"{values[-1]:.3f}", change))
+    speeds = ("seconds a step", "time/step_s", ".2f"), ("tokens/s", "throughput/tokens_per_s", ",.0f")
+    for label, name, form in speeds:
         if values := run.curve(name).values:
-            found.append(Card(label, f"{sorted(values)[len(values) // 2]:{form}}", "median" if len(values) > 1 else ""))
-    before, after = (run.curve(f"balance/imbalance{when}/micro_steps").values for when in ("_before", ""))
-    if after and config.policy.data_parallel > 1:
-        note = f"{_mean(before):.1%} as given"
-        if alone := run.curve("balance/imbalance_karmarkar_karp/micro_steps").values:
-            note += f", {_mean(alone):.2%} Karmarkar-Karp"
-        found.append(Card("imbalance, mean", f"{_mean(after):.2%}", note))
-    return found
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+            cards.append((label, f"{sorted(values)[len(values) // 2]:{form}}", "median" if len(values) > 1 else ""))
+    before, alone, planned = (run.curve(f"balance/imbalance{when}/micro_steps").values for when in WHEN)
+    if planned and config.policy.data_parallel > 1:
+        note = f"{fmean(before):.1%} as given" + (f", {fmean(alone):.2%} Karmarkar-Karp" if alone else "")
+        cards.append(("imbalance, mean", f"{fmean(planned):.2%}", note))
+    return cards
 
 
 def _sections(run: RunFolder, config: TrainingConfig) -> list[Section]:
@@ -201,60 +202,69 @@ def _charts(panels: Iterable[Panel]) -> list[Markup]:
 
 
 def _svg(title: str, draw: Draw) -> str:
-    """Draw one picture per panel; a page places two side by side, or stacks them on a narrow screen."""
-    figure = Figure(figsize=SIZE, layout="constrained")
-    axes = figure.subplots()
-    figure.patch.set_visible(False)
-    axes.patch.set_visible(False)
-    with matplotlib.rc_context({"text.parse_math": False}):
+    """Draw one picture per panel, which a page places side by side, or stacks on a narrow screen."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=SIZE, layout="constrained")
+        axes = figure.subplots()
         draw(axes)
-        _dress(axes, title)
+        # The legend stands below the title, where it covers nothing.
+        lines = 0
+        if labels := axes.get_legend_handles_labels()[1]:
+            widths = [len(label) + 6 for label in labels]
+            columns = len(labels) if sum(widths) <= LEGEND_LETTERS else max(1, LEGEND_LETTERS // max(widths))
+            lines = math.ceil(len(labels) / columns)
+            axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncols=columns)
+        axes.set_title(title, pad=8 + 1.75 * LEGEND_POINTS * lines)
         return svg_of(figure)
 
 
 def learning(run: RunFolder) -> list[Panel]:
-    """Plot the reward with its parts, or the loss, per step; then validation, if any."""
-    validation = [Line(name, name.removeprefix("validation/")) for name in run.names if name.startswith("validation/")]
-    panels = [_curves(run, "Validation", validation)] if validation else []
+    """Plot the reward with its parts, or the loss, per step, then validation, if any."""
+    held_out = {name: name.removeprefix("validation/") for name in run.names if name.startswith("validation/")}
+    panels = [_curves(run, "Validation", held_out)] if held_out else []
     if "reward/mean" not in run.names:
-        return [_curves(run, "Loss in training", [Line("policy/loss")]), *panels]
+        return [_curves(run, "Loss in training", {"policy/loss": ""}), *panels]
     parts = [name for name in run.names if name.startswith("reward/") and name not in NOT_PARTS]
-    lines = [Line("reward/mean", "reward"), *(Line(name, name.removeprefix("reward/")) for name in parts)]
+    lines = {"reward/mean": "reward"} | {name: name.removeprefix("reward/") for name in parts}
     return [_curves(run, "Reward in training, mean of a step", lines), *panels]
 
 
 def policy(run: RunFolder) -> list[Panel]:
     """Plot entropy and gradient norm, and sample age unless it is always 0."""
     panels = [
-        _curves(run, "Entropy of the policy", [Line("policy/entropy", colour=VIOLET)]),
-        _curves(run, "Gradient norm, before clipping", [Line("policy/grad_norm", colour=AMBER)]),
+        _curves(run, "Entropy of the policy", {"policy/entropy": ""}, [VIOLET]),
+        _curves(run, "Gradient norm, before clipping", {"policy/grad_norm": ""}, [AMBER]),
     ]
-    ages = [Line("rollout/staleness_mean", "mean", BLUE), Line("rollout/staleness_max", "max", GREY)]
-    old = any(run.curve("rollout/staleness_max").values)
-    return panels + ([_curves(run, "Age of samples, versions", ages, from_zero=True)] if old else [])
+    if any(run.curve("rollout/staleness_max").values):
+        ages = {"rollout/staleness_mean": "mean", "rollout/staleness_max": "max"}
+        panels.append(_curves(run, "Age of samples, versions", ages, [BLUE, GREY], from_zero=True))
+    return panels
 
 
 def _imbalance(run: RunFolder) -> Panel:
-    lines = [
-        Line("balance/imbalance_before/micro_steps", "as given", ROSE, dashed=True),
-        Line("balance/imbalance_karmarkar_karp/micro_steps", "Karmarkar-Karp alone", AMBER, dashed=True),
-        Line("balance/imbalance/micro_steps", "as planned", GREEN),
-    ]
-    return _curves(run, "Imbalance of micro-steps", lines, percent=True, from_zero=True)
+    labels = ("as given", "Karmarkar-Karp alone", "as planned")
+    lines = {f"balance/imbalance{when}/micro_steps": label for when, label in zip(WHEN, labels, strict=True)}
+    return _curves(run, "Imbalance of micro-steps", lines, [ROSE, AMBER, GREEN], dashed=2, from_zero=True)
 
 
 def _curves(
-    run: RunFolder, title: str, lines: Sequence[Line], *, percent: bool = False, from_zero: bool = False
+    run: RunFolder,
+    title: str,
+    lines: Mapping[str, str],
+    colours: Sequence[str] = COLOURS,
+    *,
+    dashed: int = 0,
+    from_zero: bool = False,
 ) -> Panel:
-    """Return a panel with one line per metric, up to a readable number. percent: values are shares."""
+    """Return a panel with one line per metric, up to a readable number. lines: label by metric. dashed: first lines."""
 
     def draw(axes: Axes) -> None:
-        for line, colour in zip(lines, COLOURS, strict=False):
-            curve = run.curve(line.metric)
-            style: dict[str, Any] = {"linestyle": "--" if line.dashed else "-", "label": line.label}
-            style |= {"linewidth": 1.8 if len(curve.steps) <= MOST_BARS else 1.0, "marker": _marker(len(curve.steps))}
-            axes.plot(curve.steps, curve.values, color=line.colour or colour, markersize=3.5, **style)
-        if percent:
+        for number, ((metric, label), colour) in enumerate(zip(lines.items(), colours, strict=False)):
+            curve = run.curve(metric)
+            style: dict[str, Any] = {"linestyle": "--" if number < dashed else "-", "marker": _marker(len(curve.steps))}
+            style |= {} if len(curve.steps) <= MOST_BARS else {"linewidth": 1.0}
+            axes.plot(curve.steps, curve.values, color=colour, label=label, **style)
+        if (found := spec_of(metric)) and found[0].unit == "share":
             axes.yaxis.set_major_formatter(PercentFormatter(1.0))
         if from_zero:
             axes.set_ylim(bottom=0)
@@ -275,8 +285,8 @@ def _lengths(run: RunFolder) -> list[Panel]:
         low, quarter, median, three, high = quartiles
         axes.fill_between(steps, low, high, color=BLUE, alpha=0.15, linewidth=0, label="shortest to longest")
         axes.fill_between(steps, quarter, three, color=BLUE, alpha=0.3, linewidth=0, label="middle half")
-        axes.plot(steps, median, color=BLUE, linewidth=1.8, label="median", marker=_marker(len(steps)), markersize=3.5)
-        axes.set_ylabel("tokens", color=INK)
+        axes.plot(steps, median, color=BLUE, label="median", marker=_marker(len(steps)))
+        axes.set_ylabel("tokens")
         axes.set_ylim(bottom=0)
         _steps_below(axes)
 
@@ -285,8 +295,8 @@ def _lengths(run: RunFolder) -> list[Panel]:
         axes.hist(run.lengths[first], bins=edges, color=GREY, label=f"step {first}", alpha=0.45)
         if last != first:
             axes.hist(run.lengths[last], edges, color=BLUE, label=f"step {last}", histtype="step", linewidth=1.8)
-        axes.set_xlabel("tokens of a sequence", color=INK)
-        axes.set_ylabel("sequences", color=INK)
+        axes.set_xlabel("tokens of a sequence")
+        axes.set_ylabel("sequences")
 
     return [("Sequence length over steps", over_steps), ("Sequence lengths, first and last step", histogram)]
 
@@ -304,7 +314,7 @@ def _stacked_phases(axes: Axes, run: RunFolder) -> None:
         bottoms = np.cumsum([[0.0] * len(whole.steps), *seconds], axis=0)
         for values, bottom, label, colour in zip(seconds, bottoms[:-1], labels, colours, strict=True):
             axes.bar(whole.steps, values, bottom=bottom, label=label, color=colour, alpha=0.85, width=0.75)
-    axes.set_ylabel("seconds", color=INK)
+    axes.set_ylabel("seconds")
     # The first step compiles; it would flatten all that follow.
     if len(whole.values) > 2:
         axes.set_ylim(0, 1.15 * max(whole.values[1:]))
@@ -316,72 +326,44 @@ def _marker(points: int) -> str:
 
 
 def _steps_below(axes: Axes) -> None:
-    axes.set_xlabel("step", color=INK)
+    axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
     low, high = axes.get_xlim()
     if high - low < 1.0:  # one step
         axes.set_xlim((low + high) / 2 - 0.5, (low + high) / 2 + 0.5)
 
 
-def _dress(axes: Axes, title: str) -> None:
-    """Add a title and, below it, the legend, where it covers nothing."""
-    labels = axes.get_legend_handles_labels()[1]
-    lines = 0
-    if labels:
-        widths = [len(label) + 6 for label in labels]
-        columns = len(labels) if sum(widths) <= LEGEND_LETTERS else max(1, LEGEND_LETTERS // max(widths))
-        lines = math.ceil(len(labels) / columns)
-        style: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (-0.01, 1.0), "borderaxespad": 0.0}
-        style |= {"ncols": columns, "columnspacing": 1.2, "handlelength": 1.4, "handletextpad": 0.5}
-        axes.legend(fontsize=LEGEND_POINTS, labelcolor=INK, frameon=False, **style)
-    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK, pad=8 + 1.75 * LEGEND_POINTS * lines)
-    axes.tick_params(colors=INK, labelsize=9)
-    axes.grid(axis="y", color=GREY, alpha=0.2, linewidth=0.8)
-    axes.set_axisbelow(True)
-    for name, spine in axes.spines.items():
-        spine.set_visible(name in ("left", "bottom"))
-        spine.set_color(GREY)
-
-
-def _slowest(run: RunFolder) -> Table:
-    note = "By the seconds from the engine's receipt of the request to its last token; among the recorded samples."
-    return Table("Slowest samples", note, SAMPLE_COLUMNS, _sample_rows(run.samples, "seconds"))
-
-
-def _longest(run: RunFolder) -> Table:
-    rows = _sample_rows(run.samples, "response_tokens")
-    return Table("Longest samples", "By tokens of the response.", SAMPLE_COLUMNS, rows)
-
-
-def _sample_rows(samples: Iterable[Row], by: str) -> list[list[str]]:
-    chosen = sorted(samples, key=lambda row: -(row[by] or 0))[:SHOWN_SAMPLES]
+def _tables(run: RunFolder) -> list[Table]:
+    slowest = "By the seconds from the engine's receipt of the request to its last token, among the recorded samples."
+    longest = "By tokens of the response."
+    step, held_out = run.last_validation
+    ordered, half = sorted(held_out, key=_reward), SHOWN_SAMPLES // 2
+    ends = ordered if len(ordered) <= SHOWN_SAMPLES else ordered[:half] + ordered[-half:]
+    note = f"Validation at step {step}: {len(ends)} of {counted(len(held_out), 'response')}, "
+    note += "the lowest and the highest rewards."
     return [
-        [
-            f"{row['step']:,}",
-            f"{row.get('uid', '')}/{row['sample']}",
-            f"{row['response_tokens'] or 0:,}",
-            f"{row['seconds'] or 0:.2f}",
-            f"{_reward(row):.3f}",
-            *_texts(row),
-        ]
-        for row in chosen
+        Table("Slowest samples", slowest, SAMPLE, _rows(_most(run.samples, "seconds"))),
+        Table("Longest samples", longest, SAMPLE, _rows(_most(run.samples, "response_tokens"))),
+        Table("Held-out responses", note, RESPONSE | {"reward": NUMBER}, _rows(ends)),
     ]
 
 
-def _validation(run: RunFolder) -> Table:
-    """Return the worst and the best held-out responses, by reward."""
-    step, rows = run.last_validation
-    ordered = sorted(rows, key=_reward)
-    half = SHOWN_SAMPLES // 2
-    chosen = ordered if len(ordered) <= SHOWN_SAMPLES else ordered[:half] + ordered[-half:]
-    note = f"Validation at step {step}: {len(chosen)} of {counted(len(rows), 'response')}, "
-    note += "the lowest and the highest rewards."
-    columns = {name: SAMPLE_COLUMNS[name] for name in ("prompt", "response", "reward")}
-    return Table("Held-out responses", note, columns, [[*_texts(row), f"{_reward(row):.3f}"] for row in chosen])
+def _most(samples: Iterable[Row], name: str) -> list[Row]:
+    return sorted(samples, key=lambda row: -(row[name] or 0))[:SHOWN_SAMPLES]
 
 
-def _texts(row: Row) -> list[str]:
-    return [redacted(shortened(str(row.get(name, "")), TEXT)) for name in ("prompt", "response")]
+def _rows(samples: Iterable[Row]) -> list[dict[str, str]]:
+    return [
+        {
+            "step": f"{row.get('step', 0):,}",
+            "sample": f"{row.get('uid', '')}/{row.get('sample', '')}",
+            "tokens": f"{row.get('response_tokens') or 0:,}",
+            "seconds": f"{row.get('seconds') or 0:.2f}",
+            "reward": f"{_reward(row):.3f}",
+        }
+        | {name: redacted(shortened(str(row.get(name, "")), TEXT)) for name in RESPONSE}
+        for row in samples
+    ]
 
 
 def _reward(row: Row) -> float:
