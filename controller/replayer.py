@@ -21,8 +21,7 @@ from controller.lifecycle.inputs import find_step
 from controller.lifecycle.session import Session
 from controller.observability.console import Console
 from controller.observability.live_metrics import LiveMetrics
-from controller.observability.metrics import RunWriter
-from controller.observability.run_folder import step_file
+from controller.observability.run_folder import RunWriter, step_file
 from controller.observability.run_record import RunRecord
 from controller.rollout.buffer import RolloutBuffer
 from controller.rollout.sample_files import read_step

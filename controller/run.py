@@ -13,9 +13,9 @@ from controller.checkpoints.progress import Progress, remove_old_samples, sample
 from controller.config import Config
 from controller.data.prompts import PromptDataset, Prompts
 from controller.lifecycle.session import Session
-from controller.observability.metrics import staleness, throughput, waiting
 from controller.observability.run_folder import step_file
 from controller.observability.shown_text import other_columns, shown_prompt
+from controller.observability.step_metrics import staleness, throughput, waiting
 from controller.rollout.async_buffer import AsyncRolloutBuffer
 from controller.rollout.buffer import RolloutBuffer
 from controller.rollout.sample_files import write_step

@@ -99,14 +99,16 @@ def session(
     """
     from controller.checkpoints.checkpoint_writer import resume
     from controller.observability.live_metrics import LiveMetrics
-    from controller.observability.metrics import RunWriter
     from controller.observability.ray_metrics import RayMetrics
+    from controller.observability.run_folder import RunWriter
     from controller.observability.run_record import RunRecord
     from controller.observability.trackers import open_trackers
 
     exported = RayMetrics(config.run.name)
     live = LiveMetrics(exported.export)
-    with exported, live.entering("start", start(live)) as roles:
+    with exported, ExitStack() as stack:
+        with live.phase("start"):
+            roles = stack.enter_context(start(live))
         with console.waiting("the checkpoint that run.resume names, or the models"):
             progress = resume(config, roles, console.log, data)
         trackers, ids = open_trackers(config, progress.trackers, progress.step, console.log, exported)

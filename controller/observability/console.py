@@ -36,15 +36,13 @@ if TYPE_CHECKING:
 
 Metrics = Mapping[str, float]
 GAP = "  "
-NARROWEST = 6
-"""Characters of a column, so that values of ordinary size stay in line."""
-UNEVEN = 0.05
-"""Planned imbalance from which on it is shown."""
+NARROWEST = 6  # characters of a column, so that values of ordinary size stay in line
+UNEVEN = 0.05  # planned imbalance from which on it is shown
 SPREAD = ("reward/mean", "reward/std")
 REFRESHES_PER_SECOND = 4
 REWARDS_SHOWN = 12
 KEPT_WIDTH = 200  # of tables in a log
-HEARTBEAT_SECONDS = 60.0  # between lines about a step that lasts, where no table is alive
+HEARTBEAT_SECONDS = 60.0  # between lines about a slow step, without a live line
 BLOCKS = "▁▂▃▄▅▆▇█"
 SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 BAR = 20  # characters
@@ -53,7 +51,7 @@ Entry = TypeVar("Entry")
 
 @dataclass(frozen=True)
 class Column:
-    """rank: the highest rank is dropped first. shown: whether the step has something to show."""
+    """rank: the highest is dropped first. shown: whether the step's value is worth showing."""
 
     label: str
     metric: str
@@ -64,35 +62,29 @@ class Column:
 
 @dataclass(frozen=True)
 class Cell:
-    """A value as text, below its label."""
-
     label: str
     value: str
     rank: int
 
 
 def clock(seconds: float) -> str:
-    """`m:ss`, or `h:mm:ss`."""
+    """Write `m:ss`, or `h:mm:ss`."""
     minutes, left = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
 
 
-def is_uneven(metrics: Metrics) -> bool:
-    """Whether the planned imbalance is large."""
-    return metrics.get("balance/imbalance/micro_steps", 0.0) > UNEVEN
-
-
-def differs(metrics: Metrics) -> bool:
-    """Whether engines and trainer differ by more than rounding."""
-    return metrics.get("policy/rollout_mismatch_mean", 0.0) > LEAST_MISMATCH
+def _above(metric: str, limit: float) -> Callable[[Metrics], bool]:
+    return lambda metrics: metrics.get(metric, 0.0) > limit
 
 
 REWARD = Column("reward", "reward/mean", ".3f", 0)
-FAILURES = Column("failures", "reward/failures", ".0f", 1, lambda metrics: metrics["reward/failures"] > 0)
+FAILURES = Column("failures", "reward/failures", ".0f", 1, _above("reward/failures", 0))
+differs = _above("policy/rollout_mismatch_mean", LEAST_MISMATCH)
+is_uneven = _above("balance/imbalance/micro_steps", UNEVEN)
 COLUMNS = (
     Column("response", "rollout/response_tokens_mean", ".1f", 3),
-    Column("age", "rollout/staleness_mean", ".1f", 7, lambda metrics: metrics.get("rollout/staleness_max", 0) > 0),
+    Column("age", "rollout/staleness_mean", ".1f", 7, _above("rollout/staleness_max", 0)),
     Column("loss", "policy/loss", "+.4f", 6),
     Column("accuracy", "preferences/accuracy", ".3f", 2),
     Column("margin", "preferences/margin", "+.3f", 7),
@@ -115,7 +107,7 @@ def cells(metrics: Metrics, also: Callable[[str], bool]) -> list[Cell]:
         for name in metrics
         if name.startswith("reward/") and name not in (*SPREAD, FAILURES.metric)
     ]
-    several = bool(metrics.get("balance/imbalance_before/micro_steps"))  # of one rank there is no imbalance
+    several = bool(metrics.get("balance/imbalance_before/micro_steps"))  # one rank has no imbalance
     return [
         Cell(column.label, f"{metrics[column.metric]:{column.form}}", column.rank)
         for column in (REWARD, FAILURES, *parts, *COLUMNS)
@@ -144,8 +136,7 @@ class StepTable:
     """The terminal's table, a row per step. Columns keep their width, and stay once shown."""
 
     def __init__(self) -> None:
-        self.widths: dict[str, int] = {}
-        """Characters by the label of the column."""
+        self.widths: dict[str, int] = {}  # characters by label
         self._header = ""
 
     def lines(self, found: Sequence[Cell], width: int) -> list[str]:
@@ -162,9 +153,7 @@ class StepTable:
 
 
 @dataclass
-class Samples:
-    """A generation round in progress."""
-
+class SamplingRound:
     total: int
     done: int = 0
 
@@ -173,13 +162,13 @@ class Samples:
 class Status:
     """Contents of the live line.
 
-    phases: (name, start), the innermost last. rewards: of the last steps. note: what is awaited. began, ends: start of
-    the run and its estimated end.
+    phases: (name, start), the innermost last. rewards: of the last steps. note: what is awaited. began, ends: start and
+    estimated end of the run.
     """
 
     step: str = ""
     phases: list[tuple[str, float]] = field(default_factory=list)
-    rounds: list[Samples] = field(default_factory=list)
+    rounds: list[SamplingRound] = field(default_factory=list)
     rewards: deque[float] = field(default_factory=lambda: deque(maxlen=REWARDS_SHOWN))
     note: str = ""
     began: float = field(default_factory=lambda: time.monotonic())
@@ -191,17 +180,18 @@ class Status:
         left = "" if self.ends is None else f", {clock(max(self.ends - now, 0.0))} left"
         parts = [(self.step, "bold"), (clock(now - self.began) + left, ""), (name, ""), (f"{now - began:.1f} s", "")]
         for found in self.rounds[-1:]:
-            parts += [(bar(found.done / max(found.total, 1)), "cyan"), (f"{found.done:,}/{found.total:,}", "")]
+            full = round(BAR * found.done / max(found.total, 1))
+            parts += [("━" * full + "─" * (BAR - full), "cyan"), (f"{found.done:,}/{found.total:,}", "")]
         parts += [(sparkline(self.rewards), ""), (self.note, "dim")]
         spinner = SPINNER[int(now * REFRESHES_PER_SECOND) % len(SPINNER)]
         row = Text(f"{spinner} ", no_wrap=True, overflow="ellipsis")
         return row.append_text(Text("  ").join(Text(text, style) for text, style in parts if text))
 
     def line(self) -> str:
-        """Write step and phase in a line, for a log."""
-        phases = list(self.phases)
-        rounds = "".join(f", {found.done:,} of {found.total:,} samples" for found in list(self.rounds)[-1:])
-        return f"{f'step {self.step}: ' if self.step else ''}{phases[-1][0] if phases else ''}{rounds}"
+        """Write step and phase in a line, for a log. Other threads may end them meanwhile."""
+        phase = "".join(name for name, _ in self.phases[-1:])
+        rounds = "".join(f", {found.done:,} of {found.total:,} samples" for found in self.rounds[-1:])
+        return f"{f'step {self.step}: ' if self.step else ''}{phase}{rounds}"
 
 
 class Console:
@@ -209,15 +199,14 @@ class Console:
 
     def __init__(self, console: rich.console.Console | None = None, *, verbose: bool = False) -> None:
         """console: where to print instead. verbose: show imbalances and mismatch at every step."""
-        # The stream of now: while a run is kept in its log, sys.stdout is another, that would keep the live line too.
+        # Not sys.stdout at each call: `run_log` replaces it, and would keep the live line too.
         self._console = console or plain_console(sys.stdout, force_terminal=sys.stdout.isatty())
         self._verbose, self._table = verbose, StepTable()
         self._status, self._lock = Status(), RLock()
         self._first: tuple[int, float] | None = None  # the first step here, and when it began
         self._live: Live | None = None
         self._heartbeat = ExitStack()
-        self.kept: TextIO | None = None
-        """The log that keeps lines and tables, too."""
+        self.kept: TextIO | None = None  # the log that also gets lines and tables
 
     @contextmanager
     def kept_in(self, log: TextIO) -> Iterator[None]:
@@ -236,9 +225,9 @@ class Console:
         """Show slow work in the live line if there is one, else in a line."""
         if self._live is None:
             self.log(text)
-            return
-        self._status.note = text
-        self._keep(text)
+        else:
+            self._status.note = text
+            self._keep(text)
 
     def _print(self, what: str | Table, *, soft_wrap: bool = True) -> None:
         self._console.print(what, soft_wrap=soft_wrap, markup=False)
@@ -250,11 +239,11 @@ class Console:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Capture the block's output on the standard streams; show it if no log keeps it."""
-        if self.kept is None:
-            yield
-            return
-        with redirect_stdout(self.kept), redirect_stderr(self.kept):
+        """Send the block's output on the standard streams only to the log, if any."""
+        with ExitStack() as stack:
+            if self.kept is not None:
+                stack.enter_context(redirect_stdout(self.kept))
+                stack.enter_context(redirect_stderr(self.kept))
             yield
 
     def begin_step(self, step: int, steps: int) -> None:
@@ -278,8 +267,8 @@ class Console:
 
     @contextmanager
     def samples(self, total: int) -> Iterator[Callable[[int], None]]:
-        """Show a round of `total` samples; yields a function to call with each number of new ones."""
-        found = Samples(total)
+        """Show a round of `total` samples. Yields a function to call with each number of finished ones."""
+        found = SamplingRound(total)
 
         def advance(finished: int) -> None:
             found.done += finished
@@ -317,7 +306,7 @@ class Console:
             console=self._console,
             refresh_per_second=REFRESHES_PER_SECOND,
             transient=True,
-            redirect_stdout=False,  # `run_log` has them
+            redirect_stdout=False,  # `run_log` redirects both
             redirect_stderr=False,
         )
         self._live.start()
@@ -355,8 +344,7 @@ class Console:
     ) -> None:
         """Print a table of samples: prompt, response, reward, and advantage if known.
 
-        scores: by (uid, sample). trained_on: trained samples, with a column `advantages` [B]. asked: texts of a uid's
-        prompt.
+        scores: by (uid, sample). trained_on: trained samples. asked: texts of a uid's prompt.
         """
         if not scores:
             return
@@ -387,15 +375,5 @@ def plain_console(file: TextIO, **options: Any) -> rich.console.Console:
 
 def sparkline(values: Sequence[float] | deque[float]) -> str:
     """Draw one character per value, scaled from lowest to highest."""
-    if not values:
-        return ""
-    low, high = min(values), max(values)
-    if high == low:
-        return BLOCKS[0] * len(values)
-    return "".join(BLOCKS[round((value - low) / (high - low) * (len(BLOCKS) - 1))] for value in values)
-
-
-def bar(share: float) -> str:
-    """Draw a line filled from the left."""
-    full = round(share * BAR)
-    return "━" * full + "─" * (BAR - full)
+    low, high = min(values, default=0.0), max(values, default=0.0)
+    return "".join(BLOCKS[round((value - low) / (high - low or 1.0) * (len(BLOCKS) - 1))] for value in values)

@@ -9,9 +9,9 @@ Decides which values are exported; `ray_metrics` sends them.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager
 from enum import Enum
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 Export = Callable[[str, float], None]
 """Takes a metric's name, labels included, and its value."""
-Entered = TypeVar("Entered")
 QUANTILES = (0.0, 0.1, 0.5, 0.9, 1.0)
 
 
@@ -52,14 +51,6 @@ class LiveMetrics:
             self._show_phase(False)
             self._phases.pop()
             self._show_phase(True)
-
-    @contextmanager
-    def entering(self, name: str, manager: AbstractContextManager[Entered]) -> Iterator[Entered]:
-        """Enter `manager` in phase `name`; the block itself is outside the phase."""
-        with ExitStack() as stack:
-            with self.phase(name):
-                entered = stack.enter_context(manager)
-            yield entered
 
     def _show_phase(self, entered: bool) -> None:
         if self._phases:

@@ -4,15 +4,13 @@ a step's metrics, live metrics --spec_of--> ray.util.metrics --> each node's /me
 """
 
 import math
-from collections.abc import Mapping, Sequence
 from threading import Event, Lock, Thread
-from typing import Any
 
 from ray.util.metrics import Counter, Gauge, Histogram
 
 from controller.observability.metric_table import BUCKETS, Kind, MetricSpec, spec_of
 
-REPEAT_SECONDS = 0.5  # Ray reports every 10 s, with RAY_metrics_report_interval_ms=1000 every second, and not oftener
+REPEAT_SECONDS = 0.5  # Ray reports every 10 s, with RAY_metrics_report_interval_ms at most every second
 _so_far: dict[tuple[str, str], float] = {}
 """Last value of each total by run and name. Global, as Ray's counters are: a recovered run continues them."""
 
@@ -76,25 +74,6 @@ class RayMetrics:
         return self._exported[name]
 
 
-class RayTracker:
-    """Exports the metrics of steps."""
-
-    def __init__(self, metrics: RayMetrics) -> None:
-        self._metrics = metrics
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Export a step's metrics, in about a millisecond."""
-        for name, value in {"run/step": step, "run/steps": float(step > 0), **metrics}.items():
-            self._metrics.export(name, value)
-
-    def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """No effect: Prometheus stores only numbers."""
-
-    def close(self, *, succeeded: bool) -> None:
-        """No effect: the owner of `metrics` closes it."""
-        del succeeded
-
-
 def growth(before: float, now: float) -> float:
-    """Return the increase of a cumulative value; all of it after a restart."""
+    """Return the increase of a cumulative value, which a restart sets to 0."""
     return now - before if now >= before else now

@@ -48,7 +48,7 @@ FEW_POINTS = 12
 """A curve of at most so many points shows each as a dot."""
 MOST_BARS = 80
 """Up to so many steps each has a bar, and curves are thick."""
-STYLE: dict[str, Any] = {
+STYLE: Any = {
     "text.parse_math": False,
     "figure.facecolor": "none",
     "axes.facecolor": "none",

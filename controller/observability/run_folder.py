@@ -1,4 +1,4 @@
-"""A run's files: helpers to write them (`metrics.RunWriter`), and `RunFolder`, which reads them.
+"""A run's files: RunWriter writes them, RunFolder reads them.
 
 runs/NAME/   config.yaml  run.log  metrics.jsonl  lengths.jsonl  samples.jsonl  timeline.jsonl  validation/step-N.jsonl
              samples/step-N.npz, of which `controller.rollout.sample_files` knows the content
@@ -6,21 +6,25 @@ runs/NAME/   config.yaml  run.log  metrics.jsonl  lengths.jsonl  samples.jsonl  
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from balancing.analysis.lengths_file import check_lengths, has_step, json_records
 from workers.errors import DataError, OutputError
 
+if TYPE_CHECKING:
+    import numpy as np
+
+    from controller.algorithm.validation_metrics import ScoredResponse
+
 Row = dict[str, Any]
-LARGEST = 1e100
-"""From here on, axes overflow."""
+LARGEST = 1e100  # of a chart, whose axes overflow beyond
 LOG = "run.log"
-"""File of what a run has said."""
+SHOWN_RESPONSES = 32  # of a validation, in trackers
 
 
 @contextmanager
@@ -70,6 +74,109 @@ def recorded_steps(folder: Path) -> list[int]:
     """List the steps with kept samples, in order."""
     files = step_file(folder, 0).parent.glob("step-*.npz")
     return sorted(int(file.stem.removeprefix("step-")) for file in files if file.stem[5:].isdecimal())
+
+
+class Tracker:
+    """A service that receives metrics. This one ignores all."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record a step's metrics (from 1; 0 is the validation before training)."""
+
+    def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Show `rows`, texts and numbers by column, as the step's table `name`."""
+
+    def close(self, *, succeeded: bool) -> None:
+        """Write what is pending, and report how the run ended."""
+
+
+class RunWriter:
+    """Writes `runs/NAME/`, and passes each step's metrics to the trackers."""
+
+    def __init__(
+        self,
+        folder: Path,
+        config_yaml: str,
+        trackers: Sequence[Tracker],
+        *,
+        timeline: bool = True,
+        after: int = 0,
+    ) -> None:
+        """trackers: get the metrics, and are closed too. after: step to resume from; later records are removed."""
+        self.folder = folder
+        with writing(folder / "config.yaml"):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "config.yaml").write_text(config_yaml)
+            for step in recorded_steps(folder):
+                if step > after:
+                    step_file(folder, step).unlink()
+        self._trackers = trackers
+        self._metrics = JsonLines(folder / "metrics.jsonl", after=after)
+        self._lengths = JsonLines(folder / "lengths.jsonl", after=after)
+        self._samples = JsonLines(folder / "samples.jsonl", after=after)
+        self._timeline = JsonLines(folder / "timeline.jsonl", after=after) if timeline else None
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record a step's metrics (from 1; 0 is the validation before training); NaN and infinity become null."""
+        self._metrics.write({"step": step} | {name: finite(value) for name, value in metrics.items()})
+        for tracker in self._trackers:
+            tracker.log(step, metrics)
+
+    def lengths(self, step: int, plan: Mapping[str, Any] | None = None, **columns: "np.ndarray") -> None:
+        """Record the lengths of a step's training sequences, for `python -m balancing runs/NAME`.
+
+        plan: `plan_record` of the step's plan, of the first epoch. columns: int64 [B] each: `lengths`, and the other
+        inputs of `plan_batch` by name.
+        """
+        self._lengths.write(
+            {"step": step} | {name: column.tolist() for name, column in columns.items()} | dict(plan or {})
+        )
+
+    def samples(self, step: int, examples: Iterable[Mapping[str, Any]]) -> None:
+        """Record some samples of a step, for the report and the trackers' tables."""
+        rows = list(examples)
+        for example in rows:
+            numbers = {k: finite(v) if isinstance(v, float) else v for k, v in example.items()}
+            self._samples.write({"step": step} | numbers, ensure_ascii=False)
+        self._show("samples", step, rows)
+
+    def _show(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        for tracker in self._trackers if rows else ():
+            tracker.table(name, step, rows)
+
+    def timeline(self, step: int, record: Mapping[str, Any]) -> None:
+        """Record times of phases, samples and micro-steps, for `python -m controller.timeline runs/NAME`."""
+        if self._timeline is not None:
+            self._timeline.write({"step": step, **record}, separators=(",", ":"))
+
+    def validation(self, step: int, responses: Sequence["ScoredResponse"]) -> None:
+        """Record a validation's responses in validation/step-N.jsonl, and the first ones in trackers."""
+        path = self.folder / "validation" / f"step-{step}.jsonl"
+        rows = []
+        for response in responses:
+            scores = {name: finite(value) for name, value in response.scores.items()}
+            record = {"uid": response.uid, "source": response.source} | response.text | scores
+            rows.append(record | {"answer": response.answer})
+        with writing(path):
+            path.parent.mkdir(exist_ok=True)
+            path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+        self._show("validation_samples", step, rows[:SHOWN_RESPONSES])
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        """Write summary.json."""
+        with writing(self.folder / "summary.json"):
+            (self.folder / "summary.json").write_text(json.dumps(values, indent=2) + "\n")
+
+    def __enter__(self) -> "RunWriter":
+        return self
+
+    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
+        """Close files and trackers, even if one raises; tell trackers whether the run succeeded."""
+        with ExitStack() as closing:
+            for tracker in self._trackers:
+                closing.callback(tracker.close, succeeded=failure is None)
+            for lines in (self._metrics, self._lengths, self._samples, self._timeline):
+                if lines is not None:
+                    closing.callback(lines.close)
 
 
 @dataclass(frozen=True)

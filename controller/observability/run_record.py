@@ -23,7 +23,7 @@ from balancing.analysis.lengths_file import plan_record
 from controller.observability.console import Console
 from controller.observability.health import Health
 from controller.observability.live_metrics import LiveMetrics
-from controller.observability.metrics import RunWriter
+from controller.observability.run_folder import RunWriter
 from controller.observability.timeline import TimelineRecorder
 from workers.remote_batch import RemoteBatch
 
@@ -138,8 +138,8 @@ class RunRecord:
         """Write a step's metrics, then show them, so that everything shown is in the file."""
         self.writer.step(step, self.metrics)
         self.console.step(step, steps, self.metrics)
-        for told in self._health.see(step, self.metrics):
-            self.console.log(told)
+        for warning in self._health.see(step, self.metrics).values():
+            self.console.log(warning)
 
     def write_timeline(self, step: int) -> None:
         """Write the events since the last call as the timeline of `step`."""

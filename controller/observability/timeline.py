@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, zip_longest
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from balancing import CostModel
 from balancing.analysis.lengths_file import has_step, json_records
@@ -37,9 +37,8 @@ if TYPE_CHECKING:
 
 RECORD = "timeline.jsonl"
 Event = dict[str, Any]
-Rows = dict[str, list[list[Any]]]
-"""Rows of each actor, by its name."""
 DRIVER = "driver"
+OF_ACTORS = ("samples", "weights", "micro_steps")
 THREADS = {DRIVER: {1: "phases"}, "rollout": {1: "generate", 2: "weights"}, "": {1: "measured", 2: "planned"}}
 """Threads of a process by the first word of its name."""
 
@@ -52,61 +51,47 @@ class TimelineRecorder:
 
     def __init__(self) -> None:
         self._phases: list[list[Any]] = []
-        self._rows: dict[str, Rows] = {name: {} for name in ("samples", "weights", "micro_steps")}
-        self._cost = (1.0, 0.0)
-        self._lock = Lock()
+        self._rows: dict[str, dict[str, list[list[Any]]]] = {kind: {} for kind in OF_ACTORS}
+        self._cost, self._lock = (1.0, 0.0), Lock()
 
     def phase(self, name: str, start: float, end: float) -> None:
-        """Record a phase of the driver; times are of `time.perf_counter`."""
+        """Record a phase of the driver, in times of `time.perf_counter`."""
         self._phases.append([name, round(_ORIGIN + start, 6), round(_ORIGIN + end, 6)])
 
     def samples(self, results: Iterable["SampleResult"]) -> None:
         """Record time and engine of every sample that reached an engine."""
         for result in results:
-            if result.replica < 0:
-                continue
-            row = [*_interval(result.start, result.seconds), result.response_tokens]
-            with self._lock:
-                self._rows["samples"].setdefault(f"rollout {result.replica}", []).append(row)
+            if result.replica >= 0:
+                row = [*_interval(result.start, result.seconds), result.response_tokens]
+                self._add("samples", f"rollout {result.replica}", [row])
 
     def weight_loads(self, loads: Mapping[str, Sequence["WeightLoad"]]) -> None:
         """Record each engine's weight updates, by its actor's name."""
         for actor, found in loads.items():
-            rows = [[*_interval(load.start, load.seconds), load.version] for load in found]
-            self._rows["weights"].setdefault(actor, []).extend(rows)
+            self._add("weights", actor, [[*_interval(load.start, load.seconds), load.version] for load in found])
 
     def micro_steps(self, times: Mapping[str, Sequence["MicroStepTime"]], cost_model: CostModel) -> None:
-        """Record each rank's micro-steps, by its actor's name, with their planned costs."""
+        """Record each rank's micro-steps, by its actor's name, and the cost model of their plan."""
         self._cost = (cost_model.linear, cost_model.quadratic)
         for actor, found in times.items():
             rows = [[t.name, *_interval(t.start, t.seconds), t.tokens, t.squared_tokens] for t in found]
-            self._rows["micro_steps"].setdefault(actor, []).extend(rows)
+            self._add("micro_steps", actor, rows)
+
+    def _add(self, kind: str, actor: str, rows: Sequence[list[Any]]) -> None:
+        with self._lock:
+            self._rows[kind].setdefault(actor, []).extend(rows)
 
     def take(self) -> dict[str, Any]:
         """Return all events since the last call, ready for JSON."""
         phases, self._phases = self._phases, []
         with self._lock:
-            rows, self._rows = self._rows, {name: {} for name in self._rows}
+            rows, self._rows = self._rows, {kind: {} for kind in OF_ACTORS}
         return {"phases": phases, **rows, "cost": list(self._cost)}
 
 
 def _interval(start: float, seconds: float) -> tuple[float, float]:
     """Round (start, end) so that consecutive intervals stay consecutive."""
     return round(start, 6), round(start + seconds, 6)
-
-
-class MicroStep(NamedTuple):
-    """One micro-batch of one rank; see `workers.model.timing.MicroStepTime`."""
-
-    name: str
-    start: float
-    end: float
-    tokens: int
-    squared_tokens: int
-
-    @property
-    def seconds(self) -> float:
-        return self.end - self.start
 
 
 def _slice(process: int, thread: int, name: str, start: float, end: float, **arguments: Any) -> Event:
@@ -123,18 +108,18 @@ def read_timeline(folder: Path, steps: range | None = None) -> list[dict[str, An
     """
     path = folder / RECORD
     if not path.is_file():
-        raise DataError(f"{path} is not there; a run writes it with tracking.timeline=true.")
+        raise DataError(f"{path} is missing. A run writes it with tracking.timeline=true.")
     records = [record for _, record in json_records(path, has_step, lambda record: trace_events([record]))]
     chosen = [record for record in records if steps is None or record["step"] in steps]
     if not chosen:
-        there = f"steps {records[0]['step']} to {records[-1]['step']}" if records else "none"
-        raise DataError(f"{path} has no record of the steps asked for; it has {there}: choose --steps among them.")
+        there = f"{records[0]['step']} to {records[-1]['step']}" if records else "none"
+        raise DataError(f"{path} has no record of these steps. Choose --steps among its own: {there}.")
     return chosen
 
 
 def trace_events(records: Sequence[Mapping[str, Any]]) -> list[Event]:
     """Build Chrome trace events: metadata that names the tracks, then slices and counters."""
-    names = {name for record in records for kind in ("samples", "weights", "micro_steps") for name in record[kind]}
+    names = {name for record in records for kind in OF_ACTORS for name in record[kind]}
     process = {name: number for number, name in enumerate([DRIVER, *sorted(names, key=_natural)], start=1)}
     events = list(_metadata(process))
     for record in records:
@@ -143,14 +128,15 @@ def trace_events(records: Sequence[Mapping[str, Any]]) -> list[Event]:
         for actor, rows in record["samples"].items():
             events += _generation(process[actor], rows, step)
         for actor, rows in record["weights"].items():
-            loads = [_slice(process[actor], 2, "weights", start, end, version=version) for start, end, version in rows]
-            events += loads
+            events += [
+                _slice(process[actor], 2, "weights", start, end, version=version) for start, end, version in rows
+            ]
         events += _micro_steps(process, record)
     return events
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Sorts `rollout 10` after `rollout 9`."""
+    """Sort `rollout 10` after `rollout 9`."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
@@ -182,41 +168,31 @@ def _generation(process: int, rows: Sequence[list[float]], step: int) -> Iterato
 
 
 def _micro_steps(process: Mapping[str, int], record: Mapping[str, Any]) -> Iterator[Event]:
-    """Return measured and planned slices of every rank, by role and pass."""
+    """Return measured and planned slices of every rank, by role and pass.
+
+    Predictions are scaled to seconds: the sum over micro-steps of the slowest rank is the measured sum. A planned slice
+    begins with the first rank's micro-step, but not before the previous slice ends.
+    """
     linear, quadratic = record["cost"]
-    ranks = {actor: [MicroStep(*row) for row in rows] for actor, rows in record["micro_steps"].items()}
-    for role in dict.fromkeys(actor.split()[0] for actor in ranks):
-        members = {actor: steps for actor, steps in ranks.items() if actor.split()[0] == role}
-        for name in dict.fromkeys(step.name for steps in members.values() for step in steps):
-            of_pass = {actor: [step for step in steps if step.name == name] for actor, steps in members.items()}
-            predicted = {
-                actor: [linear * step.tokens + quadratic * step.squared_tokens for step in steps]
-                for actor, steps in of_pass.items()
-            }
-            yield from _one_pass(process, of_pass, _scaled(predicted, of_pass))
-
-
-def _scaled(predicted: Mapping[str, list[float]], measured: Mapping[str, list[MicroStep]]) -> dict[str, list[float]]:
-    """Scale predictions to seconds: the sum of each micro-step's slowest rank equals the measured sum."""
-    lasted = sum(max(step.seconds for step in column if step) for column in zip_longest(*measured.values()))
-    expected = sum(max(value or 0.0 for value in column) for column in zip_longest(*predicted.values()))
-    factor = lasted / expected if expected else 0.0
-    return {actor: [factor * value for value in values] for actor, values in predicted.items()}
-
-
-def _one_pass(
-    process: Mapping[str, int], measured: Mapping[str, list[MicroStep]], planned: Mapping[str, list[float]]
-) -> Iterator[Event]:
-    """A planned slice begins with the first rank's micro-step, but not before the previous slice ends."""
-    begins = [min(step.start for step in column if step) for column in zip_longest(*measured.values())]
-    for actor, steps in measured.items():
-        free = 0.0
-        for number, (step, seconds) in enumerate(zip(steps, planned[actor], strict=True)):
-            title, facts = f"{step.name} {number}", {"tokens": step.tokens, "planned_s": round(seconds, 6)}
-            yield _slice(process[actor], 1, title, step.start, step.end, **facts)
-            start = max(free, begins[number])
-            free = start + seconds
-            yield _slice(process[actor], 2, title, start, free, measured_s=round(step.seconds, 6), **facts)
+    passes: dict[tuple[str, str], dict[str, list[tuple[float, float, int, float]]]] = {}
+    for actor, rows in record["micro_steps"].items():
+        for name, start, end, tokens, squared in rows:
+            step = (start, end, tokens, linear * tokens + quadratic * squared)
+            passes.setdefault((actor.split()[0], name), {}).setdefault(actor, []).append(step)
+    for (_, name), ranks in passes.items():
+        micro_steps = [[step for step in steps if step] for steps in zip_longest(*ranks.values())]
+        begins = [min(start for start, *_ in steps) for steps in micro_steps]
+        lasted = sum(max(end - start for start, end, *_ in steps) for steps in micro_steps)
+        expected = sum(max(cost for *_, cost in steps) for steps in micro_steps)
+        for actor, steps in ranks.items():
+            free = 0.0
+            for number, (start, end, tokens, cost) in enumerate(steps):
+                planned = cost * lasted / expected if expected else 0.0
+                title, facts = f"{name} {number}", {"tokens": tokens, "planned_s": round(planned, 6)}
+                yield _slice(process[actor], 1, title, start, end, **facts)
+                begin = max(free, begins[number])
+                free = begin + planned
+                yield _slice(process[actor], 2, title, begin, free, measured_s=round(end - start, 6), **facts)
 
 
 def write_trace(folder: Path, output: Path, steps: range | None = None) -> int:

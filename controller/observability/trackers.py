@@ -13,29 +13,27 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from controller.config import TrainingConfig
 from controller.config.file import settings, value_of
-from controller.observability.ray_metrics import RayMetrics, RayTracker
-from controller.observability.run_folder import finite, writing
+from controller.observability.ray_metrics import RayMetrics
+from controller.observability.run_folder import Tracker, finite, writing
 from workers.errors import ConfigError
 
 
-class Tracker(Protocol):
-    """A service that receives metrics."""
+class RayTracker(Tracker):
+    """Exports to Prometheus, in about a millisecond a step."""
+
+    def __init__(self, metrics: RayMetrics) -> None:
+        self._metrics = metrics
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record a step's metrics (from 1; 0 is the validation before training)."""
-
-    def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Show `rows`, texts and numbers by column, as the step's table `name`, if supported."""
-
-    def close(self, *, succeeded: bool) -> None:
-        """Write what is pending, and report how the run ended."""
+        for name, value in {"run/step": step, "run/steps": float(step > 0), **metrics}.items():
+            self._metrics.export(name, value)
 
 
-class TensorBoardTracker:
+class TensorBoardTracker(Tracker):
     """TensorBoard events."""
 
     def __init__(self, folder: Path, *, after: int = 0) -> None:
@@ -62,7 +60,7 @@ class TensorBoardTracker:
             self._writer.close()
 
 
-class WandbTracker:
+class WandbTracker(Tracker):
     """A run in Weights & Biases, named by `id`. WANDB_MODE=offline writes to `folder`/wandb, for `wandb sync`."""
 
     def __init__(self, folder: Path, project: str, name: str, shown: Mapping[str, Any], id: str = "") -> None:
@@ -83,7 +81,7 @@ class WandbTracker:
                 settings=wandb.Settings(silent=True, console="off"),
             )
         except wandb.Error as error:
-            raise ConfigError(f"tracking.wandb: {error}; WANDB_MODE=offline needs neither key nor network.") from error
+            raise ConfigError(f"tracking.wandb: {error}. WANDB_MODE=offline needs neither key nor network.") from error
         self.id = str(self._run.id)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -94,28 +92,26 @@ class WandbTracker:
         """Log a new table per step, under one name."""
         import wandb
 
-        names = columns_of(rows)
-        data = [[cell(row.get(column)) for column in names] for row in rows]
-        self._run.log({name: wandb.Table(columns=list[Any](names), data=data, allow_mixed_types=True)}, step=step)
+        table = tabular(rows)
+        shown = wandb.Table(columns=table["columns"], data=table["data"], allow_mixed_types=True)
+        self._run.log({name: shown}, step=step)
 
     def close(self, *, succeeded: bool) -> None:
         self._run.finish(exit_code=0 if succeeded else 1)
 
 
-MOST_IN_A_BATCH = 1000
-"""Metrics that MLflow takes in one call, and 100 parameters."""
-LONGEST_PARAMETER = 6000
-"""Characters."""
+METRICS_A_CALL, PARAMETERS_A_CALL = 1000, 100  # limits of MLflow
+LONGEST_PARAMETER = 6000  # characters
 MLFLOW_DEFAULTS = {
     # The next step tries again anyway: MLflow's own seven tries would hold up a step for minutes.
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
-"""Environment variables, where they are not set."""
+"""Environment variables, unless set."""
 
 
-class MlflowTracker:
+class MlflowTracker(Tracker):
     """A run in MLflow, at MLFLOW_TRACKING_URI, named by `id`."""
 
     def __init__(
@@ -136,7 +132,7 @@ class MlflowTracker:
             self.id = id or self._begin(project, name, shown)
             self._client.update_run(self.id, status="RUNNING")
         except MlflowException as error:
-            raise ConfigError(f"tracking.mlflow: {_first_line(error)}; check MLFLOW_TRACKING_URI.") from error
+            raise ConfigError(f"tracking.mlflow: {_first_line(error)}. Check MLFLOW_TRACKING_URI.") from error
 
     def _begin(self, project: str, name: str, shown: Mapping[str, Any]) -> str:
         from mlflow.entities import Param
@@ -145,8 +141,8 @@ class MlflowTracker:
         number = experiment.experiment_id if experiment else self._client.create_experiment(project)
         run = self._client.create_run(number, run_name=name).info.run_id
         parameters = [Param(key, str(value)[:LONGEST_PARAMETER]) for key, value in shown.items()]
-        for first in range(0, len(parameters), 100):
-            self._client.log_batch(run, params=parameters[first : first + 100])
+        for first in range(0, len(parameters), PARAMETERS_A_CALL):
+            self._client.log_batch(run, params=parameters[first : first + PARAMETERS_A_CALL])
         return str(run)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -158,43 +154,43 @@ class MlflowTracker:
         try:
             self._send()
         except self._failure as error:
-            self._log(f"MLflow: {_first_line(error)}; {len(self._waiting)} metrics wait for the next step")
+            self._log(f"MLflow: {_first_line(error)}. {len(self._waiting)} metrics wait for the next step")
 
     def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write an artifact, `samples/step-7.json`, which MLflow shows as a table."""
-        names = columns_of(rows)
-        data = {"columns": names, "data": [[cell(row.get(column)) for column in names] for row in rows]}
         try:
-            self._client.log_dict(self.id, data, f"{name}/step-{step}.json")
+            self._client.log_dict(self.id, tabular(rows), f"{name}/step-{step}.json")
         except (self._failure, OSError) as error:
-            self._log(f"MLflow: {_first_line(error)}; the table {name} of step {step} is in the run's folder alone")
+            self._log(f"MLflow: {_first_line(error)}. The table {name} of step {step} is only in the run's folder")
 
     def _send(self) -> None:
         while self._waiting:
-            self._client.log_batch(self.id, metrics=self._waiting[:MOST_IN_A_BATCH])
-            del self._waiting[:MOST_IN_A_BATCH]
+            self._client.log_batch(self.id, metrics=self._waiting[:METRICS_A_CALL])
+            del self._waiting[:METRICS_A_CALL]
 
     def close(self, *, succeeded: bool) -> None:
         try:
             self._send()
             self._client.set_terminated(self.id, "FINISHED" if succeeded else "FAILED")
         except self._failure as error:
-            self._log(
-                f"MLflow: {_first_line(error)}; {len(self._waiting)} metrics are not there, metrics.jsonl has them all"
-            )
+            self._log(f"MLflow: {_first_line(error)}. {len(self._waiting)} metrics are only in metrics.jsonl")
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
+    return str(error).strip().splitlines()[0].rstrip(".")
 
 
-def columns_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Collect the columns of rows, some of which may lack some."""
+def _columns(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in row))
 
 
-def cell(value: Any) -> Any:
-    """Convert a value to a number or a text for a table; lists and mappings become JSON."""
+def tabular(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return `columns` and `data`, a list of numbers or texts a row: lists and mappings become JSON, NaN None."""
+    names = _columns(rows)
+    return {"columns": names, "data": [[_cell(row.get(name)) for name in names] for row in rows]}
+
+
+def _cell(value: Any) -> Any:
     if isinstance(value, float):
         return finite(value)
     return json.dumps(value, ensure_ascii=False) if isinstance(value, (list, dict)) else value
@@ -202,13 +198,13 @@ def cell(value: Any) -> Any:
 
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     """Write rows as a Markdown table, with HTML escaped."""
-    names = columns_of(rows)
-    lines = [names, ["---"] * len(names), *([_in_markdown(row.get(name, "")) for name in names] for row in rows)]
+    names = _columns(rows)
+    lines = [names, ["---"] * len(names), *([_escaped(row.get(name, "")) for name in names] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _in_markdown(value: Any) -> str:
-    text = f"{value:.4g}" if isinstance(value, float) else str(cell(value))
+def _escaped(value: Any) -> str:
+    text = f"{value:.4g}" if isinstance(value, float) else str(_cell(value))
     return escape(text).replace("\\", "\\\\").replace("|", "\\|").replace("\n", "<br>")
 
 
@@ -222,19 +218,18 @@ def open_trackers(
     """
     folder, tracking = config.run_folder, config.tracking
     folder.mkdir(parents=True, exist_ok=True)
-    known = known if config.run.resume == "auto" else {}
-    ids: dict[str, str] = {}
     trackers: list[Tracker] = [RayTracker(exported)]
     if tracking.tensorboard:
         trackers.append(TensorBoardTracker(folder / "tensorboard", after=after))
-    flat = {found.key: value_of(config, found.key) for found in settings(config)}
-    shared = (tracking.project, config.run.name, flat)
+    known = known if config.run.resume == "auto" else {}
+    run = (tracking.project, config.run.name, {found.key: value_of(config, found.key) for found in settings(config)})
+    ids: dict[str, str] = {}
     if tracking.wandb:
-        wandb = WandbTracker(folder, *shared, id=known.get("wandb", ""))
+        wandb = WandbTracker(folder, *run, id=known.get("wandb", ""))
         trackers.append(wandb)
         ids["wandb"] = wandb.id
     if tracking.mlflow:
-        mlflow = MlflowTracker(*shared, log, id=known.get("mlflow", ""))
+        mlflow = MlflowTracker(*run, log, id=known.get("mlflow", ""))
         trackers.append(mlflow)
         ids["mlflow"] = mlflow.id
     return trackers, ids

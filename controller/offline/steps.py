@@ -13,7 +13,7 @@ from balancing import CostModel, Plan
 from controller.actors.roles import TrainingRoles
 from controller.config.offline import OfflineConfig, PreferencesConfig, SftConfig
 from controller.lifecycle.session import Session
-from controller.observability.metrics import update_throughput
+from controller.observability.step_metrics import update_throughput
 from controller.offline.datasets import SequenceDataset
 from controller.offline.preference_losses import PairLoss, pair_loss
 from controller.training_loop import Step, TrainingRun, prefixed

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from controller.checkpoints.checkpoint_writer import resume
 from controller.checkpoints.progress import FOLDER, Progress, check_same_data, checkpoint_path, checkpoints_at
 from controller.config import load
-from controller.observability.metrics import RunWriter
+from controller.observability.run_folder import RunWriter
 from workers.errors import CheckpointError, ConfigError
 from workers.model.checkpoint.checkpoint_folder import (
     MANIFEST,

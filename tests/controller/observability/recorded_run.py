@@ -8,7 +8,7 @@ from balancing import CostModel, plan_batch
 from balancing.analysis.lengths_file import plan_record
 from controller.algorithm.validation_metrics import ScoredResponse
 from controller.config import Config, to_yaml
-from controller.observability.metrics import RunWriter
+from controller.observability.run_folder import RunWriter
 from controller.observability.timeline import TimelineRecorder
 from workers.model.timing import MicroStepTime
 

@@ -11,7 +11,7 @@ import rich.console
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.observability.console import BLOCKS, Console, Samples, Status, sparkline
+from controller.observability.console import BLOCKS, Console, SamplingRound, Status, sparkline
 from controller.observability.run_log import run_log
 from workers.remote_batch import RemoteBatch
 from workers.score import Score
@@ -230,7 +230,7 @@ def test_the_cursor_comes_back_where_a_phase_fails() -> None:
 
 @pytest.mark.parametrize("width", [80, 100, 160])
 def test_the_live_line_has_phase_seconds_samples_and_the_last_rewards(width: int) -> None:
-    status = Status("7/60", [("step", 0.0), ("rollout", 10.0)], [Samples(256, 180)], began=-50.0, ends=111.4)
+    status = Status("7/60", [("step", 0.0), ("rollout", 10.0)], [SamplingRound(256, 180)], began=-50.0, ends=111.4)
     status.rewards.extend([0.1, 0.5, 0.9])
     status.note = "waiting for " * 20
     (row,) = shown(status, now=11.4, width=width).splitlines()

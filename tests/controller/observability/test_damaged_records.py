@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from balancing import BalancingError
 from balancing.analysis.lengths_file import read_lengths, recorded_arguments, run_step
 from controller.algorithm.validation_metrics import ScoredResponse
-from controller.observability.metrics import RunWriter
-from controller.observability.run_folder import RunFolder
+from controller.observability.run_folder import RunFolder, RunWriter
 from controller.observability.timeline import read_timeline
 from controller.replay import main as replay
 from controller.report import main as report

@@ -14,7 +14,7 @@ from controller.algorithm.validation_metrics import ScoredResponse
 from controller.checkpoints.progress import checkpoint_path
 from controller.config import load
 from controller.observability.console import Console
-from controller.observability.metrics import RunWriter
+from controller.observability.run_folder import RunWriter
 from controller.observability.trackers import TensorBoardTracker
 from tests.controller.checkpoints.test_progress import write
 from workers.errors import OutputError

@@ -32,7 +32,7 @@ def test_a_symptom_that_was_gone_is_told_again_and_stands_once_in_the_report() -
     shares = (1, 1, 1, 0, 1, 1, 1)
     health = Health()
     on_the_terminal = [
-        sentence for step, share in enumerate(shares, 1) for sentence in health.see(step, {SIGNAL: share})
+        sentence for step, share in enumerate(shares, 1) for sentence in health.see(step, {SIGNAL: share}).values()
     ]
     assert [sentence[:12] for sentence in on_the_terminal] == ["steps 1 to 3", "steps 5 to 7"]
     (sentence,) = told(SIGNAL, *shares)

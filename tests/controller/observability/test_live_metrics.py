@@ -1,8 +1,5 @@
 """What is told as a run goes on, without Ray: to a list in place of the exporter."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import numpy as np
 import pytest
 
@@ -44,23 +41,6 @@ def test_one_phase_is_on_at_a_time_the_innermost_also_after_an_error() -> None:
             raise KeyError
         assert told.on("phase/{phase}") == {("step",)}
     assert told.on("phase/{phase}") == set()
-
-
-def test_what_takes_long_to_begin_is_a_phase_until_it_has_begun() -> None:
-    told, ended = Told(), []
-
-    @contextmanager
-    def roles() -> Iterator[str]:
-        assert told.on("phase/{phase}") == {("start",)}
-        try:
-            yield "roles"
-        finally:
-            ended.append(True)
-
-    with pytest.raises(KeyError), told.live.entering("start", roles()) as entered:
-        assert (entered, told.on("phase/{phase}")) == ("roles", set())
-        raise KeyError
-    assert ended == [True]
 
 
 def test_every_engine_is_in_one_state_from_its_start_to_its_restart() -> None:

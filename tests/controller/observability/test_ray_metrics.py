@@ -6,7 +6,8 @@ import urllib.request
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from controller.observability.ray_metrics import RayMetrics, RayTracker, growth
+from controller.observability.ray_metrics import RayMetrics, growth
+from controller.observability.trackers import RayTracker
 
 Exported = dict[tuple[str, str], float]
 

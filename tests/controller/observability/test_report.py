@@ -14,9 +14,8 @@ from matplotlib.figure import Figure
 
 from balancing import CostModel, explain, plan_batch, plan_statistics
 from balancing.analysis.lengths_file import plan_record
-from controller.observability.metrics import RunWriter
 from controller.observability.report import Section, learning, policy, who_computes_when, write_report
-from controller.observability.run_folder import RunFolder
+from controller.observability.run_folder import RunFolder, RunWriter
 from controller.report import main
 from tests.browser import CONTRASTS, DESKTOP, TELEPHONE, WIDER, Browser, browser, needs_chromium
 from tests.controller.observability.recorded_run import ATTACKS, STEPS, write_run

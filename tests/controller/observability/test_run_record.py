@@ -8,7 +8,7 @@ import pytest
 
 from controller.observability.console import Console
 from controller.observability.live_metrics import LiveMetrics
-from controller.observability.metrics import RunWriter
+from controller.observability.run_folder import RunWriter
 from controller.observability.run_record import RunRecord
 from controller.observability.timeline import read_timeline, trace_events
 from tests.controller.observability.test_console import recorded

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from balancing import CostModel
-from controller.observability.metrics import RunWriter
+from controller.observability.run_folder import RunWriter
 from controller.observability.timeline import TimelineRecorder, trace_events
 from controller.timeline import main, parse_steps
 from tests.controller.observability.trace_format import check, slices_of
@@ -114,7 +114,7 @@ def test_the_command_writes_the_steps_asked_for(tmp_path: Path, capsys: pytest.C
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--steps", "7"], "has no record of the steps asked for; it has steps 0 to 0"), ([], "is not there")],
+    [(["--steps", "7"], "--steps among its own: 0 to 0"), ([], "is missing")],
 )
 def test_what_is_not_there_is_said_in_one_line(
     arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -8,8 +8,8 @@ import wandb
 
 from controller.checkpoints.progress import Progress
 from controller.config import Config
-from controller.observability.metrics import RunWriter
 from controller.observability.ray_metrics import RayMetrics
+from controller.observability.run_folder import RunWriter
 from controller.observability.trackers import open_trackers
 
 

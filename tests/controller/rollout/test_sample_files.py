@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from controller.observability.metrics import RunWriter
-from controller.observability.run_folder import recorded_steps, step_file
+from controller.observability.run_folder import RunWriter, recorded_steps, step_file
 from controller.rollout.sample_files import read_step, write_step
 from controller.rollout.samples import Rollout
 from tests.refusals import refused

@@ -27,7 +27,7 @@ from controller.engines.router import Router
 from controller.lifecycle.session import Session
 from controller.observability.console import Console
 from controller.observability.live_metrics import LiveMetrics
-from controller.observability.metrics import RunWriter
+from controller.observability.run_folder import RunWriter
 from controller.observability.run_record import RunRecord
 from controller.run import Run
 from controller.step import step

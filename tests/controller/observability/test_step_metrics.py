@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from controller.observability.metrics import staleness, throughput, waiting
+from controller.observability.step_metrics import staleness, throughput, waiting
 from workers.remote_batch import RemoteBatch
 
 
