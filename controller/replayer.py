@@ -25,7 +25,7 @@ from controller.observability.run_folder import RunWriter, step_file
 from controller.observability.run_record import RunRecord
 from controller.rollout.buffer import RolloutBuffer
 from controller.rollout.sample_files import read_step
-from controller.rollout.samples import Rollout
+from controller.rollout.samples import RolloutBatch
 from controller.run import Run
 from controller.step import step
 from controller.training_loop import advance
@@ -43,8 +43,8 @@ class Replayer(Run):
         super().__init__(config, session, NoPrompts(), None, cost_model=cost_model)
         self.logprob_check = ToldMismatch(config, session.record)
 
-    def new_collector(self, prompts: Prompts) -> RolloutBuffer:
-        """Return a collector that reads files."""
+    def new_buffer(self, prompts: Prompts) -> RolloutBuffer:
+        """Return a buffer that reads files."""
         arguments = self.config, self.roles, prompts, self.planner, self.record, self.progress
         return RecordedSamples(self.recorded, *arguments)
 
@@ -69,7 +69,7 @@ class RecordedSamples(RolloutBuffer):
         super().__init__(*arguments)
         self.folder = folder
 
-    def collect(self, step: int) -> Rollout:
+    def collect(self, step: int) -> RolloutBatch:
         """Read a step's samples. Raises DataError as `read_step`."""
         return read_step(step_file(self.folder, step))
 

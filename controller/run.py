@@ -19,14 +19,14 @@ from controller.observability.step_metrics import staleness, throughput, waiting
 from controller.rollout.async_buffer import AsyncRolloutBuffer
 from controller.rollout.buffer import RolloutBuffer
 from controller.rollout.sample_files import write_step
-from controller.rollout.samples import Rollout
+from controller.rollout.samples import RolloutBatch
 from controller.training_loop import TrainingRun
 from workers.errors import ConfigError
 from workers.rollout.requests import VALIDATION_STEP
 
 
 class Run(TrainingRun[Config, Roles]):
-    """collector: makes the steps' samples. logprob_check: compares engines and trainer. weight_version: of the policy.
+    """buffer: makes the steps' samples. logprob_check: compares engines and trainer. weight_version: of the policy.
     kl_coefficient: KL weight in the next step's reward, if adapted."""
 
     def __init__(
@@ -41,30 +41,30 @@ class Run(TrainingRun[Config, Roles]):
         super().__init__(config, session, steps=config.run.steps, cost_model=cost_model)
         self.validation, self.best = validation, self.progress.best
         self.weight_version, self.kl_coefficient = self.progress.weight_version, self.progress.kl_coefficient
-        self.collector = self.new_collector(prompts)
+        self.buffer = self.new_buffer(prompts)
         self.logprob_check = LogProbCheck(config, self.weight_version)
 
-    def new_collector(self, prompts: Prompts) -> RolloutBuffer:
+    def new_buffer(self, prompts: Prompts) -> RolloutBuffer:
         """Return the source of the steps' samples."""
-        collector = AsyncRolloutBuffer if self.config.rollout.max_staleness else RolloutBuffer
-        return collector(self.config, self.roles, prompts, self.planner, self.record, self.progress)
+        buffer = AsyncRolloutBuffer if self.config.rollout.max_staleness else RolloutBuffer
+        return buffer(self.config, self.roles, prompts, self.planner, self.record, self.progress)
 
     def begin(self) -> None:
         """Send the policy's weights to the engines, so that a failing or corrupt transfer shows at once."""
         self.roles.send_weights(self.weight_version)
-        self.collector.begin()
+        self.buffer.begin()
 
     def step_finished(self) -> None:
-        """Let the collector continue with the step's weights, and show completions."""
+        """Let the buffer continue with the step's weights, and show completions."""
         super().step_finished()
         self.record.completions(self.config.run.log_completions)
-        self.collector.published()
+        self.buffer.weights_updated()
 
     def state(self) -> dict[str, Any]:
         """Return position in the prompt stream, and state of weights and rewards."""
         return {
-            "position": self.collector.position,
-            "active": self.collector.active,
+            "position": self.buffer.position,
+            "active": self.buffer.active,
             "weight_version": self.weight_version,
             "best": self.best,
             "kl_coefficient": self.kl_coefficient,
@@ -84,7 +84,7 @@ class Run(TrainingRun[Config, Roles]):
     def save_beside(self, checkpoint: Path, progress: Progress) -> None:
         """Write untrained samples."""
         if progress.active:
-            self.collector.save(samples_path(checkpoint), progress.active)
+            self.buffer.save(samples_path(checkpoint), progress.active)
         remove_old_samples(self.folder, progress.step)
 
     def validate(self, step: int) -> dict[str, float]:
@@ -94,7 +94,7 @@ class Run(TrainingRun[Config, Roles]):
         settings = self.config.validation
         prompts = list(self.validation)[: settings.prompts or None]
         with self.record.phase("validation"):
-            rollout = self.collector.roll_out(prompts, settings.samples, settings.sampling, VALIDATION_STEP)
+            rollout = self.buffer.roll_out(prompts, settings.samples, settings.sampling, VALIDATION_STEP)
         responses = rollout.scored_responses({prompt.uid: prompt for prompt in prompts}, self.config.data.prompt_key)
         metrics = summarize(responses, settings.success, settings.success_threshold)
         self.record.writer.validation(step, responses)
@@ -115,7 +115,7 @@ class Run(TrainingRun[Config, Roles]):
             if step:  # at step 0 it is the model that the run was given
                 self.save("model-best")
 
-    def record_samples(self, rollout: Rollout) -> None:
+    def record_samples(self, rollout: RolloutBatch) -> None:
         """Record a step's samples, and keep them with run.record_samples."""
         batch, record = rollout.trained, self.record
         samples, version = rollout.batch, self.weight_version
@@ -134,7 +134,7 @@ class Run(TrainingRun[Config, Roles]):
     def asked(self, uid: str) -> dict[str, str]:
         """Return a uid's training prompt as text: `prompt`, and `record`, its other columns."""
         key = self.config.data.prompt_key
-        (found,) = self.collector.prompts.take(int(uid), 1)
+        (found,) = self.buffer.prompts.take(int(uid), 1)
         return {"prompt": shown_prompt(found.columns[key]), "record": other_columns(found.columns, key)}
 
     def measure(self) -> dict[str, float]:

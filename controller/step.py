@@ -87,10 +87,10 @@ def collect(run: Run) -> RemoteBatch:
     """Return the step's training samples; empty if no group has signal, see algorithm.zero_variance_groups.
 
     Columns [B]: uid (equal for samples of one prompt), sample, reward, length, prompt_tokens, response_tokens,
-    truncated, weight_version, and those of `Rollout`. Tokens: input_ids, loss_mask, rollout_log_probs.
+    truncated, weight_version, and those of `RolloutBatch`. Tokens: input_ids, loss_mask, rollout_log_probs.
     """
     with run.record.phase("rollout"):
-        rollout = run.collector.collect(run.number)
+        rollout = run.buffer.collect(run.number)
     run.record_samples(rollout)
     return rollout.trained.with_meta(step=run.number, steps=run.config.run.steps)
 
@@ -262,7 +262,7 @@ def _prove_changed_weights(run: Run) -> None:
     config = run.config
     sampling = config.rollout.sampling
     sampling = replace(sampling, max_new_tokens=min(PROOF_TOKENS, sampling.max_new_tokens))
-    prompts = run.collector.prompts.take(0, config.batch.prompts_per_step)
-    batch = run.collector.roll_out(prompts, config.rollout.samples_per_prompt, sampling, PROOF_STEP).batch
+    prompts = run.buffer.prompts.take(0, config.batch.prompts_per_step)
+    batch = run.buffer.roll_out(prompts, config.rollout.samples_per_prompt, sampling, PROOF_STEP).batch
     passed = run.roles.policy.log_probs(batch, run.planner.whole(batch, "policy.log_probs"))
     run.logprob_check.judge(run.number, passed.metrics, Proof.CHANGED)

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
@@ -19,10 +19,13 @@ os.environ.setdefault("RAY_worker_niceness", "0")  # at Ray's own, 15, a run har
 hypothesis.settings.register_profile("repeated", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("drawn", deadline=None)
 hypothesis.settings.load_profile("repeated")
-OF_THE_ENGINE = ("tests/workers/rollout/test_turns.py", "tests/workers/rollout/test_worker.py")
 # Begun first: of two processes that take a file at a time, one would wait for the other at the end.
-LONG = ("tests/end_to_end/", "tests/workers/model/test_exactness.py", "tests/workers/rollout/test_transfers.py")
-LONG += OF_THE_ENGINE
+LONG = (
+    "tests/end_to_end/",
+    "tests/workers/model/test_exactness.py",
+    "tests/workers/rollout/test_transfers.py",
+    "tests/workers/rollout/test_engine_actor.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -31,18 +34,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if "ray_session" in getattr(item, "fixturenames", ()) or "end_to_end" in item.path.parts:
             item.add_marker("alone")
     items.sort(key=lambda item: not item.nodeid.startswith(LONG))
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A file after the other goes to the next worker that is free; those that share an engine go to one together."""
-    from xdist.scheduler import LoadFileScheduling
-
-    class Files(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return "the engine" if nodeid.startswith(OF_THE_ENGINE) else super()._split_scope(nodeid)
-
-    return Files(config, log)
 
 
 @pytest.fixture(scope="session")

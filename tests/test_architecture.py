@@ -43,7 +43,7 @@ def test_the_dependency_rule_holds() -> None:
         ("balancing", ("torch", "ray", "vllm", "transformers", "tensordict")),
         ("workers.config", ("torch", "ray", "vllm", "transformers", "tensordict", "numpy")),
         ("workers.errors", ("torch", "ray", "vllm", "transformers", "tensordict", "numpy")),
-        ("workers.rollout.worker", ("torch", "vllm", "transformers", "numba")),
+        ("workers.rollout.engine_actor", ("torch", "vllm", "transformers", "numba")),
         ("controller.config", ("torch", "ray", "vllm", "transformers", "tensordict")),
         ("controller.preflight.checks", ("torch", "ray", "vllm", "transformers", "tensordict")),
         ("controller.preflight.describe", ("torch", "ray", "vllm", "transformers", "tensordict")),

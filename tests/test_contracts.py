@@ -249,7 +249,7 @@ ON_GPUS_ALONE = {"sleep", "wake_up", "init_weight_transfer_engine"}  # there the
 
 
 def test_an_engine_in_a_thread_answers_all_that_vllm_asks_of_its_client() -> None:
-    """On the ways from the methods that RolloutWorker calls; vLLM's own client has many more."""
+    """On the ways from the methods that VllmEngineActor calls; vLLM's own client has many more."""
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from tests.library_calls import has

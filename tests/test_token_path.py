@@ -10,7 +10,6 @@ import ray
 import torch
 
 from balancing import plan_batch
-from controller.engines.engine_pool import RolloutBatch
 from controller.rollout.samples import assemble
 from tests.workers.model.tiny import save_tiny_model
 from workers.config import LossConfig, ModelConfig, OptimizerConfig
@@ -18,9 +17,10 @@ from workers.dispatch import DispatchMode, Join, RankCoordinates, Split, join_to
 from workers.model.layout import RowLayout
 from workers.model.losses import Predictions
 from workers.roles.policy import PolicyWorker
-from workers.rollout.episode import Episode, Limits
+from workers.rollout.engine import as_response
+from workers.rollout.engine_actor import _finished, _flush
+from workers.rollout.episode import Episode
 from workers.rollout.requests import SampleRequest
-from workers.rollout.worker import _as_turn, _flush, _success
 from workers.score import Score
 
 ROOT = Path(__file__).parents[1]
@@ -51,19 +51,19 @@ def test_a_sample_keeps_its_tokens_and_log_probs_through_every_form(
     samples = []
     for sample, ids in responses.items():
         request = SampleRequest("a", sample, np.array(prompt, np.int32), seed=sample)
-        episode = Episode(request.prompt_ids, Limits(turns=1, tokens=8))
-        turn = _as_turn(output(prompt, ids))
+        episode = Episode(request.prompt_ids, max_turns=1, max_tokens=8)
+        turn = as_response(output(prompt, ids))
         assert (turn.ids.tolist(), turn.log_probs.tolist()) == (ids, [-float(id) for id in ids])
         episode.add(turn)
-        samples.append(_success(request, episode, turn.finish_reason))
+        samples.append(_finished(request, episode, turn.finish_reason))
     store["block"], results = _flush(samples)
     assert [(result.sample, result.row, result.length) for result in results] == [(0, 0, 5), (1, 1, 6)]
     assert [store["block"].row(row)["input_ids"].tolist() for row in range(2)] == [
         prompt + ids for ids in responses.values()
     ]
 
-    finished = RolloutBatch(results, ["block"] * 2, [], 0)
-    rollout = assemble(finished, {result.key: Score(float(result.sample), "") for result in results})
+    scores = {result.key: Score(float(result.sample), "") for result in results}
+    rollout = assemble([(result, "block") for result in results], scores)
     batch = rollout.batch.with_columns(advantages=rollout.batch["reward"] - 0.5)
     assert [(ref, row) for ref, _, row in batch.tokens["input_ids"]] == [("block", 0), ("block", 1)]
 

@@ -42,9 +42,9 @@ from workers.roles.base import Worker
 from workers.roles.critic import CriticWorker
 from workers.roles.model_worker import ReferenceWorker, RewardModelWorker
 from workers.roles.policy import PolicyWorker
+from workers.rollout.engine_actor import VllmEngineActor
 from workers.rollout.placement import ranks_of_engine
 from workers.rollout.requests import WeightLoad
-from workers.rollout.worker import RolloutWorker
 from workers.user_code.rewards import RewardFunction
 
 ANSWER_SECONDS = 5.0  # for facts that are only recorded
@@ -194,14 +194,14 @@ def start_roles(
         rollouts = new_rollouts(
             starter, config, budget, live, devices=devices, environment=environment, replaceable=replaceable
         )
-        started = rollouts.start()
+        rollouts.start()
         rewards = RewardPool(reward_functions, config.model.path, config.reward, starter.requests["reward"].cpus)
         stack.callback(rewards.stop)
         if colocated:
             # An engine sizes its cache by the free memory: on a shared GPU it must start before models are loaded.
             # It sleeps until the policy sends its weights for the first round of generation.
             with starter.waiting("engines, which load the model"):
-                started.result(timeout_s)
+                rollouts.wait_started(timeout_s)
             rollouts.sleep()
         policy = starter.built_policy(policy or new_policy(starter, config, config.total_optimizer_steps))
         reference = _reference(starter, config) if config.starts_reference else None
@@ -210,7 +210,7 @@ def start_roles(
         with starter.waiting("reward workers"):
             rewards.wait_ready(timeout_s)
         with starter.waiting("engines, which load the model"):
-            started.result(timeout_s)
+            rollouts.wait_started(timeout_s)
         roles = Roles(
             policy,
             reference,
@@ -329,7 +329,7 @@ def _engine_maker(config: Config, starter: Starter, devices: list[str], environm
 
     `devices`: of each colocated engine; otherwise empty.
     """
-    actor_class, request = ray.remote(RolloutWorker), starter.requests["rollout"]
+    actor_class, request = ray.remote(VllmEngineActor), starter.requests["rollout"]
 
     def make(replica: int, attempt: int) -> Any:
         rank = ranks_of_engine(replica, config.rollout.tensor_parallel)[0] if devices else replica

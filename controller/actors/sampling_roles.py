@@ -37,14 +37,14 @@ def start_sampling_roles(
         starter, timeout_s = Starter(stack, config, console), config.resources.start_timeout_s
         budget = RestartBudget(config.run.max_restarts)
         rollouts = new_rollouts(starter, config, budget, LiveMetrics(), environment=environment, replaceable=True)
-        started = rollouts.start()
+        rollouts.start()
         rewards = RewardPool(reward_functions, config.model.path, config.reward, starter.requests["reward"].cpus)
         stack.callback(rewards.stop)
         reward_model = new_reward_model(starter, config) if config.uses_reward_model else None
         with starter.waiting("reward workers"):
             rewards.wait_ready(timeout_s)
         with starter.waiting("engines, which load the model"):
-            started.result(timeout_s)
+            rollouts.wait_started(timeout_s)
         yield SamplingRoles(rollouts, rewards, reward_model)
 
 

@@ -29,32 +29,9 @@ POLL_SECONDS = 1.0  # interval between checks of deadlines while nothing arrives
 UP = (State.STALE, State.CURRENT, State.DRAINING)
 
 
-class Pending:
-    """Calls running on several replicas."""
-
-    def __init__(self, refs: dict[int, ray.ObjectRef], doing: str, then: Callable[[int], None]) -> None:
-        """`then`: called with every replica that is done."""
-        self._refs, self._doing, self._then = refs, doing, then
-
-    def result(self, timeout_s: float | None = None) -> None:
-        """Wait for all; returns at once when called again.
-
-        Raises RolloutError naming the first replica that failed or was late, and the cause.
-        """
-        for replica, ref in list(self._refs.items()):
-            try:
-                ray.get(ref, timeout=timeout_s)
-            except RayError as error:
-                raise RolloutError(
-                    f"rollout replica {replica} failed while {self._doing}: {cause_of(error)}"
-                ) from error
-            del self._refs[replica]
-            self._then(replica)
-
-
 @dataclass(frozen=True)
 class _Call:
-    """A call that `wait` watches: `then` runs on success; a failed or late replica is lost."""
+    """A call that `wait` watches. `then` runs on success; a failed or late replica is lost."""
 
     replica: int
     doing: str
@@ -64,10 +41,7 @@ class _Call:
 
 
 class RolloutEngines:
-    """Actors and states of all replicas, and the weights that they must have.
-
-    actors: handles by replica. fleet: which of them may serve.
-    """
+    """Actors of all replicas, their states, and the weights that they must have."""
 
     def __init__(
         self,
@@ -80,12 +54,12 @@ class RolloutEngines:
         start_timeout_s: float = 600.0,
         log: Callable[[str], None] = print,
     ) -> None:
-        """`make(replica, attempt)` makes a RolloutWorker actor, attempt 0 at once. replaceable: whether a lost engine
-        can be replaced alone; false if weights travel between GPUs. colocated: whether engines sleep during training.
-        log: receives a line for each lost engine.
+        """`make(replica, attempt)` makes a VllmEngineActor, attempt 0 at once. replaceable: whether a lost engine can
+        be replaced alone; false if weights travel between GPUs. colocated: whether engines sleep during training.
         """
         self.fleet = fleet
         self.actors = {replica: make(replica, 0) for replica in range(config.replicas)}
+        self._starting: dict[int, ray.ObjectRef] = {}
         self._make, self._replaceable, self._colocated, self._log = make, replaceable, colocated, log
         self._hang_timeout_s, self._start_timeout_s = config.hang_timeout_s, start_timeout_s
         self._attempts = dict.fromkeys(self.actors, 0)
@@ -100,10 +74,21 @@ class RolloutEngines:
         """Whether engines have freed their GPUs for training."""
         return bool(self.fleet.in_state(State.ASLEEP))
 
-    def start(self) -> Pending:
-        """Start building all engines; `result()` waits. A failure here is an error, not a loss."""
-        starts = {replica: actor.start.remote() for replica, actor in self.actors.items()}
-        return Pending(starts, "starting its engine", self.fleet.started)
+    def start(self) -> None:
+        """Start building all engines."""
+        self._starting = {replica: actor.start.remote() for replica, actor in self.actors.items()}
+
+    def wait_started(self, timeout_s: float | None = None) -> None:
+        """Wait for all engines; returns at once when called again. Raises RolloutError for a failed or late one."""
+        for replica, ref in list(self._starting.items()):
+            try:
+                ray.get(ref, timeout=timeout_s)
+            except RayError as error:
+                raise RolloutError(
+                    f"rollout replica {replica} failed while starting its engine: {cause_of(error)}"
+                ) from error
+            del self._starting[replica]
+            self.fleet.started(replica)
 
     def wait(self, streams: Sequence[Any], timeout_s: float = POLL_SECONDS) -> Any | None:
         """The first of `streams` with a result; None after handling another call, or after `timeout_s`.
@@ -137,7 +122,6 @@ class RolloutEngines:
             )
 
     def pop_lost(self) -> list[int]:
-        """Replicas lost since the last call."""
         lost, self._newly_lost = self._newly_lost, []
         return lost
 
@@ -190,7 +174,9 @@ class RolloutEngines:
 
         Raises LostError for an engine lost meanwhile, and errors of `send`.
         """
-        self._wake_for_weights()
+        # Not yet KV caches: the sender needs room to gather.
+        for replica in self._on_all("wake_for_weights", self.fleet.in_state(State.ASLEEP), self._start_timeout_s):
+            self.fleet.wake(replica)
         send()
         if self._colocated:
             self._on_all("wake_kv_cache", self.fleet.in_state(State.STALE), self._start_timeout_s)
@@ -199,18 +185,10 @@ class RolloutEngines:
             self.fleet.updated(replica, version)
 
     def sleep(self) -> None:
-        """Free weights and KV caches of colocated engines until `receive_weights`. Raises LostError for a failed
-        engine.
-        """
-        if not self._colocated:
-            return
-        for replica in self._on_all("sleep", self.fleet.in_state(*UP), self._start_timeout_s):
-            self.fleet.sleep(replica)
-
-    def _wake_for_weights(self) -> None:
-        """Allocate weights, not yet KV caches: the sender needs room to gather."""
-        for replica in self._on_all("wake_for_weights", self.fleet.in_state(State.ASLEEP), self._start_timeout_s):
-            self.fleet.wake(replica)
+        """Free weights and KV caches of colocated engines until `receive_weights`. Raises LostError for a lost one."""
+        if self._colocated:
+            for replica in self._on_all("sleep", self.fleet.in_state(*UP), self._start_timeout_s):
+                self.fleet.sleep(replica)
 
     def check_alive(self) -> None:
         """Lose engines whose actor or processes died, even while they receive weights.
@@ -220,7 +198,7 @@ class RolloutEngines:
         self._on_all("alive", self.fleet.in_state(*UP, State.ASLEEP), self._hang_timeout_s)
 
     def _on_all(self, method: str, replicas: Sequence[int], timeout_s: float) -> list[int]:
-        """Call a method and wait; returns the replicas that succeeded. Failed and late ones are lost."""
+        """Call a method and wait; returns the replicas that succeeded, and loses the others."""
         calls = {replica: getattr(self.actors[replica], method).remote() for replica in replicas}
         done = []
         for replica, ref in calls.items():
@@ -249,13 +227,11 @@ class RolloutEngines:
 
     def _load(self, replica: int) -> None:
         """Send the current weights to the engine, unless it has or is loading them."""
-        doing = "loading weights"
-        under_way = any(call.replica == replica and call.doing == doing for call in self._calls.values())
-        if self.fleet.state(replica) is not State.STALE or under_way:
-            return
-        version = self.fleet.version
-        ref = self.actors[replica].update_weights.remote(self._weights, version)
-        self._watch(replica, ref, doing, self._start_timeout_s, partial(self._loaded, replica, version))
+        doing, version = "loading weights", self.fleet.version
+        loading = any(call.replica == replica and call.doing == doing for call in self._calls.values())
+        if self.fleet.state(replica) is State.STALE and not loading:
+            ref = self.actors[replica].update_weights.remote(self._weights, version)
+            self._watch(replica, ref, doing, self._start_timeout_s, partial(self._loaded, replica, version))
 
     def _loaded(self, replica: int, version: int) -> None:
         self.fleet.updated(replica, version)

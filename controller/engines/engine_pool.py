@@ -12,7 +12,7 @@ generations at a time, such as training's and a validation's.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -23,14 +23,14 @@ from controller.engines.fleet import Fleet, RestartBudget
 from controller.engines.router import Key, Router
 from controller.observability.live_metrics import LiveMetrics
 from workers.config import RolloutConfig, SamplingConfig
-from workers.rollout.requests import PartialResponse, SampleRequest, SampleResult
+from workers.rollout.requests import Response, SampleRequest, SampleResult
 
 LOOK_SECONDS = 5.0  # between two looks at an engine
 ANSWER_SECONDS = 5.0
 
 
 class PartialResponses:
-    """Snapshots of each engine's unfinished responses, in the object store."""
+    """Snapshots of the engines' unfinished responses, in the object store."""
 
     def __init__(self) -> None:
         self._asked: dict[int, ray.ObjectRef] = {}
@@ -49,18 +49,18 @@ class PartialResponses:
         for replica in actors.keys() - self._asked.keys():
             self._asked[replica] = actors[replica].partial_responses.remote()
 
-    def last(self, replica: int) -> dict[int, PartialResponse]:
+    def last(self, replica: int) -> dict[int, Response]:
         """Remove and return a lost engine's snapshot, by seed."""
         refs = [self._known.pop(replica, None), self._asked.pop(replica, None)]
         return _read([ref for ref in refs if ref is not None], timeout_s=0.1)
 
-    def now(self, actors: Mapping[int, Any]) -> dict[int, PartialResponse]:
+    def now(self, actors: Mapping[int, Any]) -> dict[int, Response]:
         """Take snapshots, waiting ANSWER_SECONDS at most; by seed."""
         return _read([actor.partial_responses.remote() for actor in actors.values()], timeout_s=ANSWER_SECONDS)
 
 
-def _read(refs: list[ray.ObjectRef], timeout_s: float) -> dict[int, PartialResponse]:
-    found: dict[int, PartialResponse] = {}
+def _read(refs: list[ray.ObjectRef], timeout_s: float) -> dict[int, Response]:
+    found: dict[int, Response] = {}
     if refs:
         for ref in ray.wait(refs, num_returns=len(refs), timeout=timeout_s)[0]:
             with suppress(RayError):  # of an engine that died, or whose node is gone: its responses begin again
@@ -68,45 +68,32 @@ def _read(refs: list[ray.ObjectRef], timeout_s: float) -> dict[int, PartialRespo
     return found
 
 
+Sample = tuple[SampleResult, ray.ObjectRef]
+"""A finished sample: its tokens are row `result.row` of the DataProto."""
 OnResults = Callable[[list[SampleResult], ray.ObjectRef], None]
 
 
-@dataclass(frozen=True)
-class RolloutBatch:
-    """The result of one round.
-
-    results: finished samples, in request order; blocks: the reference of each sample's DataProto. dropped: the last
-    failure of every dropped sample; retried: number of retries.
+@dataclass
+class Generation:
+    """Requests with one kind of sampling. on_results: called with finished samples and their block. streams: replicas
+    by ObjectRefGenerator.
     """
 
-    results: list[SampleResult]
-    blocks: list[ray.ObjectRef]
-    dropped: list[SampleResult]
-    retried: int
+    router: Router
+    sampling: SamplingConfig
+    on_results: OnResults
+    streams: dict[Any, int] = field(default_factory=dict)
 
-
-class Generation:
-    """Requests with one kind of sampling. router: where each of them is."""
-
-    def __init__(self, router: Router, sampling: SamplingConfig, on_results: OnResults) -> None:
-        """on_results: called with finished samples and their block."""
-        self.router, self.sampling, self.on_results = router, sampling, on_results
-        self.streams: dict[Any, int] = {}  # ObjectRefGenerator -> replica
-
-    def lost(self, replica: int, begun: Mapping[int, PartialResponse]) -> None:
+    def lost(self, replica: int, begun: Mapping[int, Response]) -> None:
         """Close the replica's streams and queue its unfinished requests again. begun: see `Router`."""
         self.streams = {stream: owner for stream, owner in self.streams.items() if owner != replica}
         self.router.replica_lost(replica, begun)
 
     def received(self, replica: int, block: ray.ObjectRef, results: Sequence[SampleResult]) -> None:
         """Handle a replica's results; successful ones have a row in the block."""
-        finished = [result for result in results if not result.failed]
-        for result in finished:
-            self.router.finished(replica, result)
         for result in results:
-            if result.failed:
-                self.router.failed(replica, result)
-        if finished:
+            (self.router.failed if result.failed else self.router.finished)(replica, result)
+        if finished := [result for result in results if not result.failed]:
             self.on_results(finished, block)
 
 
@@ -132,12 +119,12 @@ class EnginePool(RolloutEngines):
 
     def generate(
         self, requests: Sequence[SampleRequest], sampling: SamplingConfig, on_results: OnResults | None = None
-    ) -> RolloutBatch:
-        """Sample every request in one round; `on_results` is called with finished samples and their block.
+    ) -> tuple[list[Sample], Router]:
+        """Sample every request; returns finished samples in order, and the router, which knows drops and retries.
 
-        Raises as `pump`.
+        `on_results` is called with finished samples and their block. Raises as `pump`.
         """
-        found: dict[Key, tuple[SampleResult, ray.ObjectRef]] = {}
+        found: dict[Key, Sample] = {}
 
         def keep(results: list[SampleResult], block: ray.ObjectRef) -> None:
             found.update({result.key: (result, block) for result in results})
@@ -152,11 +139,7 @@ class EnginePool(RolloutEngines):
         finally:
             self._generations.remove(generation)
         self._export_queues()
-        kept = [found[request.key] for request in requests if request.key in found]
-        router = generation.router
-        return RolloutBatch(
-            [result for result, _ in kept], [block for _, block in kept], router.dropped, router.retried
-        )
+        return [found[request.key] for request in requests if request.key in found], generation.router
 
     def begin(self, sampling: SamplingConfig, on_results: OnResults) -> Generation:
         """Start an empty generation: submit requests to its router at any time, and call `pump`."""
@@ -189,7 +172,7 @@ class EnginePool(RolloutEngines):
             self._read(owners[stream], stream)
         return stream is not None
 
-    def partial_responses(self) -> dict[int, PartialResponse]:
+    def partial_responses(self) -> dict[int, Response]:
         """Unfinished responses by seed, from engines that answer in time."""
         return self._partial.now({replica: self.actors[replica] for replica in self.fleet.serving})
 

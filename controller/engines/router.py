@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from workers.errors import DataError
-from workers.rollout.requests import PartialResponse, SampleRequest, SampleResult
+from workers.rollout.requests import Response, SampleRequest, SampleResult
 
 Key = tuple[str, int]
 
@@ -133,7 +133,7 @@ class Router:
         dropped, self.dropped = self.dropped, []
         return dropped
 
-    def replica_lost(self, replica: int, begun: Mapping[int, PartialResponse]) -> None:
+    def replica_lost(self, replica: int, begun: Mapping[int, Response]) -> None:
         """Put the lost replica's requests at the head of the queue, without counting a retry.
 
         begun: partial responses by seed, from which they are continued.

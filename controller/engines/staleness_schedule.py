@@ -1,6 +1,6 @@
 """Schedule: which groups are generated ahead, and which finished groups a step trains on.
 
-    admit --> running --finished--> ready --take--> training --published--> gone
+    admit --> running --finished--> ready --take--> training --weights_updated--> gone
                  |        window: the W groups from the oldest that is not yet taken
                  '--released--> gone (no signal: another is admitted in its place)
 
@@ -73,7 +73,7 @@ class Schedule:
         self.admitted = admitted
         self._states = dict.fromkeys(sorted(active), GroupState.RUNNING)
         self._to_take = steps * settings.prompts_per_step
-        self._unpublished: deque[list[int]] = deque()
+        self._taken_steps: deque[list[int]] = deque()
 
     def state(self, group: int) -> GroupState | None:
         """State of an active group, else None."""
@@ -111,14 +111,14 @@ class Schedule:
             return []
         taken = ready[:size]
         self._states |= dict.fromkeys(taken, GroupState.TRAINING)
-        self._unpublished.append(taken)
+        self._taken_steps.append(taken)
         self._to_take -= size
         return taken
 
-    def published(self) -> None:
+    def weights_updated(self) -> None:
         """Every engine has the weights of the oldest taken, unpublished step."""
-        if self._unpublished:
-            for group in self._unpublished.popleft():
+        if self._taken_steps:
+            for group in self._taken_steps.popleft():
                 del self._states[group]
 
     def _expect(self, group: int, state: GroupState) -> None:

@@ -208,7 +208,7 @@ class RunFolder:
 
     @cached_property
     def samples(self) -> list[Row]:
-        """Some samples of every step; see `Rollout.examples`."""
+        """Some samples of every step; see `RolloutBatch.examples`."""
         numbers = ("sample", "response_tokens", "seconds", "reward")
         return self._rows("samples.jsonl", has_step, lambda row: _check_numbers(row, *numbers))
 

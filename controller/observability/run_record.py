@@ -35,7 +35,7 @@ RECORDED_SAMPLES = 4  # of each kind: first, slowest, longest
 
 
 class Samples(Protocol):
-    """The recorded part of `controller.rollout.samples.Rollout`."""
+    """The recorded part of `controller.rollout.samples.RolloutBatch`."""
 
     @property
     def by_sample(self) -> Mapping[tuple[str, int], "Score"]: ...

@@ -1,17 +1,15 @@
 """AsyncRolloutBuffer: groups are generated ahead while the policy trains, across updates of its weights.
 
-    admit: prompts -> engines --sample by sample--> rewards -> group ready -> take P -> train -> published -> admit
+    admit: prompts -> engines --sample by sample--> rewards -> group ready -> take P -> train -> new weights -> admit
                          ^ pump, also while the driver waits for the training ranks
 
 `controller.engines.staleness_schedule` decides which groups are generated and taken. There is one thread: while the
-driver waits, it calls `pump`, which reads finished samples and rewards.
+driver waits, it calls `read`, which reads finished samples and rewards.
 """
 
-import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from zipfile import BadZipFile
 
 import numpy as np
 import ray
@@ -23,16 +21,17 @@ from controller.checkpoints.progress import Progress
 from controller.config import Config
 from controller.data.prompts import Prompt, Prompts
 from controller.engines.engine_calls import POLL_SECONDS
-from controller.engines.engine_pool import RolloutBatch
+from controller.engines.engine_pool import Sample
+from controller.engines.router import Key
 from controller.engines.staleness_schedule import GroupState, Schedule, Staleness
 from controller.observability.run_record import RunRecord
 from controller.planning.planner import Planner
 from controller.rollout.buffer import RolloutBuffer, sample_requests
 from controller.rollout.sample_files import FinishedSample, StoredSamples, read_samples, write_samples
-from controller.rollout.samples import Rollout, assemble, with_record_columns
+from controller.rollout.samples import RolloutBatch, assemble, with_record_columns
 from workers.dataproto import DataProto
-from workers.errors import RolloutError
-from workers.rollout.requests import PartialResponse, SampleResult
+from workers.errors import DataError, RolloutError
+from workers.rollout.requests import Response, SampleResult
 from workers.score import Score
 
 
@@ -41,18 +40,13 @@ class Group:
     """A prompt and its samples so far."""
 
     prompt: Prompt
-    results: dict[tuple[str, int], tuple[SampleResult, ObjectRef]] = field(default_factory=dict)
-    scores: dict[tuple[str, int], Score] = field(default_factory=dict)
+    finished: dict[Key, Sample] = field(default_factory=dict)
+    scores: dict[Key, Score] = field(default_factory=dict)
     dropped: list[SampleResult] = field(default_factory=list)
-
-    @property
-    def settled(self) -> int:
-        """Samples scored or given up."""
-        return len(self.scores) + len(self.dropped)
 
 
 class AsyncRolloutBuffer(RolloutBuffer):
-    """Continuous generation for training; validation still uses `RolloutBuffer`'s rounds."""
+    """Continuous generation for training; validation still uses `RolloutBuffer.roll_out`."""
 
     def __init__(
         self,
@@ -64,7 +58,9 @@ class AsyncRolloutBuffer(RolloutBuffer):
         progress: Progress,
     ) -> None:
         super().__init__(config, roles, prompts, planner, record, progress)
-        settings = staleness(config)
+        settings = Staleness(
+            config.batch.prompts_per_step, config.rollout.max_staleness, config.rollout.out_of_order_window
+        )
         self.schedule = Schedule(
             settings, config.run.steps - progress.step, admitted=progress.position, active=progress.active
         )
@@ -85,13 +81,13 @@ class AsyncRolloutBuffer(RolloutBuffer):
     def begin(self) -> None:
         """Continue a resumed run's untrained groups, then begin new ones."""
         self._request(self.active, self._restored())
-        self.published()
+        self.weights_updated()
 
-    def published(self) -> None:
+    def weights_updated(self) -> None:
         """Free the last step's groups, and begin others."""
         for number in self.schedule.in_state(GroupState.TRAINING):
             del self._groups[number]
-        self.schedule.published()
+        self.schedule.weights_updated()
         self._admit()
 
     def save(self, path: Path, numbers: Sequence[int]) -> None:
@@ -101,14 +97,14 @@ class AsyncRolloutBuffer(RolloutBuffer):
         finished = [sample for group in groups for sample in _stored(group)]
         write_samples(path, StoredSamples(finished, self._partial({group.prompt.uid for group in groups})))
 
-    def _partial(self, uids: Collection[str]) -> dict[int, PartialResponse]:
+    def _partial(self, uids: Collection[str]) -> dict[int, Response]:
         """Unfinished responses to these prompts, by seed."""
         now = self.roles.rollouts.partial_responses()
         requests = [request for request in self._generation.router.unfinished if request.uid in uids]
         found = {request.seed: now.get(request.seed, request.begun) for request in requests}
         return {seed: response for seed, response in found.items() if response is not None}
 
-    def collect(self, step: int) -> Rollout:
+    def collect(self, step: int) -> RolloutBatch:
         """Wait for the step's groups and return their samples."""
         wanted = self.config.batch.prompts_per_step
         with self.record.console.samples(wanted) as advance:
@@ -119,7 +115,8 @@ class AsyncRolloutBuffer(RolloutBuffer):
                 advance(ready - shown)
                 shown = ready
         groups = [self._groups[number] for number in taken]
-        rollout = self._rollout([*groups, *self._take_released()])
+        released, self._released = self._released, []
+        rollout = self._rollout([*groups, *released])
         by_uid = {group.prompt.uid: group.prompt for group in groups}
         batch = rollout.batch.select(np.isin(rollout.batch["uid"], list(by_uid)))
         batch = self.keep_groups_with_signal(batch)
@@ -143,7 +140,8 @@ class AsyncRolloutBuffer(RolloutBuffer):
         for result in self._generation.router.take_dropped():
             self._groups[int(result.uid)].dropped.append(result)
         for number in self.schedule.in_state(GroupState.RUNNING):
-            if self._groups[number].settled == self.config.rollout.samples_per_prompt:
+            group = self._groups[number]
+            if len(group.scores) + len(group.dropped) == self.config.rollout.samples_per_prompt:
                 self._settle(number)
 
     def _settle(self, number: int) -> None:
@@ -161,21 +159,19 @@ class AsyncRolloutBuffer(RolloutBuffer):
     def _has_signal(self, group: Group) -> bool:
         drop_failed = self.config.reward.on_failure == "drop"
         try:
-            batch = self.shaped(assemble(_round([group]), group.scores, drop_failed=drop_failed)).batch
+            batch = self.shaped(assemble(list(group.finished.values()), group.scores, drop_failed=drop_failed)).batch
         except RolloutError:  # none of its samples was finished
             return False
         return bool(advantages.has_signal(batch["reward"], batch["uid"]).any())
 
-    def _rollout(self, groups: Sequence[Group]) -> Rollout:
+    def _rollout(self, groups: Sequence[Group]) -> RolloutBatch:
         """Samples of these groups, in prompt order. Raises RolloutError if there are none."""
         ordered = sorted(groups, key=lambda group: int(group.prompt.uid))
-        retried, self._retried = self._retried, self._generation.router.retried
+        finished = [group.finished[key] for group in ordered for key in sorted(group.finished)]
         scores = {key: score for group in ordered for key, score in group.scores.items()}
-        return self.shaped(self.assembled(_round(ordered, self._retried - retried), scores))
-
-    def _take_released(self) -> list[Group]:
-        released, self._released = self._released, []
-        return released
+        dropped = [result for group in ordered for result in group.dropped]
+        before, self._retried = self._retried, self._generation.router.retried
+        return self.shaped(self.assembled(finished, scores, dropped, self._retried - before))
 
     def _restored(self) -> StoredSamples:
         """The checkpoint's samples; none if its file is missing or broken."""
@@ -183,21 +179,22 @@ class AsyncRolloutBuffer(RolloutBuffer):
             return StoredSamples()
         try:
             return read_samples(Path(self._saved))
-        except (OSError, ValueError, KeyError, BadZipFile) as error:
-            self.record.console.log(f"{self._saved} cannot be read, its samples are made again: {error}")
+        except DataError as error:
+            self.record.console.log(f"{error}; its samples are made again")
             return StoredSamples()
 
     def _admit(self) -> None:
         """Begin the groups that the schedule allows, at once: in a short step the driver never waits."""
-        self._request(self.schedule.admit(), StoredSamples())
+        self._request(self.schedule.admit())
         self.position = self.schedule.admitted
         self.roles.rollouts.pump()
 
-    def _request(self, numbers: Sequence[int], stored: StoredSamples) -> None:
+    def _request(self, numbers: Sequence[int], stored: StoredSamples | None = None) -> None:
         """Request samples of these groups that are not `stored`, and the rest of unfinished ones.
 
         Seeds equal those without staleness.
         """
+        stored = stored or StoredSamples()
         for number in numbers:
             (prompt,) = self.prompts.take(number, 1)
             self._groups[number] = Group(prompt)
@@ -205,7 +202,7 @@ class AsyncRolloutBuffer(RolloutBuffer):
         for number in numbers:
             group, step = self._groups[number], number // self.config.batch.prompts_per_step + 1
             requests = sample_requests(self.config, [group.prompt], self.config.rollout.samples_per_prompt, step)
-            there = {*group.results, *(result.key for result in group.dropped)}
+            there = {*group.finished, *(result.key for result in group.dropped)}
             self._generation.router.submit(
                 replace(request, begun=stored.partial.get(request.seed), priority=number)
                 for request in requests
@@ -214,42 +211,29 @@ class AsyncRolloutBuffer(RolloutBuffer):
 
     def _put(self, samples: Sequence[FinishedSample]) -> None:
         """Add stored samples to their groups, and score those without a score."""
-        rows = [sample.row for sample in samples if sample.row]
-        block = ray.put(DataProto.from_rows(rows)) if rows else None
-        places = itertools.count()
-        for sample in samples:
-            group = self._groups[int(sample.result.uid)]
-            if block is None or not sample.row:
-                group.dropped.append(sample.result)
-                continue
-            result = replace(sample.result, row=next(places))
+        finished = [sample for sample in samples if sample.row]
+        block = ray.put(DataProto.from_rows([sample.row for sample in finished])) if finished else None
+        for row, sample in enumerate(finished):
+            result, group = replace(sample.result, row=row), self._groups[int(sample.result.uid)]
             if sample.score is None:
                 self._score([result], block)
             else:
-                group.results[result.key], group.scores[result.key] = (result, block), sample.score
+                group.finished[result.key], group.scores[result.key] = (result, block), sample.score
+        for sample in samples:
+            if not sample.row:
+                self._groups[int(sample.result.uid)].dropped.append(sample.result)
 
     def _score(self, results: list[SampleResult], block: ObjectRef) -> None:
+        groups = {result.uid: self._groups[int(result.uid)] for result in results}
         for result in results:
-            self._groups[int(result.uid)].results[result.key] = result, block
-        prompts = {result.uid: self._groups[int(result.uid)].prompt for result in results}
-        self._scoring.submit(results, block, prompts)
+            groups[result.uid].finished[result.key] = result, block
+        self._scoring.submit(results, block, {uid: group.prompt for uid, group in groups.items()})
 
 
 def _stored(group: Group) -> list[FinishedSample]:
-    blocks = {block: ray.get(block) for block in dict.fromkeys(block for _, block in group.results.values())}
+    blocks = {block: ray.get(block) for block in dict.fromkeys(block for _, block in group.finished.values())}
     found = [
         FinishedSample(result, blocks[block].row(result.row), group.scores.get(key))
-        for key, (result, block) in sorted(group.results.items())
+        for key, (result, block) in sorted(group.finished.items())
     ]
     return found + [FinishedSample(result, {}, None) for result in group.dropped]
-
-
-def _round(groups: Sequence[Group], retried: int = 0) -> RolloutBatch:
-    found = [group.results[key] for group in groups for key in sorted(group.results)]
-    dropped = [result for group in groups for result in group.dropped]
-    return RolloutBatch([result for result, _ in found], [block for _, block in found], dropped, retried)
-
-
-def staleness(config: Config) -> Staleness:
-    """Schedule settings of a run."""
-    return Staleness(config.batch.prompts_per_step, config.rollout.max_staleness, config.rollout.out_of_order_window)

@@ -17,10 +17,11 @@ from controller.algorithm import advantages
 from controller.checkpoints.progress import Progress
 from controller.config import Config
 from controller.data.prompts import Prompt, Prompts, with_system_prompt
-from controller.engines.engine_pool import RolloutBatch
+from controller.engines.engine_pool import Sample
+from controller.engines.router import Key
 from controller.observability.run_record import RunRecord
 from controller.planning.planner import Planner
-from controller.rollout.samples import SAMPLED_COLUMNS, TOKEN_COLUMNS, Rollout, assemble, with_record_columns
+from controller.rollout.samples import SAMPLED_COLUMNS, TOKEN_COLUMNS, RolloutBatch, assemble, with_record_columns
 from workers.config import SamplingConfig
 from workers.remote_batch import RemoteBatch
 from workers.rollout.requests import EpisodeStart, SampleRequest, SampleResult, sample_seed
@@ -55,17 +56,17 @@ class RolloutBuffer:
     def begin(self) -> None:
         """Called once, when the engines have the policy's weights."""
 
-    def published(self) -> None:
+    def weights_updated(self) -> None:
         """Called after every step, when the engines have its weights."""
 
     def save(self, path: Path, numbers: Sequence[int]) -> None:
         """Write the samples of `active` prompts for a checkpoint."""
 
-    def collect(self, step: int) -> Rollout:
+    def collect(self, step: int) -> RolloutBatch:
         """Samples of a step, from prompts at `position` on; in several rounds if `replace` needs more groups."""
         settings, wanted = self.config.algorithm, self.config.batch.prompts_per_step
         limit = settings.max_sampling_rounds if settings.zero_variance_groups == "replace" else 1
-        rounds: list[Rollout] = []
+        rounds: list[RolloutBatch] = []
         kept: list[RemoteBatch] = []
         by_uid: dict[str, Prompt] = {}
         while wanted and len(rounds) < limit:
@@ -78,7 +79,7 @@ class RolloutBuffer:
         if limit > 1:
             self.log_missing(step, wanted)
         batch = with_record_columns(RemoteBatch.concat(kept), by_uid, self.config.loss_columns)
-        return replace(Rollout.concat(rounds), trained=batch)
+        return replace(RolloutBatch.concat(rounds), trained=batch)
 
     def _next(self, count: int) -> list[Prompt]:
         """The next prompts: left-over ones first."""
@@ -96,14 +97,14 @@ class RolloutBuffer:
                 + ("training on the others" if groups < wanted else "nothing is trained in this step")
             )
 
-    def with_baseline(self, rollout: Rollout, prompts: Sequence[Prompt], step: int) -> Rollout:
+    def with_baseline(self, rollout: RolloutBatch, prompts: Sequence[Prompt], step: int) -> RolloutBatch:
         """Add the reward of a greedy response to each prompt, for ReMax."""
         if self.config.algorithm.advantage != "remax":
             return rollout
         greedy = replace(self.config.rollout.sampling, temperature=0.0, top_p=1.0, top_k=0)
         return rollout.with_baseline(self.shaped(self.roll_out(prompts, 1, greedy, step)))
 
-    def shaped(self, rollout: Rollout) -> Rollout:
+    def shaped(self, rollout: RolloutBatch) -> RolloutBatch:
         """Apply the penalty on long responses if reward.overlong_tokens is set."""
         settings, longest = self.config.reward, self.config.longest_response
         if not settings.overlong_tokens:
@@ -112,7 +113,7 @@ class RolloutBuffer:
         penalty = overlong_penalty(tokens, longest, settings.overlong_tokens)
         return rollout.with_reward_part("overlong_penalty", settings.overlong_penalty * penalty)
 
-    def roll_out(self, prompts: Sequence[Prompt], samples: int, sampling: SamplingConfig, step: int) -> Rollout:
+    def roll_out(self, prompts: Sequence[Prompt], samples: int, sampling: SamplingConfig, step: int) -> RolloutBatch:
         """Sample every prompt `samples` times, scoring while the rest is generated."""
         by_uid = {prompt.uid: prompt for prompt in prompts}
         requests = sample_requests(self.config, prompts, samples, step)
@@ -124,15 +125,19 @@ class RolloutBuffer:
                 scoring.submit(found, block, by_uid)
                 advance(len(found))
 
-            finished = self.roles.rollouts.generate(requests, sampling, on_results=score)
-        return self.assembled(finished, scoring.collect())
+            finished, router = self.roles.rollouts.generate(requests, sampling, on_results=score)
+        return self.assembled(finished, scoring.collect(), router.dropped, router.retried)
 
-    def assembled(self, finished: RolloutBatch, scores: Mapping[tuple[str, int], Score]) -> Rollout:
+    def assembled(
+        self, finished: Sequence[Sample], scores: Mapping[Key, Score], dropped: Sequence[SampleResult], retried: int
+    ) -> RolloutBatch:
         """Join finished samples and scores. Raises RolloutError if there are none."""
-        self.record.timeline.samples([*finished.results, *finished.dropped])
+        self.record.timeline.samples([*(result for result, _ in finished), *dropped])
         rollout = assemble(
             finished,
             scores,
+            dropped=dropped,
+            retried=retried,
             drop_failed=self.config.reward.on_failure == "drop",
             token_columns=TOKEN_COLUMNS if self.config.model.router_replay == "none" else SAMPLED_COLUMNS,
         )
@@ -140,7 +145,7 @@ class RolloutBuffer:
             self.record.console.log(f"{len(rollout.failures)} rewards failed, the first: {rollout.failures[0]}")
         return self.scored_by_model(rollout)
 
-    def scored_by_model(self, rollout: Rollout) -> Rollout:
+    def scored_by_model(self, rollout: RolloutBatch) -> RolloutBatch:
         """Add the reward model's scores, if there is one."""
         if self.roles.reward_model is None:
             return rollout

@@ -1,14 +1,15 @@
 """Samples in files: a checkpoint's untrained samples, and those of a recorded step.
 
     checkpoint   StoredSamples <--read_samples, write_samples--> step-30.npz
-    step         Rollout <--read_step, write_step--> runs/NAME/samples/step-3.npz, which `controller.replay` trains
+    step         RolloutBatch <--read_step, write_step--> runs/NAME/samples/step-3.npz, which `controller.replay` trains
 
 Compressed arrays: rows of tokens with offsets, results and scores as JSON. They are read without pickle.
 """
 
 import json
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,20 +19,21 @@ import numpy as np
 import ray
 
 from controller.observability.run_folder import writing
-from controller.rollout.samples import SAMPLED_COLUMNS, Rollout
+from controller.rollout.samples import SAMPLED_COLUMNS, RolloutBatch
 from workers.dataproto import DataProto, object_column
 from workers.errors import DataError
 from workers.remote_batch import RemoteBatch
 from workers.rollout.prefix_hashes import prefix_hashes
-from workers.rollout.requests import PartialResponse, SampleResult
+from workers.rollout.requests import Response, SampleResult
 from workers.score import Score
+
+PARTIAL = ("ids", "log_probs", "versions")
+"""Kept fields of an unfinished Response."""
 
 
 @dataclass(frozen=True)
 class FinishedSample:
-    """A result with its row of tokens (see `RolloutWorker.generate`), and its score if known. A dropped sample has no
-    row.
-    """
+    """A result with its row of tokens (`Episode.row`), and its score if known. A dropped sample has no row."""
 
     result: SampleResult
     row: dict[str, np.ndarray]
@@ -43,33 +45,32 @@ class StoredSamples:
     """The content of a file. partial: by seed."""
 
     finished: list[FinishedSample] = field(default_factory=list)
-    partial: dict[int, PartialResponse] = field(default_factory=dict)
+    partial: dict[int, Response] = field(default_factory=dict)
 
 
 def write_samples(path: Path, samples: StoredSamples) -> None:
     """Write a file and replace `path` when it is complete. Raises OutputError."""
-    with_rows = [sample for sample in samples.finished if sample.row]
-    records = {
-        "finished": [_record(sample) for sample in samples.finished],
-        "partial": list(samples.partial),
-    }
-    arrays = {"records": as_bytes(records)}
-    arrays |= packed("finished", DataProto.from_rows([sample.row for sample in with_rows]))
-    arrays |= packed("partial", DataProto.from_rows([vars(response) for response in samples.partial.values()]))
-    write_arrays(path, arrays)
+    records = {"finished": [_record(sample) for sample in samples.finished], "partial": list(samples.partial)}
+    partial = [{name: getattr(response, name) for name in PARTIAL} for response in samples.partial.values()]
+    arrays = {"records": _as_bytes(records)}
+    arrays |= _packed("finished", DataProto.from_rows([sample.row for sample in samples.finished if sample.row]))
+    arrays |= _packed("partial", DataProto.from_rows(partial))
+    _write(path, arrays)
 
 
 def read_samples(path: Path) -> StoredSamples:
-    """Read a file. Raises OSError or ValueError if it is missing or broken."""
-    with np.load(path, allow_pickle=False) as arrays:
-        records = from_bytes(arrays["records"])
-        rows = iter(_rows(unpacked("finished", arrays)))
+    """Read a file. Raises DataError if it is missing or broken."""
+    with _opened(path) as arrays:
+        records = _from_bytes(arrays["records"])
+        rows = iter(_rows(_unpacked("finished", arrays)))
         finished = [_finished(record, rows) for record in records["finished"]]
-        partial = [PartialResponse(**row) for row in _rows(unpacked("partial", arrays))]
+        partial = [
+            Response(row["ids"], row["log_probs"], row["versions"]) for row in _rows(_unpacked("partial", arrays))
+        ]
         return StoredSamples(finished, dict(zip(records["partial"], partial, strict=True)))
 
 
-def write_step(path: Path, rollout: Rollout) -> None:
+def write_step(path: Path, rollout: RolloutBatch) -> None:
     """Write a step's samples and the rows that it trains on, replacing `path` when complete.
 
     Raises OutputError, and DataError for a value of a record that JSON does not have.
@@ -83,34 +84,31 @@ def write_step(path: Path, rollout: Rollout) -> None:
     arrays |= {f"columns.{name}": column for name, column in samples.columns.items() if name != "prefix_hashes"}
     arrays["trained"] = np.array([row_of[key] for key in _keys(trained)], dtype=np.int64)
     try:
-        arrays["scores"] = as_bytes([asdict(score) for score in rollout.by_sample.values()])
-        arrays["objects"] = as_bytes(objects)
+        arrays["scores"] = _as_bytes([asdict(score) for score in rollout.by_sample.values()])
+        arrays["objects"] = _as_bytes(objects)
     except TypeError as error:
         raise DataError(
             f"run.record_samples cannot keep a column of algorithm.loss.columns={','.join(objects)}: {error}; give it "
             "as numbers or text."
         ) from None
-    write_arrays(path, arrays | packed("tokens", _fetched(samples.tokens["input_ids"])))
+    _write(path, arrays | _packed("tokens", _fetched(samples.tokens["input_ids"])))
 
 
-def read_step(path: Path, put: Callable[[DataProto], Any] | None = None) -> Rollout:
+def read_step(path: Path, put: Callable[[DataProto], Any] | None = None) -> RolloutBatch:
     """Read the samples of a step. put: stores their tokens and returns a reference; None is `ray.put`.
 
     Raises DataError for a file that is missing or broken.
     """
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            tokens, columns, trained = unpacked("tokens", arrays), named("columns", arrays), arrays["trained"]
-            objects = {name: object_column(values) for name, values in from_bytes(arrays["objects"]).items()}
-            scores = [Score(**values) for values in from_bytes(arrays["scores"])]
-            added = named("added", arrays) | objects
-            prompts = columns["prompt_tokens"].tolist()
-    except (OSError, ValueError, KeyError, TypeError, BadZipFile, zlib.error) as error:
-        raise DataError(f"{path} cannot be read as the samples of a step: {error}") from None
+    with _opened(path) as arrays:
+        tokens, columns, trained = _unpacked("tokens", arrays), _named("columns", arrays), arrays["trained"]
+        objects = {name: object_column(values) for name, values in _from_bytes(arrays["objects"]).items()}
+        scores = [Score(**values) for values in _from_bytes(arrays["scores"])]
+        added = _named("added", arrays) | objects
+        prompts = columns["prompt_tokens"].tolist()
     hashes = [prefix_hashes(tokens.row(row)["input_ids"], prompts[row]) for row in range(len(tokens))]
     kept = [name for name in SAMPLED_COLUMNS if name in tokens.tokens]
     samples = RemoteBatch.of_block((put or ray.put)(tokens), columns | {"prefix_hashes": object_column(hashes)}, kept)
-    rollout = Rollout(samples, dict(zip(_keys(samples), scores, strict=True)), dropped=0, retried=0)
+    rollout = RolloutBatch(samples, dict(zip(_keys(samples), scores, strict=True)), dropped=0, retried=0)
     return replace(rollout, trained=rollout.batch.select(trained).with_columns(**added))
 
 
@@ -125,8 +123,7 @@ def _fetched(places: np.ndarray) -> DataProto:
     return DataProto.from_rows([blocks[ref].row(row) for ref, _, row in places])
 
 
-def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write arrays compressed, replacing `path` when complete. Raises OutputError."""
+def _write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         begun = path.with_suffix(".part.npz")
@@ -134,29 +131,35 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
         begun.replace(path)
 
 
-def as_bytes(value: Any) -> np.ndarray:
-    """Encode as JSON in UTF-8, uint8 [bytes]. Raises TypeError for other values."""
+@contextmanager
+def _opened(path: Path) -> Iterator[Mapping[str, np.ndarray]]:
+    """Open a file for the block. Errors of both become a DataError."""
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            yield arrays
+    except (OSError, ValueError, KeyError, TypeError, BadZipFile, zlib.error) as error:
+        raise DataError(f"{path} cannot be read: {error}") from None
+
+
+def _as_bytes(value: Any) -> np.ndarray:
     return np.frombuffer(json.dumps(value).encode(), dtype=np.uint8)
 
 
-def from_bytes(array: np.ndarray) -> Any:
-    """Reverse `as_bytes`. Raises ValueError for invalid JSON."""
+def _from_bytes(array: np.ndarray) -> Any:
     return json.loads(array.tobytes())
 
 
-def packed(name: str, block: DataProto) -> dict[str, np.ndarray]:
+def _packed(name: str, block: DataProto) -> dict[str, np.ndarray]:
     """Arrays of a block: `name.offsets` and `name.COLUMN`."""
     return {f"{name}.offsets": block.offsets} | {f"{name}.{column}": values for column, values in block.tokens.items()}
 
 
-def unpacked(name: str, arrays: Mapping[str, np.ndarray]) -> DataProto:
-    """Reverse `packed`. Raises KeyError if the block is missing."""
-    columns = named(name, arrays)
+def _unpacked(name: str, arrays: Mapping[str, np.ndarray]) -> DataProto:
+    columns = _named(name, arrays)
     return DataProto(np.diff(columns.pop("offsets")), columns)
 
 
-def named(name: str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Arrays `name.COLUMN`, by column."""
+def _named(name: str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {key.removeprefix(f"{name}."): arrays[key] for key in arrays if key.startswith(f"{name}.")}
 
 

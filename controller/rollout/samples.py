@@ -1,6 +1,6 @@
-"""Rollout: the samples that the engines returned, with their scores, as a RemoteBatch.
+"""RolloutBatch: the samples that the engines returned, with their scores, as a RemoteBatch.
 
-RolloutBatch (light results, block references) + scores --assemble--> Rollout
+(SampleResult, reference of its block) + Score, for each sample --assemble--> RolloutBatch
 """
 
 from collections import Counter
@@ -13,12 +13,13 @@ import numpy as np
 
 from controller.algorithm.validation_metrics import ScoredResponse
 from controller.data.prompts import Prompt
-from controller.engines.engine_pool import RolloutBatch
+from controller.engines.engine_pool import Sample
+from controller.engines.router import Key
 from controller.observability.shown_text import other_columns, shortened, shown_prompt
 from workers.dataproto import object_column, record_column
 from workers.errors import RolloutError
 from workers.remote_batch import RemoteBatch, places
-from workers.rollout.requests import COUNTS, LENGTH, TURNS
+from workers.rollout.requests import COUNTS, LENGTH, TURNS, SampleResult
 from workers.score import Score
 
 LONGEST_TEXT = 2_000  # characters of a prompt, or a response, that the record of a sample keeps
@@ -29,7 +30,7 @@ SAMPLED_COLUMNS = (*TOKEN_COLUMNS, ROUTED_EXPERTS)
 
 
 @dataclass(frozen=True)
-class Rollout:
+class RolloutBatch:
     """Samples of one or several rounds of generation.
 
     samples: columns as in SampleResult: uid, sample, prompt_tokens, prompt_hash, prefix_hashes, read_tokens,
@@ -41,7 +42,7 @@ class Rollout:
     """
 
     samples: RemoteBatch
-    by_sample: dict[tuple[str, int], Score]
+    by_sample: dict[Key, Score]
     dropped: int
     retried: int
     failures: tuple[str, ...] = ()
@@ -55,9 +56,9 @@ class Rollout:
         return self.samples.with_columns(reward=np.array([score.reward for score in self.by_sample.values()]))
 
     @staticmethod
-    def concat(rounds: Sequence["Rollout"]) -> "Rollout":
+    def concat(rounds: Sequence["RolloutBatch"]) -> "RolloutBatch":
         """Join rounds of one step."""
-        return Rollout(
+        return RolloutBatch(
             RemoteBatch.concat([found.samples for found in rounds]),
             {key: score for found in rounds for key, score in found.by_sample.items()},
             sum(found.dropped for found in rounds),
@@ -67,7 +68,7 @@ class Rollout:
             _totals([found.version_tokens for found in rounds]),
         )
 
-    def with_reward_part(self, name: str, values: np.ndarray, *, weight: float = 1.0) -> "Rollout":
+    def with_reward_part(self, name: str, values: np.ndarray, *, weight: float = 1.0) -> "RolloutBatch":
         """Add weighted `values` [B] to the rewards, and keep them as the part `name`."""
         by_sample = {
             key: replace(score, reward=score.reward + weight * value, parts=score.parts | {name: value})
@@ -75,7 +76,7 @@ class Rollout:
         }
         return replace(self, by_sample=by_sample)
 
-    def with_baseline(self, greedy: "Rollout") -> "Rollout":
+    def with_baseline(self, greedy: "RolloutBatch") -> "RolloutBatch":
         """Add the greedy response's reward to the same prompt as the column `greedy_reward`.
 
         greedy: one sample a prompt. Drops and counts samples whose greedy response failed. Raises RolloutError if none
@@ -123,7 +124,7 @@ class Rollout:
             for (uid, _), score in self.by_sample.items()
         ]
 
-    def without_tokens(self) -> "Rollout":
+    def without_tokens(self) -> "RolloutBatch":
         """Keep only light columns and scores, which frees the object store."""
         return replace(self, samples=RemoteBatch(self.samples.columns, {}), trained=RemoteBatch({}, {}))
 
@@ -185,29 +186,27 @@ def with_record_columns(batch: RemoteBatch, prompts: Mapping[str, Prompt], names
 
 
 def assemble(
-    finished: RolloutBatch,
-    scores: Mapping[tuple[str, int], Score],
+    samples: Sequence[Sample],
+    scores: Mapping[Key, Score],
     *,
+    dropped: Sequence[SampleResult] = (),
+    retried: int = 0,
     drop_failed: bool = False,
     token_columns: Sequence[str] = TOKEN_COLUMNS,
-) -> Rollout:
-    """Join results, block references and scores by (uid, sample); `drop_failed` omits samples without a score.
+) -> RolloutBatch:
+    """Join finished samples and scores by (uid, sample); `drop_failed` omits samples without a score.
 
-    token_columns: columns to keep. Raises RolloutError if every sample was dropped.
+    dropped: the last failure of every dropped sample. token_columns: columns to keep. Raises RolloutError if no sample
+    is left.
     """
-    kept = [
-        (result, ref)
-        for result, ref in zip(finished.results, finished.blocks, strict=True)
-        if result.row >= 0 and not (drop_failed and scores[result.key].failure)
-    ]
+    kept = [(result, block) for result, block in samples if not (drop_failed and scores[result.key].failure)]
     found = [result for result, _ in kept]
     failures = [score.failure for score in scores.values() if score.failure]
     if not found:
-        reasons = [result.error for result in finished.dropped] + failures
+        reasons = [result.error for result in dropped] + failures
         reason = reasons[0] if reasons else "none was requested"
         raise RolloutError(f"no sample of this round was finished; the first was given up because {reason}")
-    blocks, rows = [ref for _, ref in kept], [result.row for result in found]
-    by_sample = {(result.uid, result.sample): scores[result.uid, result.sample] for result in found}
+    blocks, rows = [block for _, block in kept], [result.row for result in found]
     columns = {
         "uid": np.array([result.uid for result in found]),
         "sample": np.array([result.sample for result in found], dtype=np.int64),
@@ -217,11 +216,11 @@ def assemble(
         "seconds": np.array([result.seconds for result in found]),
     }
     tokens = {name: places(name, blocks, rows) for name in token_columns}
-    return Rollout(
+    return RolloutBatch(
         RemoteBatch(columns, tokens),
-        by_sample,
-        len(finished.dropped),
-        finished.retried,
+        {result.key: scores[result.key] for result in found},
+        len(dropped),
+        retried,
         tuple(failures),
         version_tokens=_totals([dict(result.version_tokens) for result in found]),
     )

@@ -204,13 +204,12 @@ def _scored(
 
 def _with_model_scores(job: Job, roles: "SamplingRoles", samples: list[Sampled]) -> list[Sampled]:
     """Add the reward model's scores to the rewards."""
-    from controller.engines.engine_pool import RolloutBatch
     from controller.planning.planner import Planner
     from controller.rollout.samples import assemble
 
     assert roles.reward_model is not None
-    finished = RolloutBatch([sample.result for sample in samples], [sample.block for sample in samples], [], 0)
-    rollout = assemble(finished, {sample.result.key: sample.score for sample in samples})
+    scores = {sample.result.key: sample.score for sample in samples}
+    rollout = assemble([(sample.result, sample.block) for sample in samples], scores)
     plan = Planner(job.config, job.inputs.cost_model).whole(rollout.batch, "reward_model.scores")
     values = roles.reward_model.score(rollout.batch, plan)
     rollout = rollout.with_reward_part("model", values, weight=job.config.reward.model.weight)

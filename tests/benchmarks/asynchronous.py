@@ -28,7 +28,7 @@ from examples.addition.warm_start import create_model
 STALENESS = (0, 1, 2)
 VOCABULARY, LONGEST = 64, 256
 WARM_UP = 4  # steps that are not counted
-CORES = {"RolloutWorker": 0, "PolicyWorker": 1}
+CORES = {"VllmEngineActor": 0, "PolicyWorker": 1}
 SETTINGS = (
     "data.max_prompt_tokens=26",
     "batch.prompts_per_step=8",

@@ -120,7 +120,7 @@ class Watch:
 
 def role_of(command: str) -> str:
     """Of a process, by its title; "" for those of no interest."""
-    titles = {"VLLM::EngineCore": "engine", "RolloutWorker": "rollout", "PolicyWorker": "policy"}
+    titles = {"VLLM::EngineCore": "engine", "VllmEngineActor": "rollout", "PolicyWorker": "policy"}
     titles |= {"RewardWorker": "reward", "raylet/raylet": "raylet", "gcs_server": "gcs"}
     return next((role for title, role in titles.items() if title in command), "")
 

@@ -27,9 +27,9 @@ import numpy as np
 from transformers import AutoModelForCausalLM
 
 from workers.config import ModelConfig, RolloutConfig, SamplingConfig
+from workers.rollout.engine_actor import VllmEngineActor
 from workers.rollout.requests import SampleRequest, SampleResult, sample_seed
 from workers.rollout.weight_transfer import pack_weights
-from workers.rollout.worker import RolloutWorker
 
 LONGEST, PROMPT_TOKENS, IN_FLIGHT = 256, 26, (32, 256)
 UPDATES = 3
@@ -63,7 +63,7 @@ def requests(count: int) -> list[SampleRequest]:
     return [SampleRequest(str(i), 0, ids, sample_seed(0, 0, str(i), 0)) for i, ids in enumerate(prompts)]
 
 
-async def sample(worker: RolloutWorker, count: int) -> int:
+async def sample(worker: VllmEngineActor, count: int) -> int:
     """Sample all; returns the tokens of the responses."""
     tokens = 0
     async for part in worker.generate(requests(count), SamplingConfig(max_new_tokens=LONGEST)):
@@ -72,7 +72,7 @@ async def sample(worker: RolloutWorker, count: int) -> int:
     return tokens
 
 
-async def measured(worker: RolloutWorker, count: int, payload: np.ndarray | None, every_s: float = 0.0) -> Run:
+async def measured(worker: VllmEngineActor, count: int, payload: np.ndarray | None, every_s: float = 0.0) -> Run:
     """One run, with updates while requests are in flight if there is a payload, so many seconds after each other."""
     await worker.take_weight_loads()
     start = time.perf_counter()
@@ -86,7 +86,7 @@ async def measured(worker: RolloutWorker, count: int, payload: np.ndarray | None
     return Run(time.perf_counter() - start, tokens, tuple(load.seconds for load in await worker.take_weight_loads()))
 
 
-async def in_turns(worker: RolloutWorker, payload: np.ndarray, rounds: int) -> dict[int, list[tuple[Run, Run]]]:
+async def in_turns(worker: VllmEngineActor, payload: np.ndarray, rounds: int) -> dict[int, list[tuple[Run, Run]]]:
     """By requests: (without, with updates), round by round."""
     await worker.start()
     found: dict[int, list[tuple[Run, Run]]] = {count: [] for count in IN_FLIGHT}
@@ -124,7 +124,7 @@ def table(rounds: int, cores: int) -> str:
         payload = pack_weights(AutoModelForCausalLM.from_pretrained(folder).state_dict().items())
         for kept in KEPT:
             settings = RolloutConfig(max_staleness=1, kv_cache_after_update=kept)
-            worker = RolloutWorker(
+            worker = VllmEngineActor(
                 ModelConfig(path=str(folder)),
                 settings,
                 index=0,

@@ -68,7 +68,7 @@ class LocalReplay(LocalRun):
     def all_of(self, run: LocalRun) -> None:
         """Every step that the run has recorded."""
         assert isinstance(self.run, Replayer)
-        self.run.collector.folder = run.folder
+        self.run.buffer.folder = run.folder
         for step in recorded_steps(run.folder):
             self.run.replay(step)
 

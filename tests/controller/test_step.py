@@ -192,7 +192,7 @@ def test_a_run_goes_on_with_the_groups_that_it_had_begun(local_run: Run) -> None
     with found.run.record.step(1, 3):
         parts.step(found.run)
         found.run.step_finished()
-    assert (found.run.collector.position, found.run.collector.active) == (6, [2, 3, 4, 5])
+    assert (found.run.buffer.position, found.run.buffer.active) == (6, [2, 3, 4, 5])
 
 
 # What is recorded of samples

@@ -121,7 +121,7 @@ def test_the_engine_is_a_process_below_its_actor_and_gone_afterwards(finished: F
     cores = [pid for pid in spawned if parents[pid] not in spawned]  # a core starts workers of its own
     assert len(cores) == 1, titles
     actor = parents[cores[0]]
-    assert any("RolloutWorker" in title for title in titles[actor]), titles[actor]
+    assert any("VllmEngineActor" in title for title in titles[actor]), titles[actor]
     assert any("raylet" in title for title in titles[parents[actor]]), titles
     assert living([*spawned, actor]) == []
 

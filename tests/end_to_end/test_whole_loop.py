@@ -20,7 +20,7 @@ from controller.observability.metric_table import LIVE, METRICS, SECTIONS, Kind,
 from controller.observability.timeline import write_trace
 from controller.preflight.checks import check
 from controller.rollout.async_buffer import staleness
-from controller.rollout.samples import Rollout
+from controller.rollout.samples import RolloutBatch
 from controller.training_loop import Outcome, train
 from tests.controller.observability import trace_format
 from tests.controller.observability.test_metric_table import DASHBOARD, drawn
@@ -32,7 +32,7 @@ from workers.dataproto import DataProto
 class Run:
     config: Config
     outcome: Outcome
-    rollout: Rollout
+    rollout: RolloutBatch
     proto: DataProto
     versions: list[int]
 
@@ -52,7 +52,7 @@ def run_loop(overrides: list[str], look: Callable[[], object] = lambda: None) ->
     with training(config, inputs, Console()) as run:
         outcome = train(run, parts.step)
         look()
-        rollout = run.collector.roll_out(inputs.prompts.take(54, 6), 2, config.rollout.sampling, step=10)
+        rollout = run.buffer.roll_out(inputs.prompts.take(54, 6), 2, config.rollout.sampling, step=10)
         return Run(config, outcome, rollout, rollout.batch.gather(), rollout.batch["weight_version"].tolist())
 
 

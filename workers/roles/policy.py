@@ -73,7 +73,7 @@ class PolicyWorker(TrainedWorker):
     def connect_engines(self, engines: list[Any], placement: str, tensor_parallel: int) -> None:
         """Connect to the engines for transfers between GPUs.
 
-        engines: handles of all RolloutWorker actors, started. placement: `colocated` (ipc) or `apart` (nccl).
+        engines: handles of all VllmEngineActor actors, started. placement: `colocated` (ipc) or `apart` (nccl).
         """
         from workers.rollout.gpu_transfer import WeightSender
 

@@ -1,21 +1,24 @@
-"""Translates our settings for vLLM: process environment, engine arguments, sampling parameters."""
+"""Translates between us and vLLM: process environment, engine arguments and sampling parameters in, responses out."""
 
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from workers.config import ModelConfig, RolloutConfig, SamplingConfig
+from workers.errors import DataError, RolloutError
 from workers.rollout.engine_options import check_engine_options
 from workers.rollout.placement import BACKENDS
+from workers.rollout.requests import LENGTH, STOP, Response
 from workers.rollout.weight_transfer import ENGINE_OF_BACKEND, mark_actor
 
 if TYPE_CHECKING:
-    from vllm import AsyncEngineArgs, SamplingParams
+    from vllm import AsyncEngineArgs, RequestOutput, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
 GIB = 2**30
-# Tokens of a forward pass; longer prompts are prefilled in pieces. vLLM's default outside a server is 2,048. So a 7B's
+# Tokens of a forward pass; longer prompts are prefilled in pieces. vLLM's default outside a server is 2,048. A 7B's
 # activations stay below 1 GiB.
 PREFILL_TOKENS = 8192
 CPU_KV_BLOCK_TOKENS = 32  # the smallest block of vLLM's fast CPU kernels: prompts of a group share their full blocks
@@ -88,9 +91,7 @@ def engine_arguments(
 
 
 def build_engine(arguments: "AsyncEngineArgs") -> "AsyncLLM":
-    """Build the engine, with its core in a process or a thread as `prepare_environment` chose. vLLM's errors pass
-    through.
-    """
+    """Build the engine, with its core in a process or a thread as `prepare_environment` chose."""
     from vllm import envs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -102,7 +103,7 @@ def build_engine(arguments: "AsyncEngineArgs") -> "AsyncLLM":
 
 
 async def hold_requests(engine: "AsyncLLM", *, clear_cache: bool) -> None:
-    """Stop scheduling, keeping requests in flight, until `resume_generation`. vLLM's errors pass through.
+    """Stop scheduling, keeping requests in flight, until `resume_generation`.
 
     `AsyncLLM.pause_generation` also sleeps 20 ms, to return outputs first: a third of an update of a small model.
     """
@@ -156,16 +157,53 @@ def sampling_parameters(sampling: SamplingConfig, seed: int) -> "SamplingParams"
     )
 
 
-def refusal(prompt_ids: np.ndarray, *, vocab_size: int, max_model_tokens: int) -> str:
-    """Why the engine cannot take this prompt, or "". Some prompts would end the engine and all its requests."""
+def check_prompt(prompt_ids: np.ndarray, *, vocab_size: int, max_model_tokens: int) -> None:
+    """Raise DataError for a prompt that the engine cannot take: some would end it, with all its requests."""
     if len(prompt_ids) == 0:
-        return "the prompt is empty."
+        raise DataError("the prompt is empty.")
     if len(prompt_ids) >= max_model_tokens:
-        return (
+        raise DataError(
             f"the prompt of {len(prompt_ids)} tokens leaves no room for a response in rollout.max_model_tokens="
             f"{max_model_tokens}; lower data.max_prompt_tokens or raise rollout.max_model_tokens."
         )
     outside = prompt_ids[(prompt_ids < 0) | (prompt_ids >= vocab_size)]
     if len(outside):
-        return f"token id {outside[0]} of the prompt is outside the model's vocabulary of {vocab_size}."
-    return ""
+        raise DataError(f"token id {outside[0]} of the prompt is outside the model's vocabulary of {vocab_size}.")
+
+
+def as_response(output: "RequestOutput") -> Response:
+    """Convert the output of a finished request. Raises RolloutError for another finish reason than stop or length."""
+    completion = output.outputs[0]
+    if completion.finish_reason not in (STOP, LENGTH):
+        raise RolloutError(f"vLLM ended the request with finish reason {completion.finish_reason!r}.")
+    experts = completion.routed_experts
+    return Response(
+        ids=np.asarray(completion.token_ids, dtype=np.int32),
+        log_probs=np.asarray(completion.logprobs.logprobs, dtype=np.float32),  # flat: one a token, the sampled one's
+        versions=_versions(completion.weight_versions),
+        finish_reason=completion.finish_reason,
+        read_tokens=len(output.prompt_token_ids or ()),
+        cached_tokens=output.num_cached_tokens or 0,
+        routed_experts=None if experts is None else experts.astype(np.int16),
+    )
+
+
+def unfinished_responses(engine: "AsyncLLM") -> dict[str, Response]:
+    """Unfinished responses with tokens, by request name, from vLLM's output processor.
+
+    vLLM reports the versions of weights only with finished outputs.
+    """
+    states = engine.output_processor.request_states.values()
+    return {
+        state.external_req_id: Response(
+            np.array(state.detokenizer.output_token_ids, dtype=np.int32),
+            np.array(state.logprobs_processor.logprobs.logprobs, dtype=np.float32),
+            _versions(state._weight_version_spans()),
+        )
+        for state in states
+        if state.detokenizer.num_output_tokens()
+    }
+
+
+def _versions(spans: Sequence[Any]) -> np.ndarray:
+    return np.repeat([int(span.version) for span in spans], [span.end - span.start for span in spans]).astype(np.int32)

@@ -158,9 +158,6 @@ class EngineThread(EngineCoreClient):
     async def get_weight_version_async(self) -> Any:
         return await self._call(self._core.get_weight_version)
 
-    async def compute_weight_checksums_async(self) -> Any:
-        return await self._call(self._core.compute_weight_checksums)
-
     async def get_supported_tasks_async(self) -> Any:
         return await self._call(self._core.get_supported_tasks)
 

@@ -25,7 +25,7 @@ NamedWeights = Callable[[], Iterator[tuple[str, Tensor]]]
 
 
 class EngineClient:
-    """vLLM's `VLLMWeightSyncClient` protocol over `RolloutWorker` actors."""
+    """vLLM's `VLLMWeightSyncClient` protocol over `VllmEngineActor` actors."""
 
     def __init__(self, engines: Sequence[Any], tensor_parallel: int) -> None:
         self._engines = engines
@@ -130,7 +130,7 @@ class WeightSender:
     ) -> None:
         """Connect to the engines; collective over the policy's ranks.
 
-        `engines`: handles of all `RolloutWorker` actors, started. `weights`, `metadata`: see `GatheredWeights`; only
+        `engines`: handles of all `VllmEngineActor` actors, started. `weights`, `metadata`: see `GatheredWeights`; only
         rank zero needs whole tensors with `apart`, every rank with `colocated`. `address`, `port`: free, at policy rank
         zero, for `apart`. `buffer_bytes`: sent at a time. The policy's CUDA device and default process group must be
         current. Raises ConfigError for a placement without GPUs.

@@ -1,10 +1,10 @@
-"""Requests to an engine and the light results that come back; importable without torch or vLLM.
+"""Requests to an engine, and the light results that come back. Importable without torch or vLLM.
 
 SampleRequest --engine--> SampleResult (to the driver) + one row of a DataProto (stays in the object store)
 """
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,18 +29,41 @@ class EpisodeStart:
 
 
 @dataclass(frozen=True)
-class PartialResponse:
-    """The beginning of an unfinished response. ids, versions (of weights): int32 [n]. log_probs: float32 [n]."""
+class Response:
+    """Tokens that an engine sampled: a response, a turn of an episode, or the beginning of either.
+
+    ids: int32 [n], including an end-of-sequence token. log_probs: float32 [n]. versions: int32 [n], of the weights.
+    finish_reason: `stop` or `length`; empty while unfinished. read_tokens: tokens before it, of which `cached_tokens`
+    were in the prefix cache. routed_experts: int16 [m, layers, k] of the first m tokens read, with model.router_replay.
+    """
 
     ids: np.ndarray
     log_probs: np.ndarray
     versions: np.ndarray
+    finish_reason: str = ""
+    read_tokens: int = 0
+    cached_tokens: int = 0
+    routed_experts: np.ndarray | None = None
+
+    def after(self, begun: "Response | None") -> "Response":
+        """Join with the beginning that another engine sampled, which this engine read as a part of the prompt."""
+        if begun is None:
+            return self
+        read = max(0, self.read_tokens - len(begun.ids))
+        return replace(
+            self,
+            ids=np.concatenate([begun.ids, self.ids]),
+            log_probs=np.concatenate([begun.log_probs, self.log_probs]),
+            versions=np.concatenate([begun.versions, self.versions]),
+            read_tokens=read,
+            cached_tokens=min(self.cached_tokens, read),
+        )
 
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """A request for one response. prompt_ids: int32 [prompt tokens], shared by a group. start: of an episode; None for
-    one turn. begun: tokens sampled before by another engine. priority: engines short of memory serve the lowest first.
+    """A request for one sample. prompt_ids: int32 [prompt tokens], shared by a group. start: of an episode; None for a
+    single response. begun: tokens that a lost engine sampled. priority: engines short of memory serve the lowest first.
     """
 
     uid: str
@@ -48,12 +71,11 @@ class SampleRequest:
     prompt_ids: np.ndarray
     seed: int
     start: EpisodeStart | None = None
-    begun: PartialResponse | None = None
+    begun: Response | None = None
     priority: int = 0
 
     @property
     def key(self) -> tuple[str, int]:
-        """Identifies the sample within a round."""
         return self.uid, self.sample
 
 

@@ -46,7 +46,7 @@ class WholeSteps:
         self._taken += 1
         return groups
 
-    def published(self) -> None:
+    def weights_updated(self) -> None:
         """The engines have new weights."""
         self._published += 1
 
@@ -89,7 +89,7 @@ class GreedyWithDiscards:
             del self._admitted_at[group]
         return self._training
 
-    def published(self) -> list[int]:
+    def weights_updated(self) -> list[int]:
         """The engines have new weights; returns the groups that are too old."""
         self._version += 1
         self._training = []

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from controller.engines.router import Router
 from tests.refusals import refused
 from workers.errors import DataError
-from workers.rollout.requests import ERROR, PartialResponse, SampleRequest, SampleResult
+from workers.rollout.requests import ERROR, Response, SampleRequest, SampleResult
 
 MAX_CONCURRENT, MAX_RETRIES, REPLICAS = 3, 2, 4
 
@@ -169,7 +169,7 @@ def test_a_lost_replicas_requests_go_on_after_what_is_known_of_their_responses()
     router = Router(1, max_concurrent=2, max_retries=0)
     router.submit([replace(request(name), seed=seed) for seed, name in enumerate("ab")])
     router.assign({0})
-    begun = PartialResponse(np.array([7], np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32))
+    begun = Response(np.array([7], np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32))
     router.replica_lost(0, {1: begun})
     assert [again.begun for again in router.assign({0})[0]] == [None, begun]
 

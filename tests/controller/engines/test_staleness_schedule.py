@@ -30,12 +30,12 @@ class Books:
     admitted_at: dict[int, int] = field(default_factory=dict)
     released: set[int] = field(default_factory=set)
     steps: list[list[int]] = field(default_factory=list)
-    published: int = 0
+    updates: int = 0
 
     @property
     def active(self) -> list[int]:
         """Admitted, not released, and not in a step that is published."""
-        gone = self.released.union(*self.steps[: self.published])
+        gone = self.released.union(*self.steps[: self.updates])
         return [group for group in self.admitted_at if group not in gone]
 
     @property
@@ -45,7 +45,7 @@ class Books:
 
     def saved(self) -> "Books":
         """As a checkpoint has them: with the steps whose weights are published."""
-        return Books(dict(self.admitted_at), set(self.released), self.steps[: self.published], self.published)
+        return Books(dict(self.admitted_at), set(self.released), self.steps[: self.updates], self.updates)
 
 
 class Run:
@@ -75,7 +75,7 @@ class Run:
 
     def to_the_end(self) -> "Run":
         """Make all steps."""
-        while self.books.published < self.steps:
+        while self.books.updates < self.steps:
             if self.random.random() < self.losses:
                 self.random.choice((self.lose_an_engine, self.resume_from_a_checkpoint))()
             self.admit()
@@ -95,12 +95,12 @@ class Run:
         assert len(new) == max(0, min(self.settings.capacity - len(active), left))
         for group in new:
             assert group == len(self.books.admitted_at), "each is admitted once, in the order of the prompts"
-            self.books.admitted_at[group] = self.books.published
+            self.books.admitted_at[group] = self.books.updates
             self.ends[group] = self.due(self.random, self.now, group)
 
     def random_event(self) -> None:
         """One of those that are possible: there is always one."""
-        waiting = len(self.books.steps) - self.books.published
+        waiting = len(self.books.steps) - self.books.updates
         if waiting and self.random.random() < self.prompt:
             self.publish()
         elif not (waiting < self.unpublished and self.take()) and not self.finish():
@@ -136,8 +136,8 @@ class Run:
 
     def publish(self) -> None:
         """The weights of the oldest step that waits for it; sometimes with a checkpoint."""
-        self.schedule.published()
-        self.books.published += 1
+        self.schedule.weights_updated()
+        self.books.updates += 1
         if self.random.random() < 0.5:
             self.checkpoint = self.books.saved()
 
@@ -152,9 +152,9 @@ class Run:
         """The last one, or one of this moment."""
         self.books = self.random.choice((self.books, self.checkpoint)).saved()
         books = self.books
-        left = self.steps - books.published
+        left = self.steps - books.updates
         self.schedule = Schedule(self.settings, left, admitted=len(books.admitted_at), active=books.active)
-        self.schedule.published()  # of the checkpoint's weights, which no step made: nothing changes
+        self.schedule.weights_updated()  # of the checkpoint's weights, which no step made: nothing changes
 
 
 def random_run(seed: int) -> Run:

@@ -1,4 +1,4 @@
-"""Groups that are generated ahead: the real collector and schedule over engines and rewards that answer at once."""
+"""Groups that are generated ahead: the real buffer and schedule over engines and rewards that answer at once."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,25 +7,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from controller.rollout import async_buffer as continuous_collector
+from controller.rollout import async_buffer as async_buffer
 from controller.rollout.async_buffer import AsyncRolloutBuffer
 from controller.rollout.sample_files import read_samples
-from controller.rollout.samples import Rollout
+from controller.rollout.samples import RolloutBatch
 from tests.controller.stand_ins.roles import LocalRun
 from workers.dataproto import DataProto
 from workers.errors import RolloutError
-from workers.rollout.requests import PartialResponse
+from workers.rollout.requests import Response
 
 Run = Callable[..., LocalRun]
 AHEAD = ("rollout.max_staleness=1", "rollout.out_of_order_window=1", "run.steps=4")
 
 
-def collector_of(run: LocalRun) -> AsyncRolloutBuffer:
-    collector = run.run.collector
-    assert isinstance(collector, AsyncRolloutBuffer)
-    collector.begin()
-    collector.read()
-    return collector
+def buffer_of(run: LocalRun) -> AsyncRolloutBuffer:
+    buffer = run.run.buffer
+    assert isinstance(buffer, AsyncRolloutBuffer)
+    buffer.begin()
+    buffer.read()
+    return buffer
 
 
 class ObjectStore:
@@ -43,27 +43,27 @@ class ObjectStore:
         return f"put {len(self.blocks) - 1}"
 
 
-def uids(rollout: Rollout) -> list[str]:
+def uids(rollout: RolloutBatch) -> list[str]:
     return sorted(set(rollout.trained["uid"].tolist()), key=int)
 
 
 def test_groups_of_two_steps_are_under_way_and_more_follow_when_weights_are_published(local_run: Run) -> None:
-    collector = collector_of(local_run(*AHEAD))
-    assert (collector.position, collector.active) == (4, [0, 1, 2, 3])
-    assert uids(collector.collect(1)) == ["0", "1"]
-    assert (collector.position, collector.active) == (4, [2, 3])
-    collector.published()
-    assert (collector.position, collector.active) == (6, [2, 3, 4, 5])
+    buffer = buffer_of(local_run(*AHEAD))
+    assert (buffer.position, buffer.active) == (4, [0, 1, 2, 3])
+    assert uids(buffer.collect(1)) == ["0", "1"]
+    assert (buffer.position, buffer.active) == (4, [2, 3])
+    buffer.weights_updated()
+    assert (buffer.position, buffer.active) == (6, [2, 3, 4, 5])
 
 
 def test_engines_have_the_next_requests_as_soon_as_weights_are_published(local_run: Run) -> None:
     """Not only when the driver waits for long: an engine would idle during short steps."""
     found = local_run(*AHEAD)
-    collector = collector_of(found)
-    collector.collect(1)
+    buffer = buffer_of(found)
+    buffer.collect(1)
     found.engines.slow = {"4", "5"}
-    collector.published()
-    router = collector._generation.router
+    buffer.weights_updated()
+    router = buffer._generation.router
     assert {request.uid for request in router.unfinished} == {"4", "5"}
     assert router.waiting == 0
 
@@ -71,17 +71,17 @@ def test_engines_have_the_next_requests_as_soon_as_weights_are_published(local_r
 def test_a_slow_group_is_passed_and_trained_later(local_run: Run) -> None:
     found = local_run(*AHEAD)
     found.engines.slow = {"0"}
-    collector = collector_of(found)
-    assert uids(collector.collect(1)) == ["1", "2"]
-    collector.published()
+    buffer = buffer_of(found)
+    assert uids(buffer.collect(1)) == ["1", "2"]
+    buffer.weights_updated()
     found.engines.slow = set()
-    assert uids(collector.collect(2)) == ["0", "3"]
+    assert uids(buffer.collect(2)) == ["0", "3"]
 
 
 def test_a_narrow_window_waits_for_the_slow_group(local_run: Run) -> None:
     found = local_run("rollout.max_staleness=1", "rollout.out_of_order_window=0.1")
     found.engines.slow = {"0"}
-    assert uids(collector_of(found).collect(1)) == ["0", "1"]
+    assert uids(buffer_of(found).collect(1)) == ["0", "1"]
 
 
 def test_seeds_are_those_of_a_run_without_staleness(local_run: Run) -> None:
@@ -89,9 +89,9 @@ def test_seeds_are_those_of_a_run_without_staleness(local_run: Run) -> None:
     requests = []
     submit = ahead.engines._generation.router.submit
     ahead.engines._generation.router.submit = lambda new: (requests.extend(new), submit(new))  # type: ignore[func-returns-value, method-assign]
-    collector_of(ahead)
-    now.run.collector.collect(1)
-    now.run.collector.collect(2)
+    buffer_of(ahead)
+    now.run.buffer.collect(1)
+    now.run.buffer.collect(2)
     assert [r.seed for r in requests] == [r.seed for found, _ in now.engines.rounds for r in found]
 
 
@@ -101,13 +101,13 @@ def test_every_prompt_is_trained_once_and_none_beyond_the_last_step(local_run: R
     found.fit()
     trained = [uid for batch, _ in found.policy.updates for uid in batch["uid"].tolist()[::2]]
     assert sorted(map(int, trained)) == list(range(8))
-    assert found.run.collector.position == 8
+    assert found.run.buffer.position == 8
 
 
 def test_groups_without_signal_are_replaced_at_once(local_run: Run) -> None:
     found = local_run(*AHEAD, "algorithm.zero_variance_groups=replace", "algorithm.max_sampling_rounds=4")
     found.rewards.reward = lambda uid, sample, greedy: float(sample if uid in ("1", "5", "6") else 1)
-    collected = collector_of(found).collect(1)
+    collected = buffer_of(found).collect(1)
     assert uids(collected) == ["1", "5"]
     assert {"0", "2", "3", "4"} <= set(collected.batch["uid"].tolist())  # metrics are of all samples
 
@@ -116,10 +116,10 @@ def test_engines_have_the_requests_of_a_replacement_when_its_group_is_found_with
     found = local_run(*AHEAD, "algorithm.zero_variance_groups=replace", "algorithm.max_sampling_rounds=4")
     found.rewards.reward = lambda uid, sample, greedy: float(sample if uid in ("1", "2", "3") else 1)
     found.engines.slow = {"0"}
-    collector = collector_of(found)
+    buffer = buffer_of(found)
     found.engines.slow = {"4"}
-    collector.read()
-    router = collector._generation.router
+    buffer.read()
+    router = buffer._generation.router
     assert {request.uid for request in router.unfinished} == {"4"}
     assert router.waiting == 0
 
@@ -127,14 +127,14 @@ def test_engines_have_the_requests_of_a_replacement_when_its_group_is_found_with
 def test_replacing_ends_after_the_rounds_allowed_and_says_so(local_run: Run) -> None:
     found = local_run(*AHEAD, "algorithm.zero_variance_groups=replace", "algorithm.max_sampling_rounds=2")
     found.rewards.reward = lambda uid, sample, greedy: float(sample if uid == "1" else 1)
-    assert uids(collector_of(found).collect(1)) == ["1"]
+    assert uids(buffer_of(found).collect(1)) == ["1"]
     assert "step 1: 1 of 2 groups are still without signal after algorithm.max_sampling_rounds=2" in found.said
 
 
 def test_samples_that_fail_are_counted_and_their_group_is_trained_without_them(local_run: Run) -> None:
     found = local_run(*AHEAD)
     found.engines.failing = {"1"}
-    collected = collector_of(found).collect(1)
+    collected = buffer_of(found).collect(1)
     assert (uids(collected), collected.dropped) == (["0"], 2)
 
 
@@ -142,46 +142,44 @@ def test_a_step_of_failed_samples_alone_is_an_error(local_run: Run) -> None:
     found = local_run(*AHEAD)
     found.engines.failing = {"0", "1"}
     with pytest.raises(RolloutError, match=r"no sample of this round was finished.*no such token"):
-        collector_of(found).collect(1)
+        buffer_of(found).collect(1)
 
 
 def test_what_engines_finish_is_read_while_the_driver_waits_for_the_ranks(local_run: Run) -> None:
     found = local_run(*AHEAD)
-    collector = collector_of(found)
+    buffer = buffer_of(found)
     meanwhile = found.policy.meanwhile
     assert meanwhile is not None
     meanwhile()
-    assert collector.schedule.take() == [0, 1]
+    assert buffer.schedule.take() == [0, 1]
 
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
     found = ObjectStore()
-    monkeypatch.setattr(continuous_collector, "ray", found)
+    monkeypatch.setattr(async_buffer, "ray", found)
     return found
 
 
 def interrupted(run: LocalRun) -> AsyncRolloutBuffer:
     """After a step, with group 2 begun and the others finished."""
     run.engines.slow = {"2"}
-    collector = collector_of(run)
-    assert uids(collector.collect(1)) == ["0", "1"]
-    collector.published()
-    collector.read()
-    part = PartialResponse(np.array([7, 8], np.int32), np.array([-1.0, -2.0], np.float32), np.array([0, 1], np.int32))
-    run.engines.parts = {request.seed: part for request in collector._generation.router.unfinished}
-    return collector
+    buffer = buffer_of(run)
+    assert uids(buffer.collect(1)) == ["0", "1"]
+    buffer.weights_updated()
+    buffer.read()
+    part = Response(np.array([7, 8], np.int32), np.array([-1.0, -2.0], np.float32), np.array([0, 1], np.int32))
+    run.engines.parts = {request.seed: part for request in buffer._generation.router.unfinished}
+    return buffer
 
 
 def resumed(run: LocalRun, old: AsyncRolloutBuffer, samples: str) -> AsyncRolloutBuffer:
-    """The collector of another run, from the old one's place."""
+    """The buffer of another run, from the old one's place."""
     inner = run.run
     progress = replace(inner.progress, position=old.position, active=old.active, samples=samples, step=1)
-    collector = AsyncRolloutBuffer(
-        run.config, inner.roles, inner.collector.prompts, inner.planner, inner.record, progress
-    )
-    collector.begin()
-    return collector
+    buffer = AsyncRolloutBuffer(run.config, inner.roles, inner.buffer.prompts, inner.planner, inner.record, progress)
+    buffer.begin()
+    return buffer
 
 
 def test_a_checkpoint_keeps_what_is_finished_and_the_beginnings_of_the_rest(
@@ -216,6 +214,6 @@ def test_a_checkpoint_whose_samples_are_broken_has_them_made_again(
     path.write_bytes(b"PK cut")
     run = local_run(*AHEAD)
     new = resumed(run, old, str(path))
-    assert "samples.npz cannot be read, its samples are made again" in run.said
+    assert "samples.npz cannot be read" in run.said
     assert uids(new.collect(2)) == ["2", "3"]
     assert list(store.blocks) == ["block"]

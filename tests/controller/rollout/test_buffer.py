@@ -1,4 +1,4 @@
-"""The samples of a step, rule by rule: the real collector over engines and rewards that answer at once."""
+"""The samples of a step, rule by rule: the real buffer over engines and rewards that answer at once."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 
 from controller.rollout.buffer import RolloutBuffer, overlong_penalty
-from controller.rollout.samples import Rollout
+from controller.rollout.samples import RolloutBatch
 from tests.controller.stand_ins.roles import LocalRun
 from workers.errors import RolloutError
 
 Run = Callable[..., LocalRun]
 
 
-def collected(run: LocalRun, step: int = 1, position: int = 0) -> Rollout:
-    run.run.collector.position = position
-    return run.run.collector.collect(step)
+def collected(run: LocalRun, step: int = 1, position: int = 0) -> RolloutBatch:
+    run.run.buffer.position = position
+    return run.run.buffer.collect(step)
 
 
 def signal_in(*uids: str) -> Callable[[str, int, bool], float]:
@@ -24,7 +24,7 @@ def signal_in(*uids: str) -> Callable[[str, int, bool], float]:
     return lambda uid, sample, greedy: float(sample if uid in uids else 1)
 
 
-def uids(rollout: Rollout) -> list[str]:
+def uids(rollout: RolloutBatch) -> list[str]:
     return sorted(set(rollout.trained["uid"].tolist()), key=int)
 
 
@@ -35,7 +35,7 @@ def test_every_prompt_is_sampled_several_times_with_seeds_of_their_own(local_run
     assert [request.key for request in requests] == [("0", 0), ("0", 1), ("1", 0), ("1", 1)]
     assert len({request.seed for request in requests}) == 4
     assert sampling == found.config.rollout.sampling
-    assert found.run.collector.position == 2
+    assert found.run.buffer.position == 2
     again = local_run()
     collected(again)
     assert [r.seed for r in again.engines.rounds[0][0]] == [r.seed for r in requests]
@@ -47,11 +47,11 @@ def test_prompts_that_a_run_had_begun_ahead_come_first(local_run: Run) -> None:
     found = local_run()
     run = found.run
     progress = replace(run.progress, position=9, active=[3, 5, 6])
-    collector = RolloutBuffer(found.config, run.roles, run.collector.prompts, run.planner, run.record, progress)
-    assert uids(collector.collect(1)) == ["3", "5"]
-    assert (collector.position, collector.active) == (9, [6])
-    assert uids(collector.collect(2)) == ["6", "9"]
-    assert (collector.position, collector.active) == (10, [])
+    buffer = RolloutBuffer(found.config, run.roles, run.buffer.prompts, run.planner, run.record, progress)
+    assert uids(buffer.collect(1)) == ["3", "5"]
+    assert (buffer.position, buffer.active) == (9, [6])
+    assert uids(buffer.collect(2)) == ["6", "9"]
+    assert (buffer.position, buffer.active) == (10, [])
 
 
 # Groups without signal
@@ -64,7 +64,7 @@ def test_groups_of_equal_rewards_are_kept_or_dropped(local_run: Run, rule: str, 
     result = collected(found)
     assert uids(result) == kept
     assert len(result.batch) == 4  # metrics are of all samples
-    assert found.run.collector.position == 2
+    assert found.run.buffer.position == 2
 
 
 def test_groups_of_equal_rewards_are_replaced_by_the_next_prompts(local_run: Run) -> None:
@@ -72,7 +72,7 @@ def test_groups_of_equal_rewards_are_replaced_by_the_next_prompts(local_run: Run
     found.rewards.reward = signal_in("1", "3")
     result = collected(found)
     assert [[r.uid for r in requests[::2]] for requests, _ in found.engines.rounds] == [["0", "1"], ["2"], ["3"]]
-    assert (uids(result), found.run.collector.position) == (["1", "3"], 4)
+    assert (uids(result), found.run.buffer.position) == (["1", "3"], 4)
     assert result.metrics()["rollout/sampling_rounds"] == 3
     assert "without signal" not in found.said
 
@@ -81,7 +81,7 @@ def test_replacing_ends_after_the_rounds_allowed_and_says_so(local_run: Run) -> 
     found = local_run("algorithm.zero_variance_groups=replace", "algorithm.max_sampling_rounds=2")
     found.rewards.reward = signal_in("1")
     result = collected(found)
-    assert (len(found.engines.rounds), uids(result), found.run.collector.position) == (2, ["1"], 3)
+    assert (len(found.engines.rounds), uids(result), found.run.buffer.position) == (2, ["1"], 3)
     assert "step 1: 1 of 2 groups are still without signal after algorithm.max_sampling_rounds=2" in found.said
 
 

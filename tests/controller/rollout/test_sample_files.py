@@ -9,7 +9,7 @@ import pytest
 
 from controller.observability.run_folder import RunWriter, recorded_steps, step_file
 from controller.rollout.sample_files import read_step, write_step
-from controller.rollout.samples import Rollout
+from controller.rollout.samples import RolloutBatch
 from tests.refusals import refused
 from workers.dataproto import DataProto, object_column
 from workers.errors import DataError, OutputError
@@ -35,14 +35,14 @@ class Block(DataProto):
     __hash__ = object.__hash__
 
 
-def samples(**added: np.ndarray) -> Rollout:
+def samples(**added: np.ndarray) -> RolloutBatch:
     """Two samples, of which both are trained, the second first."""
     rows = DataProto.from_rows(ROWS)
     columns = {"uid": np.array(["a", "ü"]), "sample": np.array([0, 1]), "seconds": np.array([0.1, 1 / 3])}
     columns["prompt_tokens"] = np.array([2, 0])
     scores = [Score(1 / 3, "yes", {"exact": 1.0}, answer="4"), Score(0.0, "", failure="f: raised")]
     batch = RemoteBatch.of_block(Block(rows.lengths, rows.tokens), columns, ["input_ids", "loss_mask"])
-    rollout = Rollout(batch, {("a", 0): scores[0], ("ü", 1): scores[1]}, dropped=0, retried=0)
+    rollout = RolloutBatch(batch, {("a", 0): scores[0], ("ü", 1): scores[1]}, dropped=0, retried=0)
     return replace(rollout, trained=rollout.batch.select([1, 0]).with_columns(**added))
 
 

@@ -98,7 +98,7 @@ class World:
 
 
 class StandInVllm:
-    """`AsyncLLM` as RolloutWorker calls it. version: of the weights that it would sample with."""
+    """`AsyncLLM` as VllmEngineActor calls it. version: of the weights that it would sample with."""
 
     def __init__(self, world: World) -> None:
         self._world, self.version, self._name, self._updating = world, 0, "0", False

@@ -21,7 +21,7 @@ from controller.algorithm.logprob_check import LARGEST, MEAN
 from controller.checkpoints.progress import Progress
 from controller.config import Config, load
 from controller.data.prompts import Prompt
-from controller.engines.engine_pool import Generation, OnResults, RolloutBatch
+from controller.engines.engine_pool import Generation, OnResults
 from controller.engines.fleet import Fleet, RestartBudget
 from controller.engines.router import Router
 from controller.lifecycle.session import Session
@@ -38,7 +38,7 @@ from workers.dispatch import PlanResult
 from workers.errors import CheckpointError
 from workers.metrics import Metric, Metrics
 from workers.remote_batch import RemoteBatch, places
-from workers.rollout.requests import PartialResponse, SampleRequest, SampleResult
+from workers.rollout.requests import Response, SampleRequest, SampleResult
 from workers.score import Score
 
 TOKENS = 4  # of every prompt, and of every response
@@ -160,7 +160,7 @@ class Engines:
         self._generating = Lock()
         self.slow: set[str] = set()
         self.failing: set[str] = set()
-        self.parts: dict[int, PartialResponse] = {}
+        self.parts: dict[int, Response] = {}
         self._late: list[SampleRequest] = []
         self._generation: Generation | None = None
 
@@ -173,7 +173,7 @@ class Engines:
         waiting = self._generation.router.waiting if self._generation else 0
         return waiting + len(self._late)
 
-    def partial_responses(self) -> dict[int, PartialResponse]:
+    def partial_responses(self) -> dict[int, Response]:
         return self.parts
 
     def take_idle_seconds(self) -> float:
@@ -205,7 +205,7 @@ class Engines:
         block = f"round {len(self.rounds)}"
         on_results(found, block)
         self._generating.release()
-        return RolloutBatch(found, [block] * len(found), [], 0)
+        return [(result, block) for result in found], Router(1, 1, max_retries=0)
 
     def update_weights(self, weights: None, version: int) -> None:
         self.log.append(f"weights {version}")

@@ -24,7 +24,7 @@ from tests.controller.stand_ins.local_ray import LocalRay
 from tests.end_to_end.faults import Listening
 from workers.config import ModelConfig
 from workers.roles.reward import RewardWorker
-from workers.rollout.worker import RolloutWorker
+from workers.rollout.engine_actor import VllmEngineActor
 
 SETTINGS = (
     "run.name=run",
@@ -94,9 +94,9 @@ class StandIns:
             "WeightSender",
             lambda placement, engines, weights, metadata, *, rank, **_: StandInSender(world, engines, weights, rank),
         )
-        monkeypatch.setattr(RolloutWorker, "_build", lambda worker: StandInVllm(world))
+        monkeypatch.setattr(VllmEngineActor, "_build", lambda worker: StandInVllm(world))
         # The real one ends all processes below its actor's, which here is the tests'.
-        monkeypatch.setattr("workers.rollout.worker._end_engine", lambda engine: engine and engine.shutdown())
+        monkeypatch.setattr("workers.rollout.engine_actor._end_engine", lambda engine: engine and engine.shutdown())
         self._first_gpu = 0
 
     def _join_group(self, backend: str, *, timeout: timedelta) -> None:

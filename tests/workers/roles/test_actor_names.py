@@ -10,7 +10,7 @@ from workers.roles.model_worker import ReferenceWorker, RewardModelWorker
 from workers.roles.offline_policy import OfflinePolicyWorker
 from workers.roles.policy import PolicyWorker
 from workers.roles.reward import RewardWorker
-from workers.rollout.worker import RolloutWorker
+from workers.rollout.engine_actor import VllmEngineActor
 
 ACTORS = (
     PolicyWorker,
@@ -18,7 +18,7 @@ ACTORS = (
     CriticWorker,
     ReferenceWorker,
     RewardModelWorker,
-    RolloutWorker,
+    VllmEngineActor,
     RewardWorker,
 )
 

@@ -1,7 +1,7 @@
 """What a transfer between GPUs needs of the machine, replaced: communicator, streams, memory handles, Ray's calls.
 
 policy engine -> our sender -> vLLM's trainer engine -> [communicator | handles] -> our engine in a real vLLM on CPU
-                     |--- EngineClient --- [call_replicas] --- RolloutWorker.begin, receive, finish ---|
+                     |--- EngineClient --- [call_replicas] --- VllmEngineActor.begin, receive, finish ---|
 """
 
 import asyncio
@@ -134,7 +134,7 @@ class Loop:
 
 
 class LocalReplica:
-    """A RolloutWorker in this process, its coroutines called as functions."""
+    """A VllmEngineActor in this process, its coroutines called as functions."""
 
     def __init__(self, worker: Any) -> None:
         self.worker, self._loop = worker, Loop()

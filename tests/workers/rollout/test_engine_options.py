@@ -11,8 +11,8 @@ from controller.config import load
 from workers.config import ModelConfig, RolloutConfig
 from workers.errors import ConfigError
 from workers.rollout.engine import PREFILL_TOKENS, engine_arguments
+from workers.rollout.engine_actor import VllmEngineActor
 from workers.rollout.engine_options import ALLOWED, OWNED, REFUSED, check_engine_options
-from workers.rollout.worker import RolloutWorker
 
 REQUIRED = ["model.path=model", "data.train=train.jsonl", "reward.function=reward.py:reward"]
 
@@ -90,7 +90,7 @@ class PausedEngine:
 @pytest.mark.parametrize(("setting", "cleared"), [("recompute", True), ("keep", False)])
 def test_an_update_keeps_keys_and_values_where_the_configuration_says_so(setting: str, cleared: bool) -> None:
     config = load(None, [*REQUIRED, "rollout.max_staleness=1", f"rollout.kv_cache_after_update={setting}"])
-    worker, engine = RolloutWorker.__new__(RolloutWorker), PausedEngine()
+    worker, engine = VllmEngineActor.__new__(VllmEngineActor), PausedEngine()
     worker.index, worker.config, worker._engine = 0, config.rollout, engine
     asyncio.run(worker.begin_update())
     assert engine.held == [("keep", cleared)]

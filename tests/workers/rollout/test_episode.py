@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from workers.environment import Observation
 from workers.errors import EpisodeError
-from workers.rollout.episode import Episode, Limits, Turn, play
-from workers.rollout.requests import LENGTH, STOP, TURNS, turn_seed
+from workers.rollout.episode import Episode, play
+from workers.rollout.requests import LENGTH, STOP, TURNS, Response
 
 END = 1
 
@@ -23,29 +23,21 @@ def ids(*numbers: int) -> np.ndarray:
     return np.array(numbers, dtype=np.int32)
 
 
-def turn(*numbers: int, reason: str = STOP, versions: tuple[int, ...] = (0,)) -> Turn:
+def turn(*numbers: int, reason: str = STOP, versions: tuple[int, ...] = (0,)) -> Response:
     log_probs = -np.arange(1.0, len(numbers) + 1, dtype=np.float32)
-    return Turn(ids(*numbers), log_probs, reason, np.resize(ids(*versions), len(numbers)))
+    return Response(ids(*numbers), log_probs, np.resize(ids(*versions), len(numbers)), reason)
 
 
-def test_a_row_has_the_experts_of_all_tokens_that_the_engine_read_in_the_last_turn() -> None:
+def test_a_row_marks_what_the_policy_sampled_and_has_the_experts_of_all_tokens_that_were_read() -> None:
     """Each turn's request reads what came before it once more; its last token is sampled, and not read."""
-    episode = Episode(ids(5, 6), Limits(turns=3, tokens=10))
-    episode.add(replace(turn(7, END), routed_experts=np.zeros((3, 2, 1), np.int16)))
-    assert episode.observe(ids(8))
-    read = np.arange(12, dtype=np.int16).reshape(6, 2, 1)
-    episode.add(replace(turn(4, END), routed_experts=read))
-    found = episode.row()["routed_experts"]
-    assert found.dtype == np.int16
-    assert found.tolist() == [*read.tolist(), [[-1], [-1]]]
-
-
-def test_a_row_marks_what_the_policy_sampled_and_only_that() -> None:
-    episode = Episode(ids(5, 6), Limits(turns=3, tokens=10))
-    episode.add(turn(7, END, versions=(3, 4)))
+    episode = Episode(ids(5, 6), max_turns=3, max_tokens=10)
+    episode.add(replace(turn(7, END, versions=(3, 4)), routed_experts=np.zeros((3, 2, 1), np.int16)))
     assert episode.observe(ids(8, 9, 8))
-    episode.add(turn(4, END, versions=(4, 5)))
+    read = np.arange(16, dtype=np.int16).reshape(8, 2, 1)
+    episode.add(replace(turn(4, END, versions=(4, 5)), routed_experts=read))
     row = episode.row()
+    experts = row.pop("routed_experts")
+    assert (experts.dtype, experts.tolist()) == (np.int16, [*read.tolist(), [[-1], [-1]]])
     assert row["input_ids"].tolist() == [5, 6, 7, END, 8, 9, 8, 4, END] == episode.ids.tolist()
     assert row["loss_mask"].tolist() == [False] * 2 + [True] * 2 + [False] * 3 + [True] * 2
     assert row["rollout_log_probs"].tolist() == [0, 0, -1, -2, 0, 0, 0, -1, -2]
@@ -61,7 +53,7 @@ def test_a_row_marks_what_the_policy_sampled_and_only_that() -> None:
 
 
 def test_equal_prompts_have_equal_hashes_in_every_process() -> None:
-    one, other = Episode(ids(5, 6), Limits(3, 10)), Episode(ids(5, 6), Limits(3, 10))
+    one, other = Episode(ids(5, 6), max_turns=3, max_tokens=10), Episode(ids(5, 6), max_turns=3, max_tokens=10)
     other.add(turn(7))
     assert one.prompt_hash == other.prompt_hash == 6146428974812933914
     assert one.open(ids(5, 6, 7))
@@ -72,7 +64,7 @@ def test_equal_prompts_have_equal_hashes_in_every_process() -> None:
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), max_size=6), st.integers(1, 20), st.integers(1, 4))
 def test_the_limits_hold_whatever_is_sampled_and_observed(parts: list, tokens: int, turns: int) -> None:
     """Every turn is at most as long as the room that was left, as the engine is told."""
-    episode = Episode(ids(5, 6, 7), Limits(turns, tokens))
+    episode = Episode(ids(5, 6, 7), max_turns=turns, max_tokens=tokens)
     for sampled, observed in parts:
         sampled = min(sampled, episode.room)
         episode.add(turn(*[4] * sampled, reason=STOP if sampled < episode.room else LENGTH))
@@ -84,30 +76,12 @@ def test_the_limits_hold_whatever_is_sampled_and_observed(parts: list, tokens: i
     assert episode.row()["loss_mask"].sum() == episode.response_tokens
 
 
-@pytest.mark.parametrize(
-    ("reason", "done", "expected"),
-    [(STOP, True, STOP), (STOP, False, TURNS), (LENGTH, True, LENGTH), (LENGTH, False, LENGTH)],
-)
-def test_the_last_turn_ends_an_episode(reason: str, done: bool, expected: str) -> None:
-    episode = Episode(ids(5), Limits(turns=1, tokens=9))
-    episode.add(turn(7, reason=reason))
-    assert episode.end(done=done) == expected
-
-
 def test_an_opening_lengthens_the_prompt_and_counts() -> None:
-    episode = Episode(ids(5, 6), Limits(turns=2, tokens=4))
+    episode = Episode(ids(5, 6), max_turns=2, max_tokens=4)
     assert not episode.open(ids(5, 6, 7, 7, 7, 7))
     assert episode.open(ids(5, 6, 7))
     assert (episode.prompt_tokens, episode.room, episode.ids.tolist()) == (3, 3, [5, 6, 7])
     assert episode.row()["rollout_log_probs"].tolist() == [0, 0, 0]
-
-
-def test_every_turn_has_a_seed_of_its_own_and_the_first_that_of_the_sample() -> None:
-    seeds = [turn_seed(77, number) for number in range(4)]
-    assert seeds[0] == 77
-    assert len(set(seeds)) == 4
-    assert seeds == [turn_seed(77, number) for number in range(4)]
-    assert all(0 <= seed < 2**63 for seed in seeds)
 
 
 class Scripted:
@@ -147,11 +121,11 @@ class Numbers:
         return ids(*map(int, observation.split()))
 
 
-def played(environment: Scripted, *turns: Turn, limits: Limits) -> tuple[Episode, list[list[int]], str, Any]:
+def played(environment: Scripted, *turns: Response, **limits: int) -> tuple[Episode, list[list[int]], str, Any]:
     """The episode, the prompts that were sampled from, how it ended, its score."""
-    episode, prompts, left = Episode(ids(5, 6), limits), [], list(turns)
+    episode, prompts, left = Episode(ids(5, 6), **limits), [], list(turns)
 
-    async def sample(so_far: Episode) -> Turn:
+    async def sample(so_far: Episode) -> Response:
         prompts.append(so_far.ids.tolist())
         return left.pop(0)
 
@@ -165,7 +139,7 @@ def test_every_prompt_is_what_was_sampled_and_observed_before() -> None:
         Observation("9", reward=-0.5, done=True, parts={"right": 1.0}),
         opening="3",
     )
-    episode, prompts, reason, score = played(environment, turn(7, END), turn(4, END), limits=Limits(5, 20))
+    episode, prompts, reason, score = played(environment, turn(7, END), turn(4, END), max_turns=5, max_tokens=20)
     assert prompts == [[5, 6, 3], [5, 6, 3, 7, END, 8, 8]]
     assert environment.heard == [f"7 {END}", f"4 {END}"]
     assert episode.ids.tolist() == [5, 6, 3, 7, END, 8, 8, 4, END]  # nobody reads what is said after the end
@@ -175,24 +149,25 @@ def test_every_prompt_is_what_was_sampled_and_observed_before() -> None:
 
 def test_an_episode_ends_with_its_turns_and_with_its_room() -> None:
     talk = [Observation("8 8", reward=1.0) for _ in range(3)]
-    _, prompts, reason, score = played(Scripted(*talk), turn(7, END), turn(7, END), limits=Limits(2, 20))
+    _, prompts, reason, score = played(Scripted(*talk), turn(7, END), turn(7, END), max_turns=2, max_tokens=20)
     assert (len(prompts), reason, score.reward) == (2, TURNS, 2.0)
-    episode, prompts, reason, _ = played(Scripted(*talk), turn(7, END), limits=Limits(9, 4))
+    episode, prompts, reason, _ = played(Scripted(*talk), turn(7, END), max_turns=9, max_tokens=4)
     assert (len(prompts), reason, episode.observation_tokens) == (1, LENGTH, 0)
-    _, _, reason, score = played(Scripted(*talk), turn(7, 7, reason=LENGTH), limits=Limits(9, 2))
+    cut = Scripted(Observation(reward=1.0, done=True))
+    _, _, reason, score = played(cut, turn(7, 7, reason=LENGTH), max_turns=9, max_tokens=2)
     assert (reason, score.reward) == (LENGTH, 1.0)  # a turn cut off is graded all the same
 
 
 def test_an_environment_that_fails_leaves_the_turns_that_were_taken() -> None:
     environment = Scripted(Observation("8"), EpisodeError("step ended its process"))
-    episode, _, reason, score = played(environment, turn(7, END), turn(4, END), limits=Limits(5, 20))
+    episode, _, reason, score = played(environment, turn(7, END), turn(4, END), max_turns=5, max_tokens=20)
     assert (score.reward, score.failure) == (0.0, "environment: step ended its process")
     assert (reason, episode.ids.tolist()) == (STOP, [5, 6, 7, END, 8, 4, END])
 
 
 @pytest.mark.parametrize("opening", [EpisodeError("reset raised"), "3 3 3 3"])
 def test_one_that_fails_at_once_leaves_one_turn(opening: Any) -> None:
-    episode, prompts, _, score = played(Scripted(opening=opening), turn(7, END), limits=Limits(5, 4))
+    episode, prompts, _, score = played(Scripted(opening=opening), turn(7, END), max_turns=5, max_tokens=4)
     assert prompts == [[5, 6]]
     assert episode.response_tokens == 2
     assert score.failure.startswith("environment: reset")

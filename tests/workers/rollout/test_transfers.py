@@ -72,7 +72,7 @@ def start_replica(path: str, placement: str) -> LocalReplica:
     from vllm.distributed.parallel_state import destroy_model_parallel
     from vllm.model_executor.models import registry
 
-    from workers.rollout.worker import RolloutWorker
+    from workers.rollout.engine_actor import VllmEngineActor
 
     destroy_model_parallel()  # that of the model before
     of_gpu = weight_transfer.ENGINE_OF_BACKEND[BACKENDS[placement]]
@@ -84,7 +84,7 @@ def start_replica(path: str, placement: str) -> LocalReplica:
         patch.setattr(registry, "_run_in_subprocess", lambda look: look())
         config = RolloutConfig(threads=1, cpu_kv_cache_gib=0.125)
         model = ModelConfig(path=path)
-        worker = RolloutWorker(model, config, index=0, placement="shared_memory", max_model_tokens=128, seed=0)
+        worker = VllmEngineActor(model, config, index=0, placement="shared_memory", max_model_tokens=128, seed=0)
         replica = LocalReplica(worker)
         replica.start()
     return replica

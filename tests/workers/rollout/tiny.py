@@ -15,9 +15,9 @@ EOS = 1
 MAX_MODEL_TOKENS = 256
 
 
-def save_model(folder: Path, heads: int = 4) -> Path:
-    """Random weights of seed 0, written as a Hugging Face folder."""
-    random_model(0, heads).save_pretrained(folder)
+def save_model(folder: Path, seed: int = 0) -> Path:
+    """Write random weights and the tokenizer as a Hugging Face folder."""
+    random_model(seed).save_pretrained(folder)
     # A token a character, '!' to '~' from 2 on; the others stand for nothing that is ever encoded.
     characters = {chr(i + 31): i for i in range(2, 96)} | {f"word{i}": i for i in range(96, VOCABULARY)}
     tokenizer = Tokenizer(models.BPE({"<pad>": 0, "<eos>": EOS} | characters, merges=[]))
@@ -25,7 +25,7 @@ def save_model(folder: Path, heads: int = 4) -> Path:
     return folder
 
 
-def random_model(seed: int, heads: int = 4) -> Qwen2ForCausalLM:
+def random_model(seed: int) -> Qwen2ForCausalLM:
     """Weights large enough that two seeds disagree about every token."""
     torch.manual_seed(seed)
     config = Qwen2Config(
@@ -33,7 +33,7 @@ def random_model(seed: int, heads: int = 4) -> Qwen2ForCausalLM:
         hidden_size=128,
         intermediate_size=96,
         num_hidden_layers=2,
-        num_attention_heads=heads,
+        num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=512,
         tie_word_embeddings=True,

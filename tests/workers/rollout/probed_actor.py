@@ -1,20 +1,25 @@
-"""A rollout worker that tells about its engine; in a module that imports nothing of the driver's."""
+"""A VllmEngineActor that tells about its engine, a thread, and breaks it. Imports nothing of the driver's."""
 
 import asyncio
 import threading
+from typing import Any
 
 import torch
 
-from workers.rollout.worker import RolloutWorker
+from workers.rollout.engine_actor import VllmEngineActor
 
 
-class Telling(RolloutWorker):
+class ProbedActor(VllmEngineActor):
+    @property
+    def core(self) -> Any:
+        return self.engine.engine_core._core  # type: ignore[attr-defined]
+
     async def prefill_tokens(self) -> int:
         """The engine's `max_num_batched_tokens`."""
         return self.engine.vllm_config.scheduler_config.max_num_batched_tokens
 
     async def norm_kernel(self) -> str:
-        """Who computes a norm of the model here: a provider of vLLM's operator."""
+        """Provider of the model's norms."""
         from vllm import ir
 
         x = torch.ones(2, 128)
@@ -22,14 +27,13 @@ class Telling(RolloutWorker):
 
     async def watch_steps(self) -> None:
         """From now on, `requests_of_steps` counts."""
-        core = self.engine.engine_core._core  # type: ignore[attr-defined]
-        step, self.requests = core.step_fn, []
+        step, self.requests = self.core.step_fn, []
 
         def counted():
-            self.requests.append(sum(core.scheduler.get_request_counts()))
+            self.requests.append(sum(self.core.scheduler.get_request_counts()))
             return step()
 
-        core.step_fn = counted
+        self.core.step_fn = counted
 
     async def requests_of_steps(self) -> list[int]:
         """Requests that the engine knew at each step."""
@@ -44,3 +48,14 @@ class Telling(RolloutWorker):
         await asyncio.wait([given_up])
         hold.set()
         await busy
+
+    async def break_after(self, steps: int) -> None:
+        """Let the step after `steps` raise."""
+        step, left = self.core.step_fn, iter(range(steps))
+
+        def step_or_break():
+            if next(left, None) is None:
+                raise RuntimeError("out of luck")
+            return step()
+
+        self.core.step_fn = step_or_break

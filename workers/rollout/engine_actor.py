@@ -1,4 +1,4 @@
-"""RolloutWorker: the actor around one vLLM engine.
+"""VllmEngineActor: the actor around one vLLM engine.
 
     requests --generate--> [vLLM: scheduler, model, sampler] --every 0.25 s--> DataProto, list[SampleResult], ...
                                turn | ^ observation              with an environment
@@ -22,37 +22,29 @@ import numpy as np
 
 from workers.config import ModelConfig, RolloutConfig, SamplingConfig
 from workers.dataproto import DataProto
-from workers.errors import DataError, LostError, RolloutError
+from workers.errors import LostError, RolloutError
 from workers.network import use_rays_interface
 from workers.rendering import Renderer
 from workers.rollout.conversation import Conversation
 from workers.rollout.engine import (
+    as_response,
     build_engine,
+    check_prompt,
     engine_arguments,
     hold_requests,
     prepare_environment,
-    refusal,
     sampling_parameters,
+    unfinished_responses,
 )
-from workers.rollout.episode import Episode, Limits, Turn, after, joined, partial_responses, play, token_versions
+from workers.rollout.episode import Episode, play
 from workers.rollout.placement import check_placement
 from workers.rollout.prefix_hashes import prefix_hashes
-from workers.rollout.requests import (
-    ERROR,
-    LENGTH,
-    STOP,
-    PartialResponse,
-    SampleRequest,
-    SampleResult,
-    WeightLoad,
-    turn_seed,
-)
+from workers.rollout.requests import ERROR, Response, SampleRequest, SampleResult, WeightLoad, turn_seed
 from workers.rollout.weight_transfer import private_file
 from workers.score import Score
 from workers.user_code.environments import EnvironmentPool
 
 if TYPE_CHECKING:
-    from vllm import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
 FLUSH_SECONDS = 0.25
@@ -62,7 +54,7 @@ Row = dict[str, np.ndarray]
 Sample = tuple[SampleResult, Row | None]
 
 
-class RolloutWorker:
+class VllmEngineActor:
     """One engine. Wrapped by `ray.remote`; its methods are coroutines or async generators."""
 
     def __init__(
@@ -77,19 +69,11 @@ class RolloutWorker:
         environment: bytes = b"",
         environment_timeout_s: float = 0.0,
     ) -> None:
-        """`placement`: one of `workers.rollout.placement.BACKENDS`. `environment`: see EnvironmentPool; empty for one
-        turn.
-
-        Raises ConfigError if this device cannot have the placement.
-        """
+        """placement: of `workers.rollout.placement.BACKENDS`. environment: see EnvironmentPool; empty without one."""
         prepare_environment(rollout, placement)
         use_rays_interface()  # between an engine's GPUs, and for new weights from the policy's node
-        self.model = model
-        self.config = rollout
-        self.index = index
-        self.placement = placement
-        self.max_model_tokens = max_model_tokens
-        self.seed = seed
+        self.model, self.config, self.index = model, rollout, index
+        self._placement, self._max_model_tokens, self._seed = placement, max_model_tokens, seed
         self._engine: AsyncLLM | None = None
         self._numbers = itertools.count()
         self._under_way: dict[str, SampleRequest] = {}  # by the name that vLLM knows it by
@@ -115,7 +99,7 @@ class RolloutWorker:
         """
         import torch
 
-        check_placement(self.placement, has_gpu=torch.cuda.is_available())
+        check_placement(self._placement, has_gpu=torch.cuda.is_available())
         # In a thread, so that `stop` and `pids` answer while the engine loads.
         engine = await asyncio.to_thread(self._build)
         if self._environments is not None:
@@ -124,20 +108,21 @@ class RolloutWorker:
         self._engine = engine
 
     def _build(self) -> "AsyncLLM":
-        return build_engine(
-            engine_arguments(
-                self.model,
-                self.config,
-                placement=self.placement,
-                max_model_tokens=self.max_model_tokens,
-                seed=self.seed + self.index,
-            )
+        arguments = engine_arguments(
+            self.model,
+            self.config,
+            placement=self._placement,
+            max_model_tokens=self._max_model_tokens,
+            seed=self._seed + self.index,
         )
+        return build_engine(arguments)
 
     def _load_tokenizer(self) -> Any:
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(self.model.path, trust_remote_code=False)
+
+    # --- samples ------------------------------------------------------------------------------------------------------
 
     async def generate(
         self, requests: list[SampleRequest], sampling: SamplingConfig
@@ -147,7 +132,7 @@ class RolloutWorker:
         The block comes first, so that it exists when a caller gets the list. Its columns are those of `Episode.row`;
         failed samples have no row and do not affect others. If the engine dies, RolloutError ends the stream.
         """
-        pending = {asyncio.create_task(self._timed(request, sampling)) for request in requests}
+        pending = {asyncio.create_task(self._sample(request, sampling)) for request in requests}
         try:
             while pending:
                 done, pending = await asyncio.wait(pending, timeout=FLUSH_SECONDS, return_when=asyncio.FIRST_EXCEPTION)
@@ -159,74 +144,64 @@ class RolloutWorker:
             for task in pending:
                 task.cancel()
 
-    async def _timed(self, request: SampleRequest, sampling: SamplingConfig) -> Sample:
-        start = time.time()
-        result, row = await self._sample(request, sampling)
-        return replace(result, replica=self.index, start=start, seconds=time.time() - start), row
-
     async def _sample(self, request: SampleRequest, sampling: SamplingConfig) -> Sample:
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        vocabulary = self.engine.model_config.get_vocab_size()
-        reason = refusal(request.prompt_ids, vocab_size=vocabulary, max_model_tokens=self.max_model_tokens)
-        if reason:
-            return _failure(request, reason)
+        start, engine = time.time(), self.engine
+        row: Row | None = None
         try:
-            return await self._play(request, sampling)
+            vocabulary = engine.model_config.get_vocab_size()
+            check_prompt(request.prompt_ids, vocab_size=vocabulary, max_model_tokens=self._max_model_tokens)
+            result, row = await self._play(request, sampling)
         except EngineDeadError as error:
             raise RolloutError(f"the engine of rollout replica {self.index} died: {_reason(error)}") from error
         except Exception as error:  # other errors of vLLM concern this request alone
-            return _failure(request, f"{type(error).__name__}: {error.__cause__ or error}")
+            reason = f"{type(error).__name__}: {error.__cause__ or error}"
+            tokens = len(request.prompt_ids)
+            result = SampleResult(request.uid, request.sample, tokens, 0, ERROR, weight_version=-1, error=reason)
+        return replace(result, replica=self.index, start=start, seconds=time.time() - start), row
 
-    async def _play(self, request: SampleRequest, sampling: SamplingConfig) -> Sample:
-        limits = Limits(self.config.max_turns, self.config.response_limit(sampling))
-        episode, sample = Episode(request.prompt_ids, limits), partial(self._turn, request, sampling)
+    async def _play(self, request: SampleRequest, sampling: SamplingConfig) -> tuple[SampleResult, Row]:
+        limit = self.config.response_limit(sampling)
+        episode = Episode(request.prompt_ids, max_turns=self.config.max_turns, max_tokens=limit)
+        sample = partial(self._turn, request, sampling)
         if request.start is None:
-            episode.add(await self._response(request, sampling))
-            return _success(request, episode, episode.turns[-1].finish_reason)
-        if self._environments is None or self._renderer is None:
-            raise DataError("the request has an environment, but rollout.environment is not set.")
+            turn = await sample(episode)
+            episode.add(turn)
+            return _finished(request, episode, turn.finish_reason)
+        assert self._environments is not None and self._renderer is not None
         conversation = Conversation(self._renderer, request.start.prompt, self.model.path)
-        environments = self._environments.episode()
-        return _success(
-            request, episode, *await play(episode, sample, environments, conversation, request.start.record)
-        )
+        reason, score = await play(episode, sample, self._environments.episode(), conversation, request.start.record)
+        return _finished(request, episode, reason, score)
 
-    async def _response(self, request: SampleRequest, sampling: SamplingConfig) -> Turn:
-        """Sample a response, or the rest of one."""
-        begun = request.begun
-        if begun is None:
-            return await self._sampled(request, sampling, request.prompt_ids, request.seed)
-        left = replace(sampling, max_new_tokens=sampling.max_new_tokens - len(begun.ids))
-        ids = np.concatenate([request.prompt_ids, begun.ids])
-        rest = await self._sampled(request, left, ids, turn_seed(request.seed, len(begun.ids)))
-        return after(begun, rest)
-
-    async def _turn(self, request: SampleRequest, sampling: SamplingConfig, episode: Episode) -> Turn:
-        limited = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, episode.room))
-        return await self._sampled(request, limited, episode.ids, turn_seed(request.seed, len(episode.turns)))
-
-    async def _sampled(self, request: SampleRequest, sampling: SamplingConfig, ids: np.ndarray, seed: int) -> Turn:
+    async def _turn(self, request: SampleRequest, sampling: SamplingConfig, episode: Episode) -> Response:
+        """Sample a turn after the episode's tokens, or the rest of a response that a lost engine began."""
         from vllm.inputs.engine import tokens_input
 
+        ids, number, limit = episode.ids, len(episode.turns), min(sampling.max_new_tokens, episode.room)
+        if request.begun is not None:
+            number = len(request.begun.ids)
+            ids, limit = np.concatenate([ids, request.begun.ids]), limit - number
         name = f"{request.uid}/{request.sample}/{next(self._numbers)}"
-        prompt, parameters = tokens_input(ids.tolist()), sampling_parameters(sampling, seed)
+        parameters = sampling_parameters(replace(sampling, max_new_tokens=limit), turn_seed(request.seed, number))
         self._under_way[name] = request
         try:
-            outputs = self.engine.generate(prompt, parameters, name, priority=request.priority)
+            outputs = self.engine.generate(tokens_input(ids.tolist()), parameters, name, priority=request.priority)
             (output,) = [output async for output in outputs]
         finally:
             del self._under_way[name]
-        return _as_turn(output)
+        return as_response(output).after(request.begun)
 
-    async def partial_responses(self) -> dict[int, PartialResponse]:
+    async def partial_responses(self) -> dict[int, Response]:
         """Unfinished responses with tokens, by their requests' seeds; without episodes."""
         found = {}
-        for name, response in partial_responses(self.engine).items():
+        for name, response in unfinished_responses(self.engine).items():
             request = self._under_way.get(name)
             if request is not None and request.start is None:
-                found[request.seed] = joined(request.begun, response)
+                found[request.seed] = response.after(request.begun)
         return found
+
+    # --- weights ------------------------------------------------------------------------------------------------------
 
     async def update_weights(self, payload: np.ndarray, version: int) -> None:
         """Load `payload` (see `pack_weights`); tokens carry `version` from the next one on.
@@ -301,16 +276,7 @@ class RolloutWorker:
     async def weight_version(self) -> int:
         return int(await self.engine.get_weight_version())
 
-    async def weight_checksums(self) -> dict[str, str]:
-        """Hexadecimal SHA-256 of every parameter, by `RANKS:NAME` with vLLM's names.
-
-        Two engines of one shape compare fully. The trainer compares only with weights that vLLM neither fuses, shards
-        nor rearranges.
-        """
-        every: dict[str, str] = {}
-        for rank in await self.engine.compute_weight_checksums():
-            every |= rank
-        return every
+    # --- memory and life ----------------------------------------------------------------------------------------------
 
     async def sleep(self) -> None:
         """Free a colocated engine's GPU for training: drop weights and KV cache. Needs an engine without requests."""
@@ -354,7 +320,6 @@ class RolloutWorker:
 
 
 def _reason(death: Exception) -> str:
-    """The error that ended the engine, or where to look for it."""
     cause = death.__cause__
     return f"{type(cause).__name__}: {cause}" if cause else "its log is in Ray's session folder, logs/worker-*."
 
@@ -376,40 +341,16 @@ def _flush(samples: list[Sample]) -> tuple[DataProto, list[SampleResult]]:
     rows: list[Row] = []
     results = []
     for result, row in sorted(samples, key=lambda sample: sample[0].key):
-        if row is None:
-            results.append(result)
-            continue
-        results.append(replace(result, row=len(rows)))
-        rows.append(row)
+        if row is not None:
+            result = replace(result, row=len(rows))
+            rows.append(row)
+        results.append(result)
     return DataProto.from_rows(rows), results
 
 
-def _failure(request: SampleRequest, reason: str) -> Sample:
-    tokens = len(request.prompt_ids)
-    return SampleResult(request.uid, request.sample, tokens, 0, ERROR, weight_version=-1, error=reason), None
-
-
-def _as_turn(output: "RequestOutput") -> Turn:
-    completion = output.outputs[0]
-    reason = completion.finish_reason
-    if reason not in (STOP, LENGTH):
-        raise RolloutError(f"vLLM ended the request with finish reason {reason!r}.")
-    return Turn(
-        ids=np.asarray(completion.token_ids, dtype=np.int32),
-        log_probs=np.asarray(completion.logprobs.logprobs, dtype=np.float32),  # flat: one a token, the sampled one's
-        finish_reason=reason,
-        versions=token_versions(completion.weight_versions),
-        read_tokens=len(output.prompt_token_ids or ()),
-        cached_tokens=output.num_cached_tokens or 0,
-        routed_experts=_int16(completion.routed_experts),
-    )
-
-
-def _int16(experts: np.ndarray | None) -> np.ndarray | None:
-    return None if experts is None else experts.astype(np.int16)
-
-
-def _success(request: SampleRequest, episode: Episode, reason: str, environment: Score | None = None) -> Sample:
+def _finished(
+    request: SampleRequest, episode: Episode, reason: str, environment: Score | None = None
+) -> tuple[SampleResult, Row]:
     versions, row = episode.version_tokens, episode.row()
     result = SampleResult(
         request.uid,

@@ -1,0 +1,411 @@
+"""A real engine: what it returns and refuses, what becomes of its weights, and episodes."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import psutil
+import pytest
+import ray
+import torch
+from transformers import AutoTokenizer
+
+from controller.engines.engine_pool import EnginePool, Sample
+from controller.engines.fleet import RestartBudget
+from tests.end_to_end.processes import living
+from tests.workers.rollout import tiny
+from tests.workers.rollout.probed_actor import ProbedActor
+from workers.config import ModelConfig, RolloutConfig, SamplingConfig
+from workers.dataproto import DataProto
+from workers.errors import RolloutError
+from workers.model.engine import TrainingEngine
+from workers.rollout.cpu_kernels import PROVIDER
+from workers.rollout.requests import (
+    ERROR,
+    LENGTH,
+    STOP,
+    EpisodeStart,
+    Response,
+    SampleRequest,
+    SampleResult,
+    sample_seed,
+)
+from workers.rollout.weight_transfer import pack_weights
+
+LOG_PROB_TOLERANCE = 3e-5  # float32, two implementations
+PREFILL_TOKENS = 512  # of one forward pass: the prompts of most rounds take several
+LONG = SamplingConfig(max_new_tokens=200)
+Row = dict[str, np.ndarray]
+
+
+def actor_of(index: int, model: Path, config: RolloutConfig, variables: dict[str, str], **options: Any) -> Any:
+    runtime = {"env_vars": variables}
+    return (
+        ray.remote(ProbedActor)
+        .options(num_cpus=1, max_concurrency=1000, runtime_env=runtime)
+        .remote(
+            ModelConfig(path=str(model)),
+            config,
+            index=index,
+            max_model_tokens=tiny.MAX_MODEL_TOKENS,
+            seed=0,
+            **({"placement": "shared_memory"} | options),
+        )
+    )
+
+
+class Engines:
+    """Started engines of one thread each, with what the tests ask of them again and again."""
+
+    def __init__(
+        self,
+        model: Path,
+        replicas: int = 1,
+        restarts: int = 0,
+        environment: bytes = b"",
+        variables: dict[str, str] | None = None,
+        **settings: Any,
+    ) -> None:
+        config = RolloutConfig(replicas=replicas, threads=1, cpu_kv_cache_gib=0.125, max_retries=1, **settings)
+        options = {"environment": environment, "environment_timeout_s": 5.0}
+        self.pool = EnginePool(
+            lambda replica, attempt: actor_of(replica, model, config, variables or {}, **options),
+            config,
+            RestartBudget(restarts),
+        )
+        self.pool.start()
+        self.pool.wait_started()
+        self.version = 0
+
+    def call(self, method: str, *arguments: Any, replica: int = 0) -> Any:
+        """Call a method of the actor itself."""
+        return ray.get(getattr(self.pool.actors[replica], method).remote(*arguments))
+
+    def load(self, model: Any, left_out: str = "") -> int:
+        """Send the model's weights under the next version."""
+        weights = ((name, weight) for name, weight in model.state_dict().items() if name != left_out)
+        self.pool.update_weights(ray.put(pack_weights(weights)), self.version + 1)
+        self.version += 1
+        return self.version
+
+    def sample(
+        self, requests: list[SampleRequest], watch: Callable[..., None] | None = None, **sampling: Any
+    ) -> list[Sample]:
+        """A round of which no sample is dropped."""
+        finished, router = self.pool.generate(requests, SamplingConfig(**{"max_new_tokens": 16} | sampling), watch)
+        assert router.dropped == []
+        assert [result.key for result, _ in finished] == [request.key for request in requests]
+        return finished
+
+
+def requests_for(prompts: int, samples: int, *, step: int = 0) -> list[SampleRequest]:
+    """Prompts of 3 to 40 tokens."""
+    rng = np.random.default_rng(7)
+    ids = [rng.integers(2, tiny.VOCABULARY, rng.integers(3, 41)).astype(np.int32) for _ in range(prompts)]
+    return [
+        SampleRequest(f"p{i}", sample, ids[i], sample_seed(0, step, f"p{i}", sample))
+        for i in range(prompts)
+        for sample in range(samples)
+    ]
+
+
+def episodes(count: int, samples: int, opening: str = "(") -> list[SampleRequest]:
+    return [replace(r, start=EpisodeStart({"opening": opening}, "")) for r in requests_for(count, samples, step=5)]
+
+
+def rows_of(finished: list[Sample]) -> list[tuple[SampleResult, Row]]:
+    return [(result, ray.get(block).row(result.row)) for result, block in finished]
+
+
+def largest_difference(finished: list[Sample], model: Any, temperature: float = 1.0) -> float:
+    """Largest difference between the engine's log-probs and the model's, over all response tokens of a round."""
+    differences = [
+        np.abs(row["rollout_log_probs"] - tiny.log_probs(model, row["input_ids"], temperature))[row["loss_mask"]].max()
+        for _, row in rows_of(finished)
+    ]
+    return float(max(differences))
+
+
+@pytest.fixture(scope="module")
+def engines(ray_session: None, tiny_model_path: Path) -> Iterator[Engines]:
+    """One engine, which takes 20 seconds to start: a test that needs certain weights loads them first."""
+    found = Engines(
+        tiny_model_path,
+        environment=cloudpickle.dumps(tiny.Echo),
+        max_turns=2,
+        engine={"max_num_batched_tokens": PREFILL_TOKENS},
+    )
+    yield found
+    found.pool.stop()
+
+
+def test_rows_hold_prompt_and_response_which_ends_at_the_end_of_sequence_or_at_its_limit(engines: Engines) -> None:
+    requests = requests_for(32, samples=4)
+    assert sum(len(request.prompt_ids) for request in requests) > 2 * PREFILL_TOKENS  # several forward passes
+    finished = engines.sample(requests, max_new_tokens=120)
+    assert {result.finish_reason for result, _ in finished} == {STOP, LENGTH}
+    for request, (result, row) in zip(requests, rows_of(finished), strict=True):
+        tokens = result.prompt_tokens + result.response_tokens
+        assert {name: (column.dtype, len(column)) for name, column in row.items()} == {
+            "input_ids": (np.int32, tokens),
+            "loss_mask": (np.bool_, tokens),
+            "rollout_log_probs": (np.float32, tokens),
+            "weight_versions": (np.int32, tokens),
+        }
+        np.testing.assert_array_equal(row["input_ids"][~row["loss_mask"]], request.prompt_ids)
+        assert row["loss_mask"].sum() == result.response_tokens > 0
+        assert (row["rollout_log_probs"][~row["loss_mask"]] == 0).all()
+        assert (row["rollout_log_probs"][row["loss_mask"]] < 0).all()
+        response = row["input_ids"][result.prompt_tokens :]
+        assert (response[-1] == tiny.EOS) == (result.finish_reason == STOP)
+        assert tiny.EOS not in response[:-1]
+        assert result.finish_reason == STOP or result.response_tokens == 120
+
+
+def test_seeds_repeat_a_round_exactly_and_another_step_differs(engines: Engines) -> None:
+    first, second, other = (rows_of(engines.sample(requests_for(8, samples=4, step=step))) for step in (3, 3, 4))
+    for (_, row), (_, again), (_, later) in zip(first, second, other, strict=True):
+        np.testing.assert_array_equal(row["input_ids"], again["input_ids"])
+        np.testing.assert_allclose(row["rollout_log_probs"], again["rollout_log_probs"], atol=1e-5)
+        assert not np.array_equal(row["input_ids"], later["input_ids"])
+    assert len({row["input_ids"].tobytes() for _, row in first}) == len(first)
+
+
+def test_prompts_that_the_engine_cannot_take_fail_alone(engines: Engines) -> None:
+    refused = {
+        "outside the model's vocabulary of 512": [5, tiny.VOCABULARY],
+        "token id -1": [5, -1],
+        "rollout.max_model_tokens": [2] * tiny.MAX_MODEL_TOKENS,
+        "empty": [],
+    }
+    bad = [SampleRequest(reason, 0, np.array(ids, np.int32), seed=1) for reason, ids in refused.items()]
+    good = requests_for(3, samples=2)
+    finished, router = engines.pool.generate([*good[:3], *bad, *good[3:]], SamplingConfig(max_new_tokens=16))
+    assert [result.key for result, _ in finished] == [request.key for request in good]
+    assert sorted(result.uid for result in router.dropped) == sorted(refused)
+    for result in router.dropped:
+        assert (result.finish_reason, result.row) == (ERROR, -1)
+        assert result.uid in result.error
+    assert router.retried == len(bad)
+    engines.call("health")
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_equal_the_trainers_after_an_update_with_tied_embeddings(
+    engines: Engines, temperature: float
+) -> None:
+    old, new = tiny.random_model(0), tiny.random_model(1)
+    version = engines.load(new)
+    finished = engines.sample(requests_for(8, samples=4), temperature=temperature, max_new_tokens=64)
+    assert {result.weight_version for result, _ in finished} == {version}
+    assert engines.call("weight_version") == version
+    assert largest_difference(finished, new, temperature) < LOG_PROB_TOLERANCE
+    assert largest_difference(finished, old, temperature) > 0.5  # the comparison can tell the two apart
+
+
+@pytest.mark.parametrize(
+    ("left_out", "named"),
+    [
+        ("lm_head.weight", "lm_head.weight"),  # vLLM by itself goes on with the old output layer and never says so
+        ("model.norm.weight", "model.norm.weight"),
+        # vLLM loads q, k and v into one parameter, and says that it loaded that.
+        ("model.layers.0.self_attn.k_proj.weight", "a part of model.layers.0.self_attn.qkv_proj.weight"),
+    ],
+)
+def test_an_update_that_leaves_out_a_weight_is_refused_by_name(engines: Engines, left_out: str, named: str) -> None:
+    version = engines.load(tiny.random_model(2))
+    with pytest.raises(RolloutError) as caught:
+        engines.load(tiny.random_model(3), left_out)
+    assert f"version {version + 1}: " in str(caught.value) and named in str(caught.value)
+    assert engines.call("weight_version") == version
+    with pytest.raises(RolloutError):  # it never samples with old weights
+        engines.sample(requests_for(1, samples=1))
+    new = tiny.random_model(4)
+    engines.load(new)  # the engine is well: the next complete update puts it right
+    assert largest_difference(engines.sample(requests_for(4, samples=2)), new) < LOG_PROB_TOLERANCE
+
+
+def test_an_engine_on_a_cpu_has_the_users_arguments_and_vllms_kernels(engines: Engines) -> None:
+    assert engines.call("prefill_tokens") == PREFILL_TOKENS
+    assert engines.call("norm_kernel") == PROVIDER
+
+
+def test_all_requests_of_a_round_are_in_its_first_step(engines: Engines) -> None:
+    requests = requests_for(8, samples=8)
+    engines.call("watch_steps")
+    engines.sample(requests)
+    assert engines.call("requests_of_steps")[0] == len(requests)
+
+
+def test_a_command_that_nobody_waits_for_any_more_does_not_end_the_engine(engines: Engines) -> None:
+    engines.call("give_up_a_command")
+    engines.sample(requests_for(1, samples=2))
+
+
+def test_every_token_has_the_log_prob_of_the_weights_that_sampled_it(engines: Engines) -> None:
+    """A sample goes on through two updates: its earlier tokens are read again by the new weights, and not changed."""
+    first = engines.load(tiny.random_model(7))
+    models = {first: tiny.random_model(7)}
+    waiting = [8, 9]
+
+    def update(*_: object) -> None:
+        if waiting:
+            seed = waiting.pop(0)
+            models[engines.load(tiny.random_model(seed))] = tiny.random_model(seed)
+
+    finished = engines.sample(requests_for(32, samples=4), update, max_new_tokens=LONG.max_new_tokens)
+    assert {result.weight_version for result, _ in finished} == {first}
+    assert max(len(result.version_tokens) for result, _ in finished) == 3
+    for result, row in rows_of(finished):
+        versions = row["weight_versions"][row["loss_mask"]]
+        assert tuple(zip(*map(np.ndarray.tolist, np.unique(versions, return_counts=True)), strict=True)) == (
+            result.version_tokens
+        )
+        for version, _ in result.version_tokens:
+            sampled = row["weight_versions"] == version
+            expected = tiny.log_probs(models[version], row["input_ids"], 1.0)[sampled]
+            np.testing.assert_allclose(row["rollout_log_probs"][sampled], expected, atol=LOG_PROB_TOLERANCE)
+
+
+def test_a_response_that_was_begun_goes_on_after_its_first_tokens(engines: Engines) -> None:
+    new, before = tiny.random_model(8), engines.load(tiny.random_model(7))
+    parts: dict[int, Response] = {}
+    requests = requests_for(32, samples=4)
+    engines.sample(requests, lambda *_: parts.update(parts or engines.call("partial_responses")), max_new_tokens=200)
+    assert parts and all(len(part.ids) == len(part.log_probs) == len(part.versions) for part in parts.values())
+    after = engines.load(new)
+    begun = [replace(request, begun=parts[request.seed]) for request in requests if request.seed in parts]
+    for request, (result, row) in zip(begun, rows_of(engines.sample(begun, max_new_tokens=200)), strict=True):
+        part, tokens = parts[request.seed], len(parts[request.seed].ids)
+        response = {name: column[result.prompt_tokens :] for name, column in row.items()}
+        np.testing.assert_array_equal(response["input_ids"][:tokens], part.ids)
+        np.testing.assert_array_equal(response["rollout_log_probs"][:tokens], part.log_probs)
+        assert result.version_tokens == ((before, tokens), (after, result.response_tokens - tokens))
+        assert result.read_tokens == result.prompt_tokens
+        assert result.response_tokens <= 200
+        expected = tiny.log_probs(new, row["input_ids"], 1.0)[result.prompt_tokens + tokens :]
+        np.testing.assert_allclose(response["rollout_log_probs"][tokens:], expected, atol=LOG_PROB_TOLERANCE)
+
+
+# Episodes
+
+
+def trainer_log_probs(rows: list[Row], path: Path) -> np.ndarray:
+    """Of all rows' tokens one after another, by the training engine on packed micro-batches."""
+    sequences = DataProto.from_list(
+        [{name: torch.tensor(row[name]) for name in ("input_ids", "loss_mask")} for row in rows],
+    )
+    engine = TrainingEngine(ModelConfig(path=str(path)), optimizer=None, total_steps=0, device="cpu")
+    log_probs, _ = engine.log_probs(sequences, [(0, len(rows))])
+    return log_probs.numpy()
+
+
+def test_tokens_of_an_episode_are_those_sampled_and_the_environments_are_not_learned(
+    engines: Engines, tmp_path: Path
+) -> None:
+    path = tiny.save_model(tmp_path, seed=11)
+    engines.load(tiny.random_model(11))
+    requests = {request.key: request for request in episodes(8, samples=8)}
+    found, again = (rows_of(engines.sample(list(requests.values()), max_new_tokens=90)) for _ in range(2))
+    rows = [row for _, row in found]
+    sampled, mask = (np.concatenate([row[name] for row in rows]) for name in ("rollout_log_probs", "loss_mask"))
+    assert np.abs(trainer_log_probs(rows, path) - sampled)[mask].max() < 1e-4
+    assert (sampled[~mask] == 0).all() and (sampled[mask] < 0).all()
+    assert {result.turns for result, _ in found} == {1, 2}
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    for (result, row), (_, repeated) in zip(found, again, strict=True):
+        np.testing.assert_array_equal(row["input_ids"], repeated["input_ids"])
+        ids, begin, [opening] = row["input_ids"].tolist(), result.prompt_tokens, tokenizer("(")["input_ids"]
+        assert ids[:begin] == [*requests[result.key].prompt_ids.tolist(), opening]
+        assert (result.length, result.response_tokens) == (len(ids), row["loss_mask"].sum())
+        assert result.finish_reason in (STOP, LENGTH)
+        if result.turns == 2:
+            end = ids.index(tiny.EOS, begin) + 1
+            text = tokenizer.decode(ids[begin:end], skip_special_tokens=True)
+            observed = tokenizer(f"<{text[:1]}>")["input_ids"]
+            assert ids[end : end + len(observed)] == observed
+            later = [True] * (len(ids) - end - len(observed))
+            expected = [False] * begin + [True] * (end - begin) + [False] * len(observed) + later
+            assert row["loss_mask"].tolist() == expected
+            assert (result.environment.reward, result.environment.parts) == (1.0, {"turn": 2.0})
+
+
+def test_a_failing_environment_costs_its_episode_alone_and_episodes_keep_to_their_tokens(engines: Engines) -> None:
+    good = episodes(8, samples=2)
+    bad = [replace(request, uid="bad") for request in episodes(1, samples=2, opening="raise")]
+    finished = engines.sample([*good[:2], *bad, *good[2:]], max_new_tokens=6)
+    failures = {result.key: result.environment.failure for result, _ in finished}
+    assert {key for key, failure in failures.items() if failure} == {("bad", 0), ("bad", 1)}
+    assert "KeyError: 'no such record'" in failures["bad", 0]
+    assert all(0 < result.response_tokens <= 2 * 6 for result, _ in finished)  # max_turns * max_new_tokens
+    assert all(result.length - result.prompt_tokens < 2 * 6 for result, _ in finished)  # the opening counts
+
+
+# Engines that end
+
+
+def test_an_engine_whose_step_raises_is_replaced_and_no_sample_lost(
+    ray_session: None, tiny_model_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    engines = Engines(tiny_model_path, restarts=1)
+    version = engines.load(tiny.random_model(3))
+    engines.call("break_after", 5)
+    finished = engines.sample(requests_for(16, samples=4), max_new_tokens=200)
+    assert {result.weight_version for result, _ in finished} == {version}
+    assert "rollout replica 0 died: RuntimeError: out of luck; starting a new one" in capfd.readouterr().out
+    engines.pool.stop()
+
+
+@pytest.mark.slow
+def test_a_dying_engine_loses_nothing_and_stop_leaves_no_process(ray_session: None, tiny_model_path: Path) -> None:
+    """Its requests go to the other engine; the one in its place comes up with the weights that were sent last.
+
+    The engines are processes of their own, as on GPUs.
+    """
+    apart = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    engines = Engines(tiny_model_path, replicas=2, restarts=1, max_concurrent=64, variables=apart)
+    version = engines.load(tiny.random_model(3))
+    pids = [engines.call("pids", replica=replica) for replica in (0, 1)]
+    doomed = list(pids[0])
+
+    def kill_engine_once(*_: object) -> None:
+        for process in map(psutil.Process, pids[0][1:]):
+            process.kill()
+        pids[0].clear()
+
+    engines.sample(requests_for(16, samples=4), kill_engine_once, max_new_tokens=200)
+    assert engines.pool.fleet.serving == [1]
+    while 0 not in engines.pool.fleet.serving:
+        engines.sample(requests_for(1, samples=1))
+    assert engines.call("weight_version", replica=0) == version
+    assert living(doomed) == []
+    engines.call("stop", replica=1)
+    assert not [pid for pid in pids[1][1:] if psutil.pid_exists(pid)]
+    with pytest.raises(RolloutError, match="replica 1 has no engine"):
+        engines.call("health", replica=1)
+    engines.pool.stop()
+
+
+def test_a_placement_that_needs_gpus_is_refused_before_an_engine_starts(
+    ray_session: None, tiny_model_path: Path
+) -> None:
+    if ray.cluster_resources().get("GPU"):
+        pytest.skip("this machine has a GPU")
+    actor = actor_of(0, tiny_model_path, RolloutConfig(), {}, placement="apart")
+    with pytest.raises(ray.exceptions.RayTaskError, match=r"rollout\.placement=apart"):
+        ray.get(actor.start.remote())
+    assert len(ray.get(actor.pids.remote())) == 1
+    ray.kill(actor)
+
+
+@pytest.mark.slow
+def test_two_processes_share_an_engine_and_take_new_weights(ray_session: None, tiny_model_path: Path) -> None:
+    engines = Engines(tiny_model_path, tensor_parallel=2)
+    assert len(engines.call("pids")) >= 4  # the actor, the scheduler, two ranks
+    new = tiny.random_model(1)
+    engines.load(new)
+    assert largest_difference(engines.sample(requests_for(8, samples=2)), new) < LOG_PROB_TOLERANCE
+    engines.pool.stop()
