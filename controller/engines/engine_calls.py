@@ -54,8 +54,8 @@ class RolloutEngines:
         start_timeout_s: float = 600.0,
         log: Callable[[str], None] = print,
     ) -> None:
-        """`make(replica, attempt)` makes a VllmEngineActor, attempt 0 at once. replaceable: whether a lost engine can
-        be replaced alone; false if weights travel between GPUs. colocated: whether engines sleep during training.
+        """make: of (replica, attempt), an actor. replaceable: whether a lost engine can be replaced alone; false
+        if weights travel between GPUs. colocated: whether engines sleep during training.
         """
         self.fleet = fleet
         self.actors = {replica: make(replica, 0) for replica in range(config.replicas)}
@@ -65,7 +65,6 @@ class RolloutEngines:
         self._attempts = dict.fromkeys(self.actors, 0)
         self._calls: dict[ray.ObjectRef, _Call] = {}
         self._last_sign: dict[int, float] = {}
-        self._newly_lost: list[int] = []
         self._weights: ray.ObjectRef | None = None
         self._stopped = False
 
@@ -75,7 +74,6 @@ class RolloutEngines:
         return bool(self.fleet.in_state(State.ASLEEP))
 
     def start(self) -> None:
-        """Start building all engines."""
         self._starting = {replica: actor.start.remote() for replica, actor in self.actors.items()}
 
     def wait_started(self, timeout_s: float | None = None) -> None:
@@ -91,10 +89,7 @@ class RolloutEngines:
             self.fleet.started(replica)
 
     def wait(self, streams: Sequence[Any], timeout_s: float = POLL_SECONDS) -> Any | None:
-        """The first of `streams` with a result; None after handling another call, or after `timeout_s`.
-
-        Raises RolloutError or LostError, see `lose`.
-        """
+        """The first of `streams` with a result; None after another call, or after `timeout_s`. Raises as `lose`."""
         done, _ = ray.wait([*self._calls, *streams], num_returns=1, timeout=timeout_s, fetch_local=False)
         for ref in done:
             if ref not in self._calls:
@@ -121,9 +116,8 @@ class RolloutEngines:
                 "update was refused before."
             )
 
-    def pop_lost(self) -> list[int]:
-        lost, self._newly_lost = self._newly_lost, []
-        return lost
+    def on_lost(self, replica: int) -> None:
+        """Called when an engine was lost, before another takes its place."""
 
     def progressed(self, replica: int) -> None:
         """Record that the replica received or returned work."""
@@ -138,7 +132,7 @@ class RolloutEngines:
             raise RolloutError("the engines were stopped during a round.")
         text = cause if isinstance(cause, str) else cause_of(cause)
         self.fleet.lost(replica)
-        self._newly_lost.append(replica)
+        self.on_lost(replica)
         self._calls = {ref: call for ref, call in self._calls.items() if call.replica != replica}
         ray.kill(self.actors[replica])
         lost = f"rollout replica {replica} was lost: {text}"
@@ -155,7 +149,7 @@ class RolloutEngines:
         self._watch(replica, started, "starting its engine", self._start_timeout_s, partial(self._started, replica))
 
     def update_weights(self, payload: ray.ObjectRef, version: int) -> None:
-        """Load `payload`, a reference to packed weights, as `version` into every engine, also those that start later.
+        """Load packed weights as `version` into every engine, also those that start later.
 
         Raises RolloutError if an engine refuses them, because it would keep old weights; and as `lose`.
         """
@@ -191,10 +185,7 @@ class RolloutEngines:
                 self.fleet.sleep(replica)
 
     def check_alive(self) -> None:
-        """Lose engines whose actor or processes died, even while they receive weights.
-
-        Raises LostError for an engine that cannot be replaced alone.
-        """
+        """Lose engines whose actor or processes died, even while they receive weights. Raises as `lose`."""
         self._on_all("alive", self.fleet.in_state(*UP, State.ASLEEP), self._hang_timeout_s)
 
     def _on_all(self, method: str, replicas: Sequence[int], timeout_s: float) -> list[int]:
@@ -210,7 +201,7 @@ class RolloutEngines:
         return done
 
     def stop(self) -> None:
-        """End all engines and actors, dead ones too. A running round fails."""
+        """End all engines and actors. A running round fails."""
         self._stopped = True
         actors = list(self.actors.values())
         stopping = [actor.stop.remote() for actor in actors]
@@ -266,7 +257,7 @@ class RolloutEngines:
 
 
 def cause_of(error: Exception) -> str:
-    """The actor's error without Ray's traceback, or how it died, in one line."""
+    """The actor's error, or how it died, in one line without Ray's traceback."""
     cause = error.cause if isinstance(error, RayTaskError) else error
     text = " ".join(f"{type(cause).__name__}: {cause}".split())
     return re.sub(r" class_name: .*? ip: \S+", "", text).partition(" Some common causes")[0]

@@ -38,7 +38,7 @@ class PartialResponses:
         self._looked = time.monotonic()
 
     def look(self, actors: Mapping[int, Any]) -> None:
-        """Ask these engines, by replica, if a snapshot is due; returns at once."""
+        """Ask these engines for a snapshot, if one is due; returns at once."""
         now = time.monotonic()
         if now - self._looked < LOOK_SECONDS:
             return
@@ -55,7 +55,6 @@ class PartialResponses:
         return _read([ref for ref in refs if ref is not None], timeout_s=0.1)
 
     def now(self, actors: Mapping[int, Any]) -> dict[int, Response]:
-        """Take snapshots, waiting ANSWER_SECONDS at most; by seed."""
         return _read([actor.partial_responses.remote() for actor in actors.values()], timeout_s=ANSWER_SECONDS)
 
 
@@ -84,11 +83,6 @@ class Generation:
     on_results: OnResults
     streams: dict[Any, int] = field(default_factory=dict)
 
-    def lost(self, replica: int, begun: Mapping[int, Response]) -> None:
-        """Close the replica's streams and queue its unfinished requests again. begun: see `Router`."""
-        self.streams = {stream: owner for stream, owner in self.streams.items() if owner != replica}
-        self.router.replica_lost(replica, begun)
-
     def received(self, replica: int, block: ray.ObjectRef, results: Sequence[SampleResult]) -> None:
         """Handle a replica's results; successful ones have a row in the block."""
         for result in results:
@@ -108,7 +102,7 @@ class EnginePool(RolloutEngines):
         live: LiveMetrics | None = None,
         **options: Any,
     ) -> None:
-        """make, options: see `RolloutEngines`. budget: None allows no restart. live: exports states and queues."""
+        """make, options: see `RolloutEngines`. budget: None allows no restart."""
         self._config, self._live = config, live or LiveMetrics()
         self._generations: list[Generation] = []
         self._partial = PartialResponses()
@@ -142,7 +136,7 @@ class EnginePool(RolloutEngines):
         return [found[request.key] for request in requests if request.key in found], generation.router
 
     def begin(self, sampling: SamplingConfig, on_results: OnResults) -> Generation:
-        """Start an empty generation: submit requests to its router at any time, and call `pump`."""
+        """Start a generation: submit requests to its router at any time, and call `pump`."""
         router = Router(len(self.actors), self._config.max_concurrent, self._config.max_retries)
         self._generations.append(Generation(router, sampling, on_results))
         return self._generations[-1]
@@ -154,10 +148,6 @@ class EnginePool(RolloutEngines):
         LostError if a lost engine cannot be replaced alone.
         """
         self.check_deadlines(self._busy())
-        for replica in self.pop_lost():
-            begun = self._partial.last(replica)
-            for generation in self._generations:
-                generation.lost(replica, begun)
         self._partial.look({replica: self.actors[replica] for replica in self._busy() & set(self.fleet.serving)})
         for generation in self._generations:
             self._open_streams(generation)
@@ -172,13 +162,20 @@ class EnginePool(RolloutEngines):
             self._read(owners[stream], stream)
         return stream is not None
 
+    def on_lost(self, replica: int) -> None:
+        """Queue the replica's unfinished requests again, with their responses so far."""
+        begun = self._partial.last(replica)
+        for generation in self._generations:
+            streams = generation.streams.items()
+            generation.streams = {stream: owner for stream, owner in streams if owner != replica}
+            generation.router.replica_lost(replica, begun)
+
     def partial_responses(self) -> dict[int, Response]:
         """Unfinished responses by seed, from engines that answer in time."""
         return self._partial.now({replica: self.actors[replica] for replica in self.fleet.serving})
 
     @property
     def queued(self) -> int:
-        """Number of requests not yet assigned."""
         return sum(generation.router.waiting for generation in self._generations)
 
     def take_idle_seconds(self) -> float:
@@ -208,7 +205,6 @@ class EnginePool(RolloutEngines):
         )
 
     def _read(self, generation: Generation, stream: Any) -> None:
-        """Read one block and its results from a ready stream, or close the stream at its end."""
         replica = generation.streams[stream]
         try:
             pair = _next_pair(stream)
@@ -225,7 +221,6 @@ class EnginePool(RolloutEngines):
 
 
 def _next_pair(stream: Any) -> tuple[ray.ObjectRef, list[SampleResult]] | None:
-    """Reference and results of the next block, or None at the end. Raises the stream's error."""
     block = next(stream, None)
     if block is None:
         return None

@@ -23,12 +23,12 @@ FRUITLESS_DEATHS = 2
 class State(Enum):
     """State of an engine."""
 
-    STARTING = "its process or its model is still being loaded"
-    STALE = "it answers, but has not the current weights: it serves nothing"
-    CURRENT = "it has the current weights and takes requests"
-    DRAINING = "it takes nothing new: it finishes what it has, or is found to be hung"
-    ASLEEP = "its GPUs are training's: it has neither weights nor a KV cache"
-    DEAD = "it was lost"
+    STARTING = "loading its process or its model"
+    STALE = "up, without the current weights: it serves nothing"
+    CURRENT = "serving, with the current weights"
+    DRAINING = "takes nothing new: it finishes its requests, or is found to be hung"
+    ASLEEP = "without weights and KV cache, while training uses its GPUs"
+    DEAD = "lost"
 
 
 @dataclass
@@ -46,11 +46,9 @@ class RestartBudget:
 
     @property
     def left(self) -> int:
-        """Restarts still allowed."""
         return self.limit - self.engines - self.recoveries
 
     def metrics(self) -> dict[str, float]:
-        """Restarts so far, by metric name."""
         return {"restarts/engines": float(self.engines), "restarts/recoveries": float(self.recoveries)}
 
 
@@ -63,7 +61,6 @@ class Fleet:
     def __init__(
         self, replicas: int, budget: RestartBudget, changed: Callable[[int, State], None] = lambda replica, state: None
     ) -> None:
-        """`changed`: called with a replica and its new state, first for its initial one."""
         self.version = 0
         self.budget = budget
         self._changed = changed
@@ -76,12 +73,10 @@ class Fleet:
         return self._states[replica]
 
     def in_state(self, *states: State) -> list[int]:
-        """Replicas in any of the states."""
         return [replica for replica, state in enumerate(self._states) if state in states]
 
     @property
     def serving(self) -> list[int]:
-        """Replicas that may be given requests."""
         return self.in_state(State.CURRENT)
 
     def started(self, replica: int) -> None:
@@ -103,12 +98,10 @@ class Fleet:
             self._move(replica, State.STALE)
 
     def drain(self, replica: int) -> None:
-        """Stop assigning requests to the engine."""
         self._expect(replica, State.CURRENT)
         self._move(replica, State.DRAINING)
 
     def resume(self, replica: int) -> None:
-        """Let a draining engine take requests again."""
         self._expect(replica, State.DRAINING)
         self._move(replica, State.CURRENT)
 
@@ -127,7 +120,6 @@ class Fleet:
         self._finished.add(replica)
 
     def lost(self, replica: int) -> None:
-        """The engine, its actor or its node is gone."""
         self._expect(replica, State.STARTING, State.STALE, State.CURRENT, State.DRAINING, State.ASLEEP)
         self._move(replica, State.DEAD)
         self.budget.fruitless[replica] = 0 if replica in self._finished else self.budget.fruitless[replica] + 1

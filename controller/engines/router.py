@@ -22,7 +22,7 @@ Key = tuple[str, int]
 
 @dataclass
 class _Ticket:
-    """A pending request; `failed_on` has its replica for each failed try."""
+    """failed_on: the replica of each failed try."""
 
     request: SampleRequest
     failed_on: list[int] = field(default_factory=list)
@@ -30,8 +30,6 @@ class _Ticket:
 
 @dataclass
 class _Replica:
-    """Requests of one engine."""
-
     outstanding: dict[Key, _Ticket] = field(default_factory=dict)
     tokens: int = 0  # prompt tokens of `outstanding`
 
@@ -49,7 +47,7 @@ class _Replica:
 
 
 class Router:
-    """State of a generation's requests. `dropped`: last failure of each dropped sample. `retried`: retry count."""
+    """State of a generation's requests. dropped: last failure of each dropped sample."""
 
     def __init__(self, replicas: int, max_concurrent: int, max_retries: int) -> None:
         self.max_concurrent = max_concurrent
@@ -62,22 +60,18 @@ class Router:
 
     @property
     def done(self) -> bool:
-        """Whether every request finished or was dropped."""
         return not self._waiting and not any(replica.outstanding for replica in self._replicas)
 
     @property
     def waiting(self) -> int:
-        """Number of requests not assigned."""
         return len(self._waiting)
 
     @property
     def unfinished(self) -> list[SampleRequest]:
-        """Requests that wait or are outstanding."""
         outstanding = [ticket for replica in self._replicas for ticket in replica.outstanding.values()]
         return [ticket.request for ticket in (*outstanding, *self._waiting)]
 
     def outstanding(self, replica: int) -> int:
-        """Number of requests on the replica."""
         return len(self._replicas[replica].outstanding)
 
     def submit(self, requests: Iterable[SampleRequest]) -> None:
@@ -112,7 +106,7 @@ class Router:
         return assigned
 
     def finished(self, replica: int, result: SampleResult) -> None:
-        """Record a response. Raises KeyError if the request was not outstanding there."""
+        """Raises KeyError if the request was not outstanding there."""
         self._replicas[replica].take(result.key)
         self._keys.remove(result.key)
 
@@ -129,7 +123,6 @@ class Router:
         self._waiting.insert(next(later, len(self._waiting)), ticket)
 
     def take_dropped(self) -> list[SampleResult]:
-        """Last failures of samples dropped since the last call."""
         dropped, self.dropped = self.dropped, []
         return dropped
 

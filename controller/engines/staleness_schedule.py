@@ -5,18 +5,18 @@
                  '--released--> gone (no signal: another is admitted in its place)
 
 A group is one prompt with all its samples, numbered in the order of the prompts: 0, 1, ... With P groups a step and a
-target staleness S, at most B = (S + 1) P groups are active: admitted, and not yet released or published (trained, with
-the new weights in the engines). A step takes the P oldest ready groups, each from the window of W = max(1, floor(f B))
+target staleness S, at most B = (S + 1) P groups are active: admitted, and not yet released, nor trained with the new
+weights in the engines. A step takes the P oldest ready groups, each from the window of W = max(1, floor(f B))
 numbers that begins at the oldest group not yet taken. So a younger group may pass a slow one only within the window
 (windowed FIFO; MiniMax, Forge, arXiv 2605.26494, section 6.2.4).
 
 Invariants: every group is admitted once, and taken once or released; none is dropped for its age. A group's age in
 versions of the weights, from admission to its step, is at most `max_age` = S + ceil((W - 1) / P), and 0 if S is 0.
-While steps are left and no P groups can be taken, a group is running or can be admitted, or a step awaits publishing.
+While steps are left and no P groups can be taken, a group is running or can be admitted, or the engines await weights.
 
 Why the age is bounded: at a group's admission at most B - 1 others are active, and at most W - 1 younger groups are
 taken before it. So at most floor((B + W - 2) / P) = S + ceil((W - 1) / P) whole steps are taken in between. If groups
-stopped being active when trained, not when published, the bound would be one more.
+stopped being active when trained, before the engines have the new weights, the bound would be one more.
 
 Decides only; no I/O, no Ray, no clock.
 """
@@ -33,7 +33,7 @@ class GroupState(Enum):
 
     RUNNING = "its samples are generated or scored"
     READY = "all its samples are there"
-    TRAINING = "a step has taken it; the new weights are not yet published"
+    TRAINING = "a step has taken it; the engines have no new weights yet"
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ class Staleness:
 
     @property
     def capacity(self) -> int:
-        """B, the largest number of active groups."""
+        """B."""
         return (self.max_staleness + 1) * self.prompts_per_step
 
     @property
     def window_groups(self) -> int:
-        """W, the number of groups in the window."""
+        """W."""
         return max(1, floor(self.window * self.capacity))
 
     @property
@@ -76,15 +76,13 @@ class Schedule:
         self._taken_steps: deque[list[int]] = deque()
 
     def state(self, group: int) -> GroupState | None:
-        """State of an active group, else None."""
         return self._states.get(group)
 
     def in_state(self, *states: GroupState) -> list[int]:
-        """Active groups in any of the states, oldest first."""
         return [group for group, state in self._states.items() if state in states]
 
     def admit(self) -> list[int]:
-        """Numbers of the groups to generate now: as many as there is room for."""
+        """Return the groups to generate now: as many as there is room for."""
         waiting = len(self.in_state(GroupState.RUNNING, GroupState.READY))
         room = min(self.settings.capacity - len(self._states), self._to_take - waiting)
         new = list(range(self.admitted, self.admitted + max(0, room)))
@@ -116,7 +114,7 @@ class Schedule:
         return taken
 
     def weights_updated(self) -> None:
-        """Every engine has the weights of the oldest taken, unpublished step."""
+        """Free the groups of the oldest taken step: every engine has its weights."""
         if self._taken_steps:
             for group in self._taken_steps.popleft():
                 del self._states[group]

@@ -29,10 +29,7 @@ from workers.score import Score
 
 
 class RolloutBuffer:
-    """Samples for training and validation, generated at the start of each step with its weights.
-
-    `controller.rollout.async_buffer` generates ahead instead.
-    """
+    """Samples for training and validation, generated at the start of each step with its weights."""
 
     def __init__(
         self,
@@ -43,18 +40,17 @@ class RolloutBuffer:
         record: RunRecord,
         progress: Progress,
     ) -> None:
-        """progress: includes the place in the stream of prompts."""
         self.config, self.roles, self.prompts, self.planner, self.record = config, roles, prompts, planner, record
         self.position = progress.position
         self._left = list(progress.active)
 
     @property
     def active(self) -> list[int]:
-        """Places of untrained prompts before `position`, left by a resumed run that generated ahead."""
+        """Places of untrained prompts before `position`, left by a run that generated ahead."""
         return self._left
 
     def begin(self) -> None:
-        """Called once, when the engines have the policy's weights."""
+        """Called once, when the engines have the policy's first weights."""
 
     def weights_updated(self) -> None:
         """Called after every step, when the engines have its weights."""
@@ -63,7 +59,7 @@ class RolloutBuffer:
         """Write the samples of `active` prompts for a checkpoint."""
 
     def collect(self, step: int) -> RolloutBatch:
-        """Samples of a step, from prompts at `position` on; in several rounds if `replace` needs more groups."""
+        """Make the step's samples, in several rounds if groups without signal are replaced."""
         settings, wanted = self.config.algorithm, self.config.batch.prompts_per_step
         limit = settings.max_sampling_rounds if settings.zero_variance_groups == "replace" else 1
         rounds: list[RolloutBatch] = []
@@ -82,13 +78,11 @@ class RolloutBuffer:
         return replace(RolloutBatch.concat(rounds), trained=batch)
 
     def _next(self, count: int) -> list[Prompt]:
-        """The next prompts: left-over ones first."""
         first, self._left = self._left[:count], self._left[count:]
         start, self.position = self.position, self.position + count - len(first)
         return [prompt for place in (*first, *range(start, self.position)) for prompt in self.prompts.take(place, 1)]
 
     def log_missing(self, step: int, groups: int) -> None:
-        """Log that a step has fewer groups, because some were not replaced."""
         rounds, wanted = self.config.algorithm.max_sampling_rounds, self.config.batch.prompts_per_step
         if groups:
             self.record.console.log(
@@ -98,14 +92,13 @@ class RolloutBuffer:
             )
 
     def with_baseline(self, rollout: RolloutBatch, prompts: Sequence[Prompt], step: int) -> RolloutBatch:
-        """Add the reward of a greedy response to each prompt, for ReMax."""
+        """With ReMax, add the reward of a greedy response to each prompt."""
         if self.config.algorithm.advantage != "remax":
             return rollout
         greedy = replace(self.config.rollout.sampling, temperature=0.0, top_p=1.0, top_k=0)
         return rollout.with_baseline(self.shaped(self.roll_out(prompts, 1, greedy, step)))
 
     def shaped(self, rollout: RolloutBatch) -> RolloutBatch:
-        """Apply the penalty on long responses if reward.overlong_tokens is set."""
         settings, longest = self.config.reward, self.config.longest_response
         if not settings.overlong_tokens:
             return rollout
@@ -131,7 +124,7 @@ class RolloutBuffer:
     def assembled(
         self, finished: Sequence[Sample], scores: Mapping[Key, Score], dropped: Sequence[SampleResult], retried: int
     ) -> RolloutBatch:
-        """Join finished samples and scores. Raises RolloutError if there are none."""
+        """Record finished samples and join them with their scores. Raises as `assemble`."""
         self.record.timeline.samples([*(result for result, _ in finished), *dropped])
         rollout = assemble(
             finished,
@@ -146,7 +139,6 @@ class RolloutBuffer:
         return self.scored_by_model(rollout)
 
     def scored_by_model(self, rollout: RolloutBatch) -> RolloutBatch:
-        """Add the reward model's scores, if there is one."""
         if self.roles.reward_model is None:
             return rollout
         plan = self.planner.whole(rollout.batch, "reward_model.scores")
@@ -162,7 +154,7 @@ class RolloutBuffer:
 
 
 def sample_requests(config: Config, prompts: Sequence[Prompt], samples: int, step: int) -> list[SampleRequest]:
-    """`samples` requests per prompt, group by group, sharing their arrays."""
+    """Return `samples` requests per prompt, group by group, sharing their arrays."""
     starts = [_start(config, prompt) for prompt in prompts]
     return [
         SampleRequest(prompt.uid, i, prompt.ids, sample_seed(config.run.seed, step, prompt.uid, i), start)
@@ -179,14 +171,13 @@ def _start(config: Config, prompt: Prompt) -> EpisodeStart | None:
 
 
 def overlong_penalty(tokens: np.ndarray, longest: int, overlong_tokens: int) -> np.ndarray:
-    """Soft punishment of long responses (Yu et al. 2025, DAPO, eq. 13); L_max: `longest`, L_cache: `overlong_tokens` >=
-    1.
+    """Soft punishment of long responses (Yu et al. 2025, DAPO, eq. 13), float64 [B] in [-1, 0].
 
-        0                                 |y| <= L_max - L_cache
+        0                                           |y| <= L_max - L_cache
         ((L_max - L_cache) - |y|) / L_cache         in between
-        -1                                |y| >= L_max
+        -1                                          |y| >= L_max
 
-    tokens: int [B], after the prompt. Returns float64 [B] in [-1, 0].
+    tokens: |y|, int [B], after the prompt. longest: L_max. overlong_tokens: L_cache >= 1.
     """
     free = longest - overlong_tokens
     return np.clip((free - tokens) / overlong_tokens, -1.0, 0.0)

@@ -117,7 +117,6 @@ def _keys(samples: RemoteBatch) -> list[tuple[str, int]]:
 
 
 def _fetched(places: np.ndarray) -> DataProto:
-    """All token columns of the rows at these places."""
     refs = list(dict.fromkeys(ref for ref, _, _ in places))
     blocks = dict(zip(refs, ray.get(refs), strict=True))
     return DataProto.from_rows([blocks[ref].row(row) for ref, _, row in places])
@@ -150,7 +149,6 @@ def _from_bytes(array: np.ndarray) -> Any:
 
 
 def _packed(name: str, block: DataProto) -> dict[str, np.ndarray]:
-    """Arrays of a block: `name.offsets` and `name.COLUMN`."""
     return {f"{name}.offsets": block.offsets} | {f"{name}.{column}": values for column, values in block.tokens.items()}
 
 

@@ -26,19 +26,16 @@ LONGEST_TEXT = 2_000  # characters of a prompt, or a response, that the record o
 TOKEN_COLUMNS = ("input_ids", "loss_mask", "rollout_log_probs")
 ROUTED_EXPERTS = "routed_experts"
 SAMPLED_COLUMNS = (*TOKEN_COLUMNS, ROUTED_EXPERTS)
-"""All that samples may keep of what engines return; the experts only with model.router_replay."""
 
 
 @dataclass(frozen=True)
 class RolloutBatch:
     """Samples of one or several rounds of generation.
 
-    samples: columns as in SampleResult: uid, sample, prompt_tokens, prompt_hash, prefix_hashes, read_tokens,
-    cached_tokens, response_tokens, length, turns (int64), truncated (bool), weight_version, newest_weight_version
-    (int64), seconds (float64). Its tokens: input_ids, loss_mask, rollout_log_probs and, with model.router_replay,
-    routed_experts. by_sample: scores in the order of `samples`. failures: why samples have no score. rounds: number of
-    rounds. version_tokens: tokens by version of the weights. trained: rows that a step trains on, in order, with record
-    columns; empty until the buffer has chosen them.
+    samples: columns as in SampleResult: uid, sample, those of COUNTS (int64), prefix_hashes, truncated (bool), seconds
+    (float64). Its tokens: TOKEN_COLUMNS and, with model.router_replay, ROUTED_EXPERTS. by_sample: scores in the order
+    of `samples`. failures: why samples have no score. version_tokens: tokens by version of the weights. trained: rows
+    that a step trains on, in order, with record columns; empty until the buffer has chosen them.
     """
 
     samples: RemoteBatch
@@ -99,7 +96,7 @@ class RolloutBatch:
         )
 
     def scores(self) -> dict[str, float]:
-        """Means of the reward and of every other number of the reward functions."""
+        """Return means of the reward and of every other number of the reward functions."""
         scores = list(self.by_sample.values())
         means = {"reward": float(np.mean([score.reward for score in scores]))}
         for name in sorted({name for score in scores for name in score.parts}):
@@ -107,7 +104,6 @@ class RolloutBatch:
         return means
 
     def scored_responses(self, prompts: Mapping[str, Prompt], prompt_key: str) -> list[ScoredResponse]:
-        """Every sample with prompt and scores, for `summarize`."""
         return [
             ScoredResponse(
                 uid,
@@ -131,9 +127,9 @@ class RolloutBatch:
     def examples(
         self, count: int, asked: Callable[[str], dict[str, str]], characters: int = LONGEST_TEXT
     ) -> list[dict[str, Any]]:
-        """The first `count` samples, the slowest and the longest, each once, for a record.
+        """Return the first `count` samples, the slowest and the longest, each once, for a record.
 
-        asked: texts by a prompt's uid, such as `prompt`. characters: limit of a text.
+        asked: texts by a prompt's uid. characters: limit of a text.
         """
         rows = len(self.batch)
         slowest, longest = (np.argsort(-self.batch[name], kind="stable") for name in ("seconds", "response_tokens"))
@@ -148,7 +144,6 @@ class RolloutBatch:
         ]
 
     def metrics(self) -> dict[str, float]:
-        """Rewards and lengths of the round, by metric name."""
         tokens = self.batch["response_tokens"]
         observed = self.batch["length"] - self.batch["prompt_tokens"] - tokens
         means = self.scores()
@@ -177,10 +172,7 @@ class RolloutBatch:
 
 
 def with_record_columns(batch: RemoteBatch, prompts: Mapping[str, Prompt], names: Sequence[str]) -> RemoteBatch:
-    """Add columns of the sequences' records: float64 [B] if all are numbers, else objects [B].
-
-    prompts: by uid, of every sequence.
-    """
+    """Add columns of the sequences' records: float64 [B] if all are numbers, else objects [B]. prompts: by uid."""
     found = {name: [prompts[uid].columns[name] for uid in batch["uid"].tolist()] for name in names}
     return batch.with_columns(**{name: record_column(values) for name, values in found.items()})
 
@@ -234,6 +226,6 @@ def _totals(counts: Iterable[Mapping[int, int]]) -> dict[int, int]:
 
 
 def _shortened(turns: Sequence[Mapping[str, str]], longest: int) -> list[dict[str, str]]:
-    """Turns of an episode, cut to `longest` characters together."""
+    """Cut turns to `longest` characters together."""
     most = max(1, longest // len(turns))
     return [{who: shortened(text, most) for who, text in turn.items()} for turn in turns]
