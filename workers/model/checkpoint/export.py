@@ -9,8 +9,8 @@ A rank holds one file at a time in host memory. All ranks must see the folder.
 import copy
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -51,19 +51,8 @@ def stored_dtype(path: str, default: torch.dtype) -> torch.dtype:
     return dtype if isinstance(dtype, torch.dtype) else default
 
 
-@dataclass(frozen=True)
-class FilePlan:
-    """Hold one file's name and its conversions."""
-
-    name: str
-    conversions: tuple[Conversion, ...]
-
-
-def plan_files(weights: CheckpointWeights, dtype: torch.dtype, file_bytes: int) -> list[FilePlan]:
-    """Plan files of about `file_bytes` that together hold every weight once; tied weights only under their first name.
-
-    A conversion stays in one file. A model that fits into one file gets the plain name.
-    """
+def _plan_files(weights: CheckpointWeights, dtype: torch.dtype, file_bytes: int) -> list[tuple[str, list[Conversion]]]:
+    """Names and conversions of the files, which hold every weight once: a tied one only under its first name."""
     tied = set(weights.model.all_tied_weights_keys)
     kept = {conversion.target: conversion for conversion in weights.plan if not tied & set(conversion.sources)}
 
@@ -73,7 +62,7 @@ def plan_files(weights: CheckpointWeights, dtype: torch.dtype, file_bytes: int) 
     split = split_state_dict_into_shards_factory(
         kept, get_storage_size=size, filename_pattern="model{suffix}.safetensors", max_shard_size=file_bytes
     )
-    return [FilePlan(file, tuple(kept[name] for name in names)) for file, names in split.filename_to_tensors.items()]
+    return [(file, [kept[name] for name in names]) for file, names in split.filename_to_tensors.items()]
 
 
 def write_model(
@@ -84,59 +73,70 @@ def write_model(
     source: the model's folder or its name in the hub cache, whose other files are copied. An existing folder is
     replaced. Raises OutputError, on every rank, if a rank cannot write.
     """
-    unfinished = _unfinished(path)
-    _on_rank_zero(lambda: _make_empty(unfinished), path)
-    files, ranks = plan_files(weights, dtype, file_bytes), dist.get_world_size()
+    files, ranks = _plan_files(weights, dtype, file_bytes), dist.get_world_size()
+    with _replaced(path) as folder:
+        for first in range(0, len(files), ranks):
+            _write_round(weights, files[first : first + ranks], folder, dtype)
+        _on_rank_zero(lambda: _write_metadata(weights, source, folder, files, dtype), path)
+
+
+def write_folder(path: Path, write: Callable[[Path], None]) -> None:
+    """Call `write(folder)` on rank 0 to replace `path`; collective, all ranks return when it is complete.
+
+    Raises OutputError, on every rank, if rank 0 cannot write.
+    """
+    with _replaced(path) as folder:
+        _on_rank_zero(lambda: write(folder), path)
+
+
+@contextmanager
+def _replaced(path: Path) -> Iterator[Path]:
+    """Replace `path` by the new folder that all ranks write to; only one engine writes to `path` at a time."""
+    unfinished, replaced = (path.with_name(f"{path.name}.{what}") for what in ("unfinished", "replaced"))
+
+    def begin() -> None:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
 
     def finish() -> None:
-        _write_metadata(weights, source, unfinished, files, dtype)
-        _replace(path, unfinished)
+        shutil.rmtree(replaced, ignore_errors=True)
+        if path.exists():
+            path.rename(replaced)
+        unfinished.rename(path)
+        shutil.rmtree(replaced, ignore_errors=True)
 
+    _on_rank_zero(begin, path)
     try:
-        for first in range(0, len(files), ranks):
-            _write_round(weights, files[first : first + ranks], unfinished, dtype)
+        yield unfinished
         _on_rank_zero(finish, path)
     finally:
         if dist.get_rank() == 0:
             shutil.rmtree(unfinished, ignore_errors=True)  # there if something failed
 
 
-def write_folder(path: Path, write: Callable[[Path], None]) -> None:
-    """Call `write(folder)` on rank 0 to replace `path`; collective, all ranks return when it is complete.
-
-    An existing folder is replaced when the new one is complete. Raises OutputError, on every rank, if rank 0 cannot
-    write.
-    """
-
-    def finish() -> None:
-        unfinished = _unfinished(path)
-        _make_empty(unfinished)
-        try:
-            write(unfinished)
-            _replace(path, unfinished)
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)  # there if something failed
-
-    _on_rank_zero(finish, path)
-
-
-def _write_round(weights: CheckpointWeights, files: Sequence[FilePlan], folder: Path, dtype: torch.dtype) -> None:
+def _write_round(
+    weights: CheckpointWeights, files: Sequence[tuple[str, list[Conversion]]], folder: Path, dtype: torch.dtype
+) -> None:
     """Gather a file to each of the first ranks; then all write in parallel."""
     mine: dict[str, Tensor] = {}
-    for writer, file in enumerate(files):
-        for name, weight in weights.convert(file.conversions, dtype, keeper=writer):
+    for writer, (_, conversions) in enumerate(files):
+        for name, weight in weights.convert(conversions, dtype, keeper=writer):
             mine[name] = weight.cpu().clone(memory_format=torch.contiguous_format)
     rank = dist.get_rank()
-    _together(lambda: write_weights(mine, folder / files[rank].name) if mine else None, folder)
+    _together(lambda: write_weights(mine, folder / files[rank][0]) if mine else None, folder)
 
 
 def _write_metadata(
-    weights: CheckpointWeights, source: str, folder: Path, files: Sequence[FilePlan], dtype: torch.dtype
+    weights: CheckpointWeights,
+    source: str,
+    folder: Path,
+    files: Sequence[tuple[str, list[Conversion]]],
+    dtype: torch.dtype,
 ) -> None:
-    missing = [file.name for file in files if not (folder / file.name).exists()]
+    missing = [name for name, _ in files if not (folder / name).exists()]
     if missing:
         raise OSError(f"{missing[0]} of another rank is not there; the folder must be one that all nodes share")
-    metadata = {file.name: weights.metadata(file.conversions, dtype) for file in files}
+    metadata = {name: weights.metadata(conversions, dtype) for name, conversions in files}
     if len(files) > 1:
         total = sum(weight.nbytes for made in metadata.values() for weight in made.values())
         names = {name: file for file, made in metadata.items() for name in made}
@@ -165,25 +165,6 @@ def _write_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> N
         return
     config.dtype = dtype
     config.to_json_file(folder / "config.json")  # `save_pretrained` refuses generation settings
-
-
-def _unfinished(path: Path) -> Path:
-    """Return the shared folder that all ranks write to; only one engine writes to `path` at a time."""
-    return path.with_name(f"{path.name}.unfinished")
-
-
-def _make_empty(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-
-
-def _replace(path: Path, unfinished: Path) -> None:
-    replaced = path.with_name(f"{path.name}.replaced")
-    shutil.rmtree(replaced, ignore_errors=True)
-    if path.exists():
-        path.rename(replaced)
-    unfinished.rename(path)
-    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _on_rank_zero(action: Callable[[], None], path: Path) -> None:

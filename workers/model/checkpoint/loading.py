@@ -40,9 +40,7 @@ class Source(Generic[Packed]):
         alone = dist.get_world_size() == 1
         self.module: Packed = self._whole if alone and self._whole else load(skeleton=True)
         # Every rank exports weights by reversing the conversions that rank 0 applied to the files.
-        rules = [loading_rules(self._whole.model) if self._whole else None]
-        dist.broadcast_object_list(rules, src=0)
-        self.rules = rules[0] or []
+        self.rules = self.ask(lambda whole: loading_rules(whole.model)) or []
 
     def change(self, function: Callable[[Packed], None]) -> None:
         """Apply `function`, which adds parameters, to every copy of the model; `fill` uses rank 0's values."""

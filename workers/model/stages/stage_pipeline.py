@@ -161,11 +161,6 @@ class Stage:
         """Return the global rank with this rank's place in another stage."""
         return dist.get_global_rank(self.parallel.pipeline.get_group(), stage)
 
-    def counterpart(self, rank: int) -> int:
-        """Return the global rank of this stage with the place of `rank`."""
-        size = dist.get_world_size() // self.stages
-        return self.index * size + rank % size
-
     def to_all(self, tensor: Tensor | None, holder: int, like: Tensor, device: torch.device) -> Tensor:
         """Send `tensor`, held by the ranks of stage `holder`, to every rank. like: of its shape and dtype."""
         if self.stages == 1 and tensor is not None:
@@ -173,21 +168,6 @@ class Stage:
         tensor = torch.empty_like(like, device=device) if tensor is None else tensor.contiguous()
         dist.broadcast(tensor, group=self.parallel.pipeline.get_group(), group_src=holder)
         return tensor
-
-    def to_keeper(
-        self, tensor: Tensor | None, holder: int, keeper: int, like: Tensor, device: torch.device
-    ) -> Tensor | None:
-        """Send `tensor` of stage `holder`, from its rank with the place of `keeper`, only to that global rank."""
-        group = self.parallel.pipeline.get_group()
-        if self.stages == 1 or keeper // (dist.get_world_size() // self.stages) == holder:
-            return tensor
-        if dist.get_rank() == keeper:
-            received = torch.empty_like(like, device=device)
-            dist.recv(received, src=self.rank_of(holder), group=group)
-            return received
-        if tensor is not None:
-            dist.send(tensor.contiguous(), dst=keeper, group=group)
-        return None
 
     def of_all(self, value: Any) -> list[Any]:
         """Return the values of all stages in order, on each of them; sent as pickles."""

@@ -11,7 +11,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from tests.workers.model.ranks import RankPool
 from tests.workers.model.tiny import FAMILIES, save_tiny_model, tiny_config
 from workers.config import LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
-from workers.model.checkpoint.checkpoint_weights import converted_metadata, loading_rules, plan_conversions
+from workers.model.checkpoint.checkpoint_weights import CheckpointWeights, loading_rules
 from workers.model.engine import TrainingEngine
 
 
@@ -30,14 +30,14 @@ def build(path: str, *, lora: LoraConfig | None = None, dtype: str = "float64", 
 def test_conversions_one_by_one_are_those_of_save_pretrained(family):
     model = AutoModelForCausalLM.from_config(tiny_config(family))
     state = model.state_dict()
-    plan = plan_conversions(state, loading_rules(model))
+    weights = CheckpointWeights(model, loading_rules(model), state, dict, torch.device("cpu"), None)
     converted = {}
-    for conversion in plan:
+    for conversion in weights.plan:
         converted |= conversion.apply([state[name] for name in conversion.sources], model)
     expected = revert_weight_conversion(model, dict(state))
     assert converted.keys() == expected.keys()
     assert all(torch.equal(weight, expected[name]) for name, weight in converted.items())
-    foretold = converted_metadata(plan, state, model)
+    foretold = weights.metadata(weights.plan)
     assert [(name, weight.shape, weight.dtype) for name, weight in foretold.items()] == [
         (name, weight.shape, weight.dtype) for name, weight in converted.items()
     ]

@@ -13,8 +13,6 @@ from tests.workers.model.ranks import RankPool
 from tests.workers.model.tiny import files_beside, save_tiny_model
 from workers.config import LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from workers.errors import OutputError
-from workers.model.checkpoint import checkpoint_weights
-from workers.model.checkpoint.checkpoint_weights import gather_to
 from workers.model.checkpoint.export import INDEX
 from workers.model.engine import TrainingEngine
 
@@ -84,34 +82,19 @@ def test_what_is_written_is_what_was_read(
     assert {path.name for path in tmp_path.iterdir()} == {"source", "target"}
 
 
-def gathered_in_rounds(model: str, round_bytes: int) -> tuple[dict[str, torch.Tensor], list[int], list[int]]:
-    """The weights on rank 0; of each gather, the bytes, and how many weights of gathers before it were still there."""
-    engine, sizes, left, seen = build(model, expert_parallel=2), [], [], []
-
-    def watched(tensors: dict[str, torch.Tensor], keeper: int) -> dict[str, torch.Tensor]:
-        sizes.append(sum(tensor.nbytes for tensor in tensors.values()))
-        left.append(sum(weight() is not None for weight in seen))
-        whole = gather_to(tensors, keeper)
-        seen.extend(map(weakref.ref, whole.values()))
-        return whole
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint_weights, "ROUND_BYTES", round_bytes)
-        patch.setattr(checkpoint_weights, "gather_to", watched)
-        weights = {name: weight.clone() for name, weight in engine.named_weights(torch.float32, keeper=0)}
-    return weights, sizes, left
+def left_of_each(model: str) -> list[int]:
+    """How many whole weights given out earlier are still there whenever another is."""
+    left, seen = [], []
+    for _, weight in build(model).named_weights(torch.float32, keeper=0):
+        left.append(sum(earlier() is not None for earlier in seen))
+        seen.append(weakref.ref(weight))
+    return left
 
 
-def test_weights_are_the_same_in_few_rounds_and_in_many_and_a_round_is_gone_before_the_next(tmp_path, ranks: RankPool):
-    model = save_as(tmp_path, "qwen3_moe", "float32")
-    expected, (whole,), _ = ranks.run(gathered_in_rounds, 2, model, 2**25)[0]
-    for round_bytes in (1, 10_000):
-        weights, sizes, left = ranks.run(gathered_in_rounds, 2, model, round_bytes)[0]
-        assert sum(sizes) == whole and len(sizes) > 5
-        assert weights.keys() == expected.keys()
-        assert all(torch.equal(weights[name], weight) for name, weight in expected.items())
-        if round_bytes > 1:
-            assert max(left) <= 1, "the one that the caller has in its hand"
+def test_weights_given_out_are_freed_one_conversion_at_a_time(tmp_path, ranks: RankPool):
+    left, elsewhere = ranks.run(left_of_each, 2, save_as(tmp_path, "llama", torch.float32))
+    assert len(left) > 5 and max(left) <= 1, "the one that the caller has in its hand"
+    assert elsewhere == []
 
 
 def test_an_export_replaces_the_one_before(tmp_path):
