@@ -9,12 +9,22 @@ import pytest
 import torch
 
 from tests.gpu.test_invariance import learned
-from tests.workers.model.rows.test_prefix_rows import by_mask, computed, groups, random_inputs, stairs
+from tests.workers.model.rows.test_prefix_rows import by_mask, computed, groups, random_inputs
 from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model
+from workers.dataproto import DataProto
 from workers.model.attention.shared_attention import SharedAttention
 from workers.model.rows.prefix_rows import pack_shared
 
 DIM, BFLOAT16_ERROR = 64, 2e-2
+
+
+def stairs(depth: int) -> DataProto:
+    """Sequences of 20 tokens, each of which begins as the one before it does, for three tokens more than that one."""
+    rows = [torch.arange(20) for _ in range(depth + 1)]
+    for index, row in enumerate(rows[1:], start=1):
+        row[:] = rows[index - 1]
+        row[3 * index :] += 100
+    return DataProto.from_list([{"input_ids": row, "loss_mask": torch.arange(20) > 0} for row in rows])
 
 
 ROWS = {

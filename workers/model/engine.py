@@ -280,6 +280,11 @@ class TrainingEngine:
         if self.head != head:
             raise ConfigError(f"this engine has head={self.head!r}, and log_probs need 'lm', values 'value'")
 
+    def _check_trained(self) -> OptimizerConfig:
+        if self.optimizer_config is None:
+            raise ConfigError("this engine is frozen: it was built without an optimizer")
+        return self.optimizer_config
+
     def forward_backward(
         self,
         sequences: DataProto,
@@ -294,8 +299,7 @@ class TrainingEngine:
 
         Raises ConfigError for an engine without optimiser, DataError for missing or repeated rows.
         """
-        if self.optimizer_config is None:
-            raise ConfigError("this engine is frozen: it was built without an optimizer")
+        self._check_trained()
         if not micro_batches:
             raise DataError("a mini-batch needs at least one micro-batch on every rank, if only an empty one")
         check_sequences(sequences, self.vocabulary, self.positions)
@@ -323,9 +327,7 @@ class TrainingEngine:
         (before clipping). Raises NonFiniteError, naming the sequences, after `optimizer.max_skipped_steps` skipped
         steps in a row.
         """
-        if self.optimizer_config is None:
-            raise ConfigError("this engine is frozen: it was built without an optimizer")
-        norm = clip_over_stages(self.stage, self.module, self.optimizer_config.max_grad_norm)
+        norm = clip_over_stages(self.stage, self.module, self._check_trained().max_grad_norm)
         finite = self.nonfinite_guard.takes_step(norm, self.device)
         learning_rate = self.schedule.get_last_lr()[0]
         if finite:
@@ -387,8 +389,7 @@ class TrainingEngine:
     @cached_property
     def checkpointer(self) -> Checkpointer:
         """Return the saver and loader of training state; created collectively. Raises ConfigError if frozen."""
-        if self.optimizer_config is None:
-            raise ConfigError("this engine is frozen: it was built without an optimizer and has no state to save")
+        self._check_trained()
         return Checkpointer(self.module, self.optimizer, self.schedule, self.device, self.stage)
 
     def save_checkpoint(self, path: str | Path, *, step: int, extra: dict[str, Any] | None = None) -> None:
@@ -396,9 +397,8 @@ class TrainingEngine:
 
         extra: the caller's own state, a JSON object.
         """
-        checkpointer = self.checkpointer
         numbers = {"skipped_in_a_row": self.nonfinite_guard.in_a_row}
-        checkpointer.save(path, step=step, engine=numbers, extra=extra)
+        self.checkpointer.save(path, step=step, engine=numbers, extra=extra)
 
     def wait_for_checkpoint(self) -> None:
         """Wait for a running save; collective. Raises CheckpointError if the last save failed."""

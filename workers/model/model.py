@@ -18,7 +18,7 @@ Shapes: R rows of W cells (R = 1 when packed), N predicted tokens.
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
@@ -48,20 +48,15 @@ from workers.model.sharding.tensor_parallel import own_vocabulary
 
 log = logging.getLogger(__name__)
 
-# float64 is for tests of exactness; the configuration does not offer it.
-COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-
 Shapes = dict[str, tuple[int, ...]]
 """Of weights, by name."""
 
 
 def compute_dtype(setting: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of activations and gathered parameters for `model.dtype`."""
+    """Return the dtype of activations and gathered parameters for `model.dtype`; tests of exactness use float64."""
     if setting == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
-    if setting not in COMPUTE_DTYPES:
-        raise ConfigError(f"model.dtype={setting} is not one of auto, {', '.join(COMPUTE_DTYPES)}")
-    return COMPUTE_DTYPES[setting]
+    return getattr(torch, setting)
 
 
 class PackedModel(nn.Module):
@@ -249,45 +244,35 @@ def _is_of_a_layer(model: PreTrainedModel, weight: str) -> bool:
 
 
 def packed_causal_lm(model: PreTrainedModel, config: ModelConfig) -> PackedCausalLM:
-    return read_rows(model, config, lambda: PackedCausalLM(model, config))
+    return read_rows(PackedCausalLM(model, config), config)
 
 
 Packed = TypeVar("Packed", bound=PackedModel)
 
 
-def read_rows(model: PreTrainedModel, config: ModelConfig, wrap: Callable[[], Packed]) -> Packed:
-    """Make `model`, wrapped by `wrap`, read the rows of `config.layout`.
+def read_rows(packed: Packed, config: ModelConfig) -> Packed:
+    """Make a loaded or new model read the rows of `config.layout`, in place.
 
     Raises UnsupportedModelError if it cannot, ConfigError for settings that conflict.
     """
-    _check_layout(model.config, config)
-    if _layers(model) is None:
-        raise UnsupportedModelError(f"{type(model).__name__} has no list of layers, so it cannot be sharded by layer")
-    _check_shares(model)
+    model, layout = packed.model, config.attention_layout()
+    check_layout(model.config.get_text_config().to_dict(), layout, packed.name)
+    _check_layers(packed)
     if config.activation_offload and not config.gradient_checkpointing:
         raise ConfigError("model.activation_offload needs model.gradient_checkpointing")
-    packed = wrap()
-    if config.attention_layout() == "packed":
-        _use_packed_attention(model)
-        _check_positions(packed)
+    if layout == "packed":
+        _use_packed_attention(packed)
         check_mixers(packed.layers, model.config)
         split_by_segment(packed.layers)
     else:
-        _use_own_attention(model, config.attention, packed.required_features)
+        _use_own_attention(packed, config.attention)
     # Dropout is never active: the policy that learns must be the policy that was sampled.
     packed.eval()
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         for layer in packed.layers:
-            layer.training = (
-                True  # read by the layer itself, only to decide on checkpointing; its children stay in eval
-            )
+            layer.training = True  # read by the layer only to decide on checkpointing; its children stay in eval
     return packed
-
-
-def _check_layout(hf_config: Any, config: ModelConfig) -> None:
-    features, name = hf_config.get_text_config().to_dict(), described(hf_config)
-    check_layout(features, config.attention_layout(), name)
 
 
 def described(model: Any) -> str:
@@ -296,49 +281,43 @@ def described(model: Any) -> str:
     return f"model.path={config.name_or_path} ({config.model_type})"
 
 
-def _check_shares(model: PreTrainedModel) -> None:
-    owners = [{id(parameter) for parameter in layer.parameters()} for layer in _layers(model) or ()]
-    if sum(map(len, owners)) > len(set().union(*owners)):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has layers that share parameters, so it cannot be sharded by layer; take another "
-            "model"
-        )
+def _check_layers(packed: PackedModel) -> None:
+    problem, owners = "", [{id(parameter) for parameter in layer.parameters()} for layer in packed.layers]
+    if _layers(packed.model) is None:
+        problem = "has no list of layers"
+    elif sum(map(len, owners)) > len(set().union(*owners)):
+        problem = "has layers that share parameters"
+    if problem:
+        raise UnsupportedModelError(f"{packed.name} {problem}, so it cannot be sharded by layer; take another model")
 
 
-def _check_positions(packed: PackedModel) -> None:
-    if not packed.takes_positions:
-        raise UnsupportedModelError(
-            f"{type(packed.model).__name__} takes no position_ids, so in a packed row its positions would continue "
-            "from one sequence to the next; set model.layout=padded"
-        )
+def _use_packed_attention(packed: PackedModel) -> None:
+    packed.model.set_attn_implementation(ATTENTION_NAME)
+    problem = ""
+    if packed.model.config._attn_implementation != ATTENTION_NAME:
+        problem = "does not take an attention function, so its rows cannot be packed"
+    elif not packed.takes_positions:
+        problem = "takes no position_ids, so in a packed row positions would continue from one sequence to the next"
+    if problem:
+        raise UnsupportedModelError(f"{packed.name} {problem}; set model.layout=padded")
 
 
-def _use_packed_attention(model: PreTrainedModel) -> None:
-    model.set_attn_implementation(ATTENTION_NAME)
-    if model.config._attn_implementation != ATTENTION_NAME:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} does not take an attention function, so its rows cannot be packed; set "
-            "model.layout=padded"
-        )
-
-
-def _use_own_attention(model: PreTrainedModel, setting: str, features: frozenset[str]) -> None:
+def _use_own_attention(packed: PackedModel, setting: str) -> None:
     """Use transformers' attention for padded rows: `sdpa`, or `eager` if sdpa is missing or lacks a feature."""
-    check_kernel_features(setting, "padded", features, described(model))
+    model, features = packed.model, packed.required_features
+    check_kernel_features(setting, "padded", features, packed.name)
     wanted = ("sdpa" if features <= KERNEL_FEATURES["padded"]["sdpa"] else "eager") if setting == "auto" else setting
     try:
         model.set_attn_implementation(wanted)
     except ValueError as error:
         if setting != "auto":
             raise UnsupportedModelError(
-                f"{type(model).__name__} has no attention {wanted}: {_first_line(error)}"
+                f"{packed.name} has no attention {wanted}: {str(error).strip().splitlines()[0]}"
             ) from error
         model.set_attn_implementation("eager")  # every family accepts it
     used = model.config._attn_implementation
     if used != wanted and setting != "auto":
-        raise UnsupportedModelError(
-            f"{type(model).__name__} computes its own attention ({used}), not {wanted}; set auto"
-        )
+        raise UnsupportedModelError(f"{packed.name} computes its own attention ({used}), not {wanted}; set auto")
 
 
 def _layers(model: PreTrainedModel) -> nn.ModuleList | None:
@@ -367,10 +346,6 @@ def load_tokenizer(path: str) -> Any:
 def _check_path(path: str) -> None:
     if path in ("", "???"):
         raise ConfigError("model.path is not set; give a folder with a Hugging Face model and tokenizer")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
 
 
 BACKEND = "inductor"  # CPU tests use a backend that only traces

@@ -12,11 +12,11 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoModelForSequenceClassification
 
 from workers.config import ModelConfig
 from workers.errors import UnsupportedModelError
-from workers.model.model import PackedModel, Shapes, check_complete, load_model, read_pretrained, read_rows
+from workers.model.model import PackedModel, Shapes, check_complete, described, load_model, read_pretrained, read_rows
 from workers.model.rows.packing import ModelInput
 from workers.model.sharding.stage_layers import Passing
 
@@ -48,16 +48,12 @@ def load_value_model(
     model, missing = read_pretrained(AutoModelForSequenceClassification, config, dtype, skeleton, shapes, num_labels=1)
     head = f"{HEAD}.weight"
     check_complete(config.path, [name for name in missing if name != head])
-    packed = packed_value_model(model, config)
+    if not hasattr(model, HEAD):
+        raise UnsupportedModelError(f"{described(model)} has no linear head named {HEAD}")
+    packed = read_rows(PackedValueModel(model, config.activation_offload), config)
     if head in missing:
         torch.nn.init.zeros_(getattr(model, HEAD).weight)
     return packed
-
-
-def packed_value_model(model: PreTrainedModel, config: ModelConfig) -> PackedValueModel:
-    if not hasattr(model, HEAD):
-        raise UnsupportedModelError(f"{type(model).__name__} has no linear head named {HEAD}")
-    return read_rows(model, config, lambda: PackedValueModel(model, config.activation_offload))
 
 
 LOADERS: dict[str, Callable[..., PackedModel]] = {"lm": load_model, "value": load_value_model}

@@ -41,6 +41,8 @@ class SharedAttention:
 
     def __init__(self, row: SharedRow, device: torch.device) -> None:
         self._row, self._device = row, device
+        self._trees = list(trees_of(row))
+        self._widest_by_tree, self._widest_by_path = widest_by_tree(self._trees), widest_by_path(row)
         self._masks: list[Tensor | None] = []
 
     @cached_property
@@ -50,18 +52,6 @@ class SharedAttention:
     @cached_property
     def _paths(self) -> tuple[Block, ...]:
         return (path_block(self._row, self._device),)
-
-    @cached_property
-    def _widest_by_path(self) -> int:
-        return widest_by_path(self._row)
-
-    @cached_property
-    def _trees(self) -> list["Tree"]:
-        return list(trees_of(self._row))
-
-    @cached_property
-    def _widest_by_tree(self) -> int:
-        return widest_by_tree(self._trees)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """query [1, H, W, D], key and value [1, K, W, D] -> [1, W, H, D]."""
@@ -170,7 +160,7 @@ def attention_blocks(row: SharedRow, queries: Stripe, keys: Stripe, device: torc
     cells = row.padded_lengths[0] // queries.size
     blocks = [_block([_causal(run, queries, keys) for run in (*runs, padding)], device, causal_over=cells)]
     for level in range(1, max(run.level for run in row.runs) + 1):
-        seen = [(queries.of(seeing), keys.of(beginning)) for seeing, beginning in _level(row.runs, level)]
+        seen = [(queries.of(seeing), keys.of(prefix)) for seeing, prefix in _level(row.runs, level)]
         blocks.append(_block(seen, device))
     return tuple(block for block in blocks if block)
 
@@ -187,13 +177,13 @@ def _causal(run: range, queries: Stripe, keys: Stripe) -> tuple[range, range]:
 def _level(runs: Sequence[Run], level: int) -> list[tuple[range, range]]:
     """Return (queries, keys): a prefix is seen by the runs that continue it, directly or not."""
     stops: dict[tuple[int, int], list[int]] = {}  # by prefix: start and stop of the cells that see it
-    beginning = (-1, 0)
+    prefix = (-1, 0)
     for run in runs:
         if run.level == level:
-            beginning = (run.parent, run.shared)
-            stops.setdefault(beginning, [run.first, run.first])
+            prefix = (run.parent, run.shared)
+            stops.setdefault(prefix, [run.first, run.first])
         if run.level >= level:
-            stops[beginning][1] = run.first + run.length
+            stops[prefix][1] = run.first + run.length
     return [
         (range(*seeing), range(runs[parent].first, runs[parent].first + shared))
         for (parent, shared), seeing in stops.items()

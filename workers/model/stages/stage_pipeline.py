@@ -95,8 +95,9 @@ class Stage:
 
     def __init__(self, packed: PackedModel, parallel: Parallel, *, checkpointing: bool) -> None:
         pipeline = parallel.pipeline
-        self.parallel, self.index = parallel, pipeline.get_local_rank()
-        self.schedule = Pipeline(pipeline.size(), parallel.config.virtual_stages)
+        self.parallel, self.index, self.stages = parallel, pipeline.get_local_rank(), pipeline.size()
+        self.is_first, self.is_last = self.index == 0, self.index == self.stages - 1
+        self.schedule = Pipeline(self.stages, parallel.config.virtual_stages)
         self.hidden_size: int = packed.model.config.get_text_config().hidden_size
         self.tied: tuple[str, str] | None = None
         self._form: Form | None = None
@@ -110,18 +111,6 @@ class Stage:
         self._stage_of_layer = {
             index: number % self.stages for number, part in enumerate(every) for index in part.layers
         }
-
-    @property
-    def stages(self) -> int:
-        return self.schedule.stages
-
-    @property
-    def is_first(self) -> bool:
-        return self.index == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.index == self.stages - 1
 
     def holder_of(self, name: str) -> int:
         """Return the stage that holds the model's tensor `name`; buffers outside the layers are everywhere."""

@@ -1,8 +1,7 @@
-"""Rows in which what sequences begin with is one run of cells, and attention over them."""
+"""Rows in which sequences share their prefixes, and attention over them."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from itertools import product
 from queue import Queue
 
 import numpy as np
@@ -16,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from balancing import plan_batch
 from balancing.alignment import zigzag_positions
 from balancing.prefixes import fewest_worth_sharing
+from tests.refusals import refused
 from tests.workers.model.tiny import (
     random_sequences,
     relative_error,
@@ -23,7 +23,7 @@ from tests.workers.model.tiny import (
 )
 from workers.config import ModelConfig
 from workers.dataproto import DataProto
-from workers.errors import ConfigError, DataError, UnsupportedModelError
+from workers.errors import UnsupportedModelError
 from workers.model.attention import flash_kernels as merged_attention
 from workers.model.attention import ring_attention, shared_attention
 from workers.model.attention.attention import PackedAttention
@@ -76,56 +76,38 @@ def test_a_row_computes_each_shared_token_once():
     row = pack_shared(sequences)
     assert letters(row) == "pppaabbcdd"
     assert row.position_ids[0].tolist() == [0, 1, 2, 3, 4, 3, 4, 5, 5, 6]
-    assert paths(row, sequences) == [[0, 1, 2, 5, 6, 7], [0, 1, 2, 3, 4], [0, 1, 2, 5, 6, 8, 9]]
+    assert row.cells.tolist() == [0, 1, 2, 5, 6, 7, 0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 8, 9]
     assert [(run.parent, run.shared, run.level) for run in row.runs] == [(-1, 0, 0), (0, 3, 1), (1, 2, 2)]
     assert list(row.shared) == [0, 3, 5]
     assert read_last(row, sequences).predicting.tolist() == [7, 4, 9]
+    # The last p predicts the first token of every response.
+    assert row.predicting.tolist() == [0, 1, 2, 5, 6, 0, 1, 2, 3, 0, 1, 2, 5, 6, 8]
+    assert "".join(map(chr, row.targets.tolist())) == "ppbbcppaappbbdd"
+    assert row.sequence_index.tolist() == [0] * 5 + [1] * 4 + [2] * 6
+    padded = pack_shared(sequences_of("pppaa", "pppb"), multiple=4)
+    assert (padded.input_ids.shape, padded.lengths, padded.padded_lengths) == ((1, 8), (6,), (8,))
 
 
-def test_the_last_token_of_a_prompt_predicts_the_first_of_every_response():
-    row = pack_shared(sequences_of("ppa", "ppb"))
-    assert row.predicting.tolist() == [0, 1, 0, 1]
-    assert [chr(token) for token in row.targets.tolist()] == ["p", "a", "p", "b"]
-    assert row.sequence_index.tolist() == [0, 0, 1, 1]
-
-
-def test_short_beginnings_are_computed_again():
-    sequences = sequences_of("pppaab", "pppaac", "pppd", "pq")
-    assert letters(pack_shared(sequences, minimum=1)) == "pppaabcdq"
-    assert letters(pack_shared(sequences, minimum=2)) == "pppaabcdpq"  # aa is two more than ppp; p is one
-    assert letters(pack_shared(sequences, minimum=4)) == "pppaabcpppdpq"  # ppp alone is too short for d
-    assert not pack_shared(sequences, minimum=6).shares
-
-
-def test_beginnings_that_are_short_beside_what_follows_are_computed_again():
-    """Up to 16 tokens of its own for each that is shared."""
-    assert pack_shared(sequences_of("p" + "a" * 16, "p" + "b" * 16)).shares
-    assert not pack_shared(sequences_of("p" + "a" * 16, "p" + "b" * 17)).shares
-
-
-def test_equal_sequences_share_all_but_their_last_token():
-    row = pack_shared(sequences_of("abc", "abc", "abc"))
-    assert letters(row) == "abccc"
-    assert row.cells[[2, 5, 8]].tolist() == [2, 3, 4]
-
-
-def test_a_row_is_padded_once():
-    row = pack_shared(sequences_of("pppaa", "pppb"), multiple=4)
-    assert row.input_ids.shape == (1, 8)
-    assert row.lengths == (6,)
-    assert row.padded_lengths == (8,)
-
-
-def test_a_first_token_in_the_loss_is_refused():
-    sequences = sequences_of("ab", "ac")
-    sequences.tokens["loss_mask"][2] = True
-    with pytest.raises(DataError, match="sequence 1"):
-        pack_shared(sequences)
+@pytest.mark.parametrize(
+    ("sequences", "minimum", "row"),
+    [
+        (["pppaab", "pppaac", "pppd", "pq"], 1, "pppaabcdq"),
+        (["pppaab", "pppaac", "pppd", "pq"], 2, "pppaabcdpq"),  # aa is two more than ppp; p is one
+        (["pppaab", "pppaac", "pppd", "pq"], 4, "pppaabcpppdpq"),  # ppp alone is too short for d
+        (["pppaab", "pppaac", "pppd", "pq"], 6, "pppaabpppaacpppdpq"),
+        # up to 16 own tokens for each that is shared
+        (["p" + "a" * 16, "p" + "b" * 16], 1, "p" + "a" * 16 + "b" * 16),
+        (["p" + "a" * 16, "p" + "b" * 17], 1, "p" + "a" * 16 + "p" + "b" * 17),
+        (["abc", "abc", "abc"], 1, "abccc"),  # equal sequences share all but their last token
+    ],
+)
+def test_prefixes_that_are_too_short_are_computed_again(sequences, minimum, row):
+    assert letters(pack_shared(sequences_of(*sequences), minimum=minimum)) == row
 
 
 @given(st.integers(0, 2**31), st.integers(1, 12), st.integers(1, 5), st.sampled_from([1, 4]))
 @settings(deadline=None, max_examples=60)
-def test_random_tries_give_back_every_sequence(seed, count, minimum, multiple):
+def test_random_trees_give_back_every_sequence(seed, count, minimum, multiple):
     sequences = random_sequences(count, seed, branching=True)
     row = pack_shared(sequences, multiple, minimum)
     used = sum(run.length for run in row.runs)
@@ -344,31 +326,8 @@ def test_sharing_by_ring_in_half_precision_is_off_by_rounding_alone():
         assert relative_error(one.double(), other) < 2e-2
 
 
-def stairs(depth: int) -> DataProto:
-    """Sequences of 20 tokens, each of which begins as the one before it does, for three tokens more than that one."""
-    rows = [torch.arange(20) for _ in range(depth + 1)]
-    for index, row in enumerate(rows[1:], start=1):
-        row[:] = rows[index - 1]
-        row[3 * index :] += 100
-    return DataProto.from_list([{"input_ids": row, "loss_mask": torch.arange(20) > 0} for row in rows])
-
-
-@pytest.mark.parametrize("depth", [1, 2, 3, 4])
-def test_rows_of_every_depth_by_one_rank_and_by_ring_equal_a_mask(depth, monkeypatch):
-    row = pack_shared(stairs(depth), 8)
-    assert max(run.level for run in row.runs) == depth
-    assert sum(run.length for run in row.runs) == 20 * (depth + 1) - sum(row.shared)
-    inputs = random_inputs(row, (4, 2), seed=depth)
-    expected = by_mask(row, inputs)
-    for way in WAYS:
-        monkeypatch.setattr(SharedAttention, "_way", lambda *_, way=way: way)
-        assert_equal(computed(SharedAttention(row, CPU), inputs), expected)
-    assert_equal(by_ring(row, inputs, 4), expected)
-
-
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_of_a_ring_have_as_many_cells_of_every_run_and_compute_each_pair_once(size):
-    """To one cell of a run. Pairs of a query and a key."""
     row = pack_shared(random_sequences(30, seed=3, branching=True), 2 * size)
     held = [row.cells_of(size, rank) for rank in range(size)]
     for run in row.runs:
@@ -458,20 +417,16 @@ ON_CPU = {"recurrent": False, "cuda": False, "half": False}
 )
 def test_what_cannot_share_says_why_or_does_without(settings, features, facts, reason):
     arguments = (frozenset(features), "the model")
+    assert shares_prefixes(ModelConfig(path=""), frozenset(), "the model", **ON_CPU)
+    assert shares_prefixes(ModelConfig(path=""), frozenset(), "the model", **ON_CPU | {"cuda": True, "half": True})
     assert not shares_prefixes(ModelConfig(path="", **settings), *arguments, **ON_CPU | facts)
-    with pytest.raises(ConfigError, match=reason):
+    with refused(reason):
         shares_prefixes(ModelConfig(path="", share_prefixes="always", **settings), *arguments, **ON_CPU | facts)
     assert not shares_prefixes(ModelConfig(path="", share_prefixes="never", **settings), *arguments, **ON_CPU | facts)
 
 
-def test_plain_models_share():
-    for cuda, half in product([False, True], [True]):
-        arguments = (frozenset[str](), "the model")
-        assert shares_prefixes(ModelConfig(path=""), *arguments, recurrent=False, cuda=cuda, half=half)
-
-
 def test_a_model_that_shares_wrongly_is_refused_at_load(tmp_path, monkeypatch):
-    """The proof has two sequences that begin alike."""
+    """The check has two sequences with a common prefix."""
     config = ModelConfig(path=save_tiny_model(tmp_path / "model"), dtype="float32")
     packed = load_model(config, torch.float32)
     assert check_numerics(packed, config).largest < 1e-4
@@ -482,7 +437,7 @@ def test_a_model_that_shares_wrongly_is_refused_at_load(tmp_path, monkeypatch):
 
 
 def own_only(runs: tuple[Run, ...]) -> list[tuple[range, range]]:
-    """A wrong level: the last run sees its own first token once more, in place of what it begins with."""
+    """A wrong level: the last run sees its own first token once more, in place of its prefix."""
     first = range(runs[-1].first, runs[-1].first + 1)
     return [(first, first)]
 

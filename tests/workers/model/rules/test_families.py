@@ -134,7 +134,7 @@ def bloom() -> PreTrainedModel:
 
 def test_p1_a_model_that_cannot_pack_is_refused_by_name_and_runs_padded():
     model, sequences = bloom(), random_sequences()
-    with pytest.raises(UnsupportedModelError, match=r"BloomForCausalLM does not take .* model\.layout=padded"):
+    with pytest.raises(UnsupportedModelError, match=r"\(bloom\) does not take .* model\.layout=padded"):
         packed_causal_lm(model, ModelConfig())
     # Its softmax, too, is taken in float32.
     padded(model, sequences, multiple=8).assert_equals(unpacked(model, sequences), 1e-5)

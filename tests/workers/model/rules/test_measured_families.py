@@ -42,8 +42,8 @@ def test_rows_of_either_layout_are_computed_as_sequences_alone(tmp_path, model_t
 @pytest.mark.parametrize(
     ("model_type", "changes", "reason"),
     [
-        ("mamba", {}, r"MambaForCausalLM takes no position_ids, .*; set model\.layout=padded"),
-        ("bart", {}, r"BartForCausalLM takes no position_ids, .*; set model\.layout=padded"),
+        ("mamba", {}, r"\(mamba\) takes no position_ids, .*; set model\.layout=padded"),
+        ("bart", {}, r"\(bart\) takes no position_ids, .*; set model\.layout=padded"),
         ("llama4_text", {}, r"with chunked_attention, attn_temperature_tuning, which model\.layout=packed does"),
         (
             "llama4_text",
