@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -6,10 +7,10 @@ from safetensors.torch import load_file, save_file
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
+from tests.refusals import refused
 from tests.workers.model.tiny import save_tiny_model, tiny_config
 from workers.config import ModelConfig
 from workers.dataproto import DataProto
-from workers.errors import ConfigError
 from workers.model.model import compute_dtype, load_model, load_tokenizer
 from workers.model.rows.packing import pack
 
@@ -20,10 +21,8 @@ def path(tmp_path):
 
 
 def test_dropout_is_never_active(path):
-    with open(f"{path}/config.json") as file:
-        config = json.load(file)
-    with open(f"{path}/config.json", "w") as file:
-        json.dump({**config, "attention_dropout": 0.5}, file)
+    file = Path(path) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"attention_dropout": 0.5}))
     model = load_model(ModelConfig(path=path, gradient_checkpointing=True), torch.float32)
     attention_modules = [layer.self_attn for layer in model.layers]
     assert all(module.attention_dropout == 0.5 and not module.training for module in attention_modules)
@@ -39,15 +38,14 @@ def test_loads_in_the_asked_type_without_garbage_in_buffers(path):
 
 @pytest.mark.parametrize("missing", ["", "???"])
 def test_an_unset_path_is_named(missing):
-    with pytest.raises(ConfigError, match=r"model\.path"):
+    with refused("model.path"):
         load_model(ModelConfig(path=missing), torch.float32)
 
 
 def test_a_missing_folder_is_one_line(tmp_path):
     for load in (lambda path: load_model(ModelConfig(path=path), torch.float32), load_tokenizer):
-        with pytest.raises(ConfigError, match=r"model\.path=.*nowhere") as error:
+        with refused(f"model.path={tmp_path / 'nowhere'}"):
             load(str(tmp_path / "nowhere"))
-        assert "\n" not in str(error.value)
 
 
 def test_a_model_of_the_hub_is_read_from_the_cache_without_a_request(tmp_path, monkeypatch):
@@ -69,7 +67,7 @@ def test_a_model_of_the_hub_is_read_from_the_cache_without_a_request(tmp_path, m
 
 def test_a_folder_without_tokenizer_is_refused(tmp_path):
     AutoModelForCausalLM.from_config(tiny_config()).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="tokenizer"):
+    with refused("tokenizer"):
         load_tokenizer(str(tmp_path))
 
 
@@ -77,7 +75,7 @@ def test_weights_missing_from_the_file_are_not_made_up(path):
     weights = load_file(f"{path}/model.safetensors")
     del weights["model.norm.weight"]
     save_file(weights, f"{path}/model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=r"model\.norm\.weight"):
+    with refused("model.norm.weight"):
         load_model(ModelConfig(path=path), torch.float32)
 
 

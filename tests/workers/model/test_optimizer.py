@@ -1,9 +1,9 @@
 import pytest
 import torch
 
+from tests.refusals import refused
 from workers.config import OptimizerConfig
-from workers.errors import ConfigError
-from workers.model.optimizer import learning_rate_factor, make_optimizer, make_schedule, resume_schedule
+from workers.model.optimizer import make_optimizer, make_schedule, resume_schedule
 
 
 def factors(config: OptimizerConfig, total_steps: int) -> list[float]:
@@ -18,21 +18,22 @@ def factors(config: OptimizerConfig, total_steps: int) -> list[float]:
     return used
 
 
-def test_warm_up_rises_in_equal_stairs_and_starts_above_zero():
-    assert factors(OptimizerConfig(warmup_steps=3), 6) == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1])
+ENDS_HIGH = {"final_learning_rate_ratio": 0.2, "total_steps": 4}
 
 
-def test_linear_and_cosine_fall_from_the_peak_towards_zero():
-    assert factors(OptimizerConfig(schedule="linear"), 4) == pytest.approx([1, 0.75, 0.5, 0.25])
-    assert factors(OptimizerConfig(schedule="cosine"), 4) == pytest.approx([1, 0.853553, 0.5, 0.146447], abs=1e-6)
-
-
-def test_linear_and_cosine_end_at_the_final_ratio_and_stay_there():
-    ends_high = {"final_learning_rate_ratio": 0.2, "total_steps": 4}
-    assert factors(OptimizerConfig(schedule="linear", **ends_high), 6) == pytest.approx([1, 0.8, 0.6, 0.4, 0.2, 0.2])
-    assert factors(OptimizerConfig(schedule="cosine", **ends_high), 6) == pytest.approx(
-        [1, 0.2 + 0.8 * 0.853553, 0.6, 0.2 + 0.8 * 0.146447, 0.2, 0.2], abs=1e-6
-    )
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (OptimizerConfig(warmup_steps=3), [0.25, 0.5, 0.75, 1, 1, 1]),
+        (OptimizerConfig(schedule="linear"), [1, 0.75, 0.5, 0.25]),
+        (OptimizerConfig(schedule="cosine"), [1, 0.853553, 0.5, 0.146447]),
+        (OptimizerConfig(schedule="linear", **ENDS_HIGH), [1, 0.8, 0.6, 0.4, 0.2, 0.2]),
+        (OptimizerConfig(schedule="cosine", **ENDS_HIGH), [1, 0.8828427, 0.6, 0.3171573, 0.2, 0.2]),
+        (OptimizerConfig(schedule="linear", total_steps=2), [1, 0.5, 0, 0]),  # wins over the length of the run
+    ],
+)
+def test_schedules_warm_up_and_fall_to_their_final_ratio(config, expected):
+    assert factors(config, len(expected)) == pytest.approx(expected, abs=1e-6)
 
 
 def test_a_schedule_resumes_where_it_was_and_goes_on_as_if_it_had_never_stopped():
@@ -48,14 +49,8 @@ def test_a_schedule_resumes_where_it_was_and_goes_on_as_if_it_had_never_stopped(
     assert used == factors(config, 8)[3:]
 
 
-def test_the_configured_end_wins_over_the_length_of_the_run_and_holds_after_it():
-    config = OptimizerConfig(schedule="linear", total_steps=2)
-    assert factors(config, 4) == pytest.approx([1, 0.5, 0, 0])
-    assert learning_rate_factor(100, config, 2) == 0
-
-
 def test_a_schedule_that_ends_within_its_warm_up_is_refused():
-    with pytest.raises(ConfigError, match=r"optimizer\.warmup_steps"):
+    with refused("policy.optimizer.warmup_steps"):
         factors(OptimizerConfig(schedule="cosine", warmup_steps=5), 5)
 
 

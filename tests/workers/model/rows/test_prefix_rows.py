@@ -61,15 +61,6 @@ def letters(row: SharedRow) -> str:
     return "".join(chr(token) for token in row.input_ids[0].tolist())
 
 
-def paths(row: SharedRow, sequences: DataProto) -> list[list[int]]:
-    """The cells of every sequence, found again from the cells that predict its tokens."""
-    cells = row.predicting.split((sequences.lengths - 1).tolist())
-    return [
-        [*part.tolist(), last]
-        for part, last in zip(cells, row.cells[sequences.lengths.cumsum(0) - 1].tolist(), strict=True)
-    ]
-
-
 def test_a_row_computes_each_shared_token_once():
     """The picture of the module."""
     sequences = sequences_of("pppbbc", "pppaa", "pppbbdd")
