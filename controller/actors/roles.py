@@ -21,7 +21,7 @@ from controller.actors.rewards import RewardPool
 from controller.actors.worker_group import Share, WorkerGroup
 from controller.config import Config, TrainingConfig
 from controller.config.file import value_of
-from controller.config.training import ReferenceSettings, counted
+from controller.config.training import counted
 from controller.engines.engine_calls import MakeActor
 from controller.engines.engine_pool import EnginePool
 from controller.engines.fleet import RestartBudget
@@ -372,9 +372,7 @@ def start_training_roles(
         arguments = _model_arguments(config, config.model, config.policy)
         arguments |= _learning(config, config.policy.optimizer, total_steps)
         policy = starter.built_policy(starter.group("policy", worker_class, arguments))
-        reference = None
-        if isinstance(config, ReferenceSettings) and config.starts_reference:
-            reference = _reference(starter, config)
+        reference = _reference(starter, config) if config.starts_reference else None
         yield TrainingRoles(policy, reference)
 
 
@@ -402,7 +400,7 @@ def new_policy(starter: Starter, config: TrainingConfig, total_steps: int) -> Wo
     return starter.group("policy", PolicyWorker, arguments)
 
 
-def _reference(starter: Starter, config: ReferenceSettings) -> WorkerGroup:
+def _reference(starter: Starter, config: TrainingConfig) -> WorkerGroup:
     arguments = _model_arguments(config, config.reference_model, config.reference)
     return starter.built("reference", ReferenceWorker, arguments)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from controller.config.conditions import CONDITIONS, FORWARD_PASSES
 from controller.config.sections import BalanceConfig, BaseRunConfig, ResourcesConfig, TrackingConfig
-from controller.config.training import Limits, ReferenceSettings, TrainingConfig, counted
+from controller.config.training import Limits, TrainingConfig, counted
 from workers.config import ModelConfig, OptimizerConfig, PolicyConfig, ReferenceConfig, SupervisedLossConfig, setting
 
 
@@ -180,12 +180,12 @@ class SftConfig(OfflineConfig):
     @property
     def limits(self) -> dict[str, Limits]:
         """Limits of each pass's micro-batches; `policy.log_probs` is validation's."""
-        there = ("policy.update", "policy.log_probs") if self.data.validation else ("policy.update",)
-        return {name: self.policy_limits[name] for name in there}
+        found = super().limits
+        return found if self.data.validation else {"policy.update": found["policy.update"]}
 
 
 @dataclass
-class PreferencesConfig(OfflineConfig, ReferenceSettings):
+class PreferencesConfig(OfflineConfig):
     """All settings of preference optimisation."""
 
     conditions = CONDITIONS | {
@@ -223,8 +223,3 @@ class PreferencesConfig(OfflineConfig, ReferenceSettings):
     def uses_reference(self) -> bool:
         """Whether the loss compares with the reference."""
         return self.loss.name != "simpo"
-
-    @property
-    def limits(self) -> dict[str, Limits]:
-        """Limits of each pass's micro-batches."""
-        return self.policy_limits | self.reference_limits

@@ -26,7 +26,7 @@ from controller.config.sections import (
     TrackingConfig,
     ValidationConfig,
 )
-from controller.config.training import Limits, ReferenceSettings, TrainingConfig, counted
+from controller.config.training import TrainingConfig, counted
 from workers.config import (
     CriticConfig,
     LossConfig,
@@ -40,7 +40,7 @@ Schema = TypeVar("Schema", bound=TrainingConfig)
 
 
 @dataclass
-class Config(ReferenceSettings):
+class Config(TrainingConfig):
     """All settings of a run, and values derived from them."""
 
     only_with = (("reference", "reference"), ("algorithm.advantage=gae", "critic"), ("data.validation", "validation"))
@@ -180,39 +180,6 @@ class Config(ReferenceSettings):
         return self.batch.mini_batches * self.batch.epochs
 
     @property
-    def critic_max_tokens(self) -> int:
-        """Cap on packed tokens of the critic's training micro-batches."""
-        return self.critic.max_tokens_per_micro_batch or self.policy.max_tokens_per_micro_batch
-
-    @property
-    def critic_forward_max_tokens(self) -> int:
-        """Cap on packed tokens of the critic's forward-only micro-batches."""
-        return self.critic.forward_max_tokens_per_micro_batch or self.critic_max_tokens
-
-    @property
-    def limits(self) -> dict[str, Limits]:
-        """Limits of each pass's micro-batches, by role and pass, such as `policy.update`."""
-        critic, most = self.critic, self.policy.max_sequences_per_micro_batch
-        found = self.policy_limits | self.reference_limits
-        if self.uses_critic:
-            most_of_critic = critic.max_sequences_per_micro_batch or most
-            found["critic.update"] = self._training(
-                "critic.max_tokens_per_micro_batch", self.critic_max_tokens, most_of_critic
-            )
-            found["critic.values"] = self._forward(
-                "critic.forward_max_tokens_per_micro_batch",
-                self.critic_forward_max_tokens,
-                critic.forward_max_sequences_per_micro_batch or most_of_critic,
-            )
-        if self.uses_reward_model:
-            found["reward_model.scores"] = self._forward(
-                "reward.model.max_tokens_per_micro_batch",
-                self.reward_model_max_tokens,
-                self.reward.model.max_sequences_per_micro_batch or most,
-            )
-        return found
-
-    @property
     def total_optimizer_steps(self) -> int:
         """Optimiser steps of the policy's learning rate schedule."""
         learning = self.run.steps - self.critic.warmup_steps
@@ -251,25 +218,9 @@ class Config(ReferenceSettings):
         return self.model.of_another_role(self.reward.model.path)
 
     @property
-    def reward_model_max_tokens(self) -> int:
-        """Cap on packed tokens of the reward model's micro-batches."""
-        return self.reward.model.max_tokens_per_micro_batch or self.policy.max_tokens_per_micro_batch
-
-    @property
     def critic_model(self) -> ModelConfig:
         """Critic's model: model.* with critic.path if set, without adapters."""
         return self.model.of_another_role(self.critic.path)
-
-    @property
-    def training_roles(self) -> tuple[str, ...]:
-        """Roles that share the bundles of the training pool, rank by rank."""
-        there = {
-            "policy": True,
-            "reference": self.starts_reference,
-            "critic": self.uses_critic,
-            "reward_model": self.uses_reward_model,
-        }
-        return tuple(role for role, used in there.items() if used)
 
     @property
     def rollout_placement(self) -> str:

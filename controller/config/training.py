@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from controller.config.conditions import CONDITIONS
+from controller.config.file import value_of
 from controller.config.model_files import read_model_files
 from controller.config.sections import BalanceConfig, BaseRunConfig, ResourcesConfig, TrackingConfig
 from workers.config import ModelConfig, PolicyConfig, ReferenceConfig
@@ -20,6 +21,17 @@ from workers.config import ModelConfig, PolicyConfig, ReferenceConfig
 def counted(number: int, noun: str) -> str:
     """Write a number with its noun: `1 engine`, `2 engines`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+PASSES = {
+    "policy.update": ("policy.max",),
+    "policy.log_probs": ("policy.forward_max", "policy.max"),
+    "reference.log_probs": ("reference.forward_max", "policy.max"),
+    "critic.update": ("critic.max", "policy.max"),
+    "critic.values": ("critic.forward_max", "critic.max", "policy.max"),
+    "reward_model.scores": ("reward.model.max", "policy.max"),
+}
+"""Passes over a batch, by role, with the settings that cap their micro-batches. The first above 0 counts."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +56,7 @@ class TrainingConfig:
     run: BaseRunConfig
     model: ModelConfig
     policy: PolicyConfig
+    reference: ReferenceConfig  # not in all commands, see `uses_reference`
     balance: BalanceConfig
     resources: ResourcesConfig
     tracking: TrackingConfig
@@ -93,51 +106,61 @@ class TrainingConfig:
         raise NotImplementedError
 
     @property
-    def caps(self) -> dict[str, int]:
-        """Caps on packed tokens that apply to this run, by setting."""
-        return {limits.cap: limits.max_tokens for limits in self.limits.values()}
-
-    @property
     def limits(self) -> dict[str, Limits]:
         """Limits of each pass's micro-batches, by role and pass, such as `policy.update`."""
-        raise NotImplementedError
+        used = {
+            "policy": True,
+            "reference": self.uses_reference,
+            "critic": self.uses_critic,
+            "reward_model": self.uses_reward_model,
+        }
+        return {name: self._limits(name, keys) for name, keys in PASSES.items() if used[name.partition(".")[0]]}
+
+    def _limits(self, name: str, keys: tuple[str, ...]) -> Limits:
+        tokens, sequences = (
+            next(filter(None, (value_of(self, f"{key}_{unit}_per_micro_batch") for key in keys)), 0)
+            for unit in ("tokens", "sequences")
+        )
+        forward = not name.endswith(".update")
+        least = self.policy.forward_min_micro_batches if forward else self.policy.min_micro_batches
+        layout, multiple = self.model.rows(forward=forward)
+        return Limits(f"{keys[0]}_tokens_per_micro_batch", tokens, sequences, least, layout, self._multiple(multiple))
 
     @property
-    def policy_limits(self) -> dict[str, Limits]:
-        """`limits` of the policy."""
-        policy = self.policy
-        return {
-            "policy.update": self._training(
-                "policy.max_tokens_per_micro_batch",
-                policy.max_tokens_per_micro_batch,
-                policy.max_sequences_per_micro_batch,
-            ),
-            "policy.log_probs": self._forward(
-                "policy.forward_max_tokens_per_micro_batch",
-                self.forward_max_tokens,
-                policy.forward_max_sequences_per_micro_batch or policy.max_sequences_per_micro_batch,
-            ),
-        }
+    def uses_reference(self) -> bool:
+        """Whether the reference's log-probs are needed."""
+        return False
 
-    def _training(self, cap: str, tokens: int, sequences: int) -> Limits:
-        return self._limits(cap, tokens, sequences, self.policy.min_micro_batches, forward=False)
+    @property
+    def uses_critic(self) -> bool:
+        """Whether advantages come from a critic."""
+        return False
 
-    def _forward(self, cap: str, tokens: int, sequences: int) -> Limits:
-        return self._limits(cap, tokens, sequences, self.policy.forward_min_micro_batches, forward=True)
-
-    def _limits(self, cap: str, tokens: int, sequences: int, count: int, *, forward: bool) -> Limits:
-        layout, multiple = self.model.rows(forward=forward)
-        return Limits(cap, tokens, sequences, count, layout, self._multiple(multiple))
+    @property
+    def uses_reward_model(self) -> bool:
+        """Whether a model's score is part of the reward."""
+        return False
 
     @property
     def starts_reference(self) -> bool:
-        """Whether the reference is a separate role."""
-        return False
+        """Whether the reference is a separate role. With adapters, the reference is the policy without them."""
+        return self.uses_reference and not (self.model.lora.rank and not self.reference.path)
+
+    @property
+    def reference_model(self) -> ModelConfig:
+        """Reference model: model.* without adapters, with reference.path if set."""
+        return self.model.of_another_role(self.reference.path)
 
     @property
     def training_roles(self) -> tuple[str, ...]:
         """Roles that share the bundles of the training pool, rank by rank."""
-        return ("policy", "reference") if self.starts_reference else ("policy",)
+        used = {
+            "policy": True,
+            "reference": self.starts_reference,
+            "critic": self.uses_critic,
+            "reward_model": self.uses_reward_model,
+        }
+        return tuple(role for role in used if used[role])
 
     @property
     def colocated_engines(self) -> tuple[int, int]:
@@ -189,11 +212,6 @@ class TrainingConfig:
     def refits_cost_model(self) -> bool:
         """Whether plans follow measured times: balance.fit_cost_model; `auto` means on GPUs."""
         return self.balance.fit_cost_model == "always" or (self.balance.fit_cost_model == "auto" and self.uses_gpus)
-
-    @property
-    def forward_max_tokens(self) -> int:
-        """Cap on packed tokens of the policy's forward-only micro-batches."""
-        return self.policy.forward_max_tokens_per_micro_batch or self.policy.max_tokens_per_micro_batch
 
     def model_description(self) -> dict[str, Any]:
         """Read config.json of model.path. Raises ConfigError if it is missing."""
@@ -259,44 +277,6 @@ class TrainingConfig:
         if self.is_described:
             return self.described_gpus
         return 0 if self.joins_cluster else visible_gpus()
-
-
-class ReferenceSettings(TrainingConfig):
-    """Base of settings with a frozen reference."""
-
-    reference: ReferenceConfig
-
-    @property
-    def uses_reference(self) -> bool:
-        """Whether the reference's log-probs are needed."""
-        raise NotImplementedError
-
-    @property
-    def starts_reference(self) -> bool:
-        """Whether the reference is a separate role. With adapters, the reference is the policy without them."""
-        return self.uses_reference and not (self.model.lora.rank and not self.reference.path)
-
-    @property
-    def reference_model(self) -> ModelConfig:
-        """Reference model: model.* without adapters, with reference.path if set."""
-        return self.model.of_another_role(self.reference.path)
-
-    @property
-    def reference_max_tokens(self) -> int:
-        """Cap on packed tokens of the reference's micro-batches."""
-        return self.reference.forward_max_tokens_per_micro_batch or self.policy.max_tokens_per_micro_batch
-
-    @property
-    def reference_limits(self) -> dict[str, Limits]:
-        """Limits of the reference; empty without one."""
-        if not self.uses_reference:
-            return {}
-        sequences = self.reference.forward_max_sequences_per_micro_batch or self.policy.max_sequences_per_micro_batch
-        return {
-            "reference.log_probs": self._forward(
-                "reference.forward_max_tokens_per_micro_batch", self.reference_max_tokens, sequences
-            )
-        }
 
 
 def visible_gpus() -> int:

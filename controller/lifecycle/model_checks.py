@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from controller.config import Config, TrainingConfig
 from controller.config.model_files import read_model_files, weight_bytes
 from controller.config.sampler import SamplerConfig
-from controller.config.training import ReferenceSettings
 from controller.preflight.engine_checks import response_limit
 from workers.config import ModelConfig
 from workers.errors import BallastError, ConfigError
@@ -45,13 +44,17 @@ class Role:
 
 def _roles(config: TrainingConfig) -> list[Role]:
     """Return the models of the training roles, each once."""
-    roles = {"policy": Role("model.path", config.model)}
-    if isinstance(config, ReferenceSettings):
-        roles["reference"] = Role("reference.path", config.reference_model)
-    if isinstance(config, Config):
-        roles["critic"] = Role("critic.path", config.critic_model, "value")
-        roles["reward_model"] = Role("reward.model.path", config.reward_model, "value", trained=False)
-    found = [role for name, role in roles.items() if name in config.training_roles]
+    kinds = {
+        "policy": ("model.path", "lm", True),
+        "reference": ("reference.path", "lm", True),
+        "critic": ("critic.path", "value", True),
+        "reward_model": ("reward.model.path", "value", False),
+    }
+    found = [
+        Role(key, config.model_of(name), head, trained)
+        for name, (key, head, trained) in kinds.items()
+        if name in config.training_roles
+    ]
     return list({(role.model.path, role.head): role for role in reversed(found)}.values())[::-1]
 
 

@@ -228,22 +228,11 @@ class Phase:
 def passes(config: Config, shape: ModelShape, others: Shapes = NO_OTHERS) -> Iterator[Pass]:
     """Return every pass of the run's roles over a batch. Roles take turns while engines sleep. shapes: of a stage."""
     shape, others = of_stage(config, shape), of_stages(config, others)
-    yield Pass("policy", "update", shape, config.policy.max_tokens_per_micro_batch, "policy.max_tokens_per_micro_batch")
-    yield Pass("policy", "log_probs", shape, config.forward_max_tokens, "policy.forward_max_tokens_per_micro_batch")
-    if "reference" in others:
-        tokens = config.reference_max_tokens
-        yield Pass(
-            "reference", "log_probs", others["reference"], tokens, "reference.forward_max_tokens_per_micro_batch"
-        )
-    if "critic" in others:
-        critic = others["critic"]
-        yield Pass("critic", "update", critic, config.critic_max_tokens, "critic.max_tokens_per_micro_batch")
-        yield Pass(
-            "critic", "values", critic, config.critic_forward_max_tokens, "critic.forward_max_tokens_per_micro_batch"
-        )
-    if "reward_model" in others:
-        tokens = config.reward_model_max_tokens
-        yield Pass("reward_model", "scores", others["reward_model"], tokens, "reward.model.max_tokens_per_micro_batch")
+    shapes = {"policy": shape, **others}
+    for name, limits in config.limits.items():
+        role, call = name.split(".")
+        if role in shapes:
+            yield Pass(role, call, shapes[role], limits.max_tokens, limits.cap)
 
 
 def phases(config: Config, shape: ModelShape, others: Shapes = NO_OTHERS) -> list[Phase]:

@@ -297,13 +297,13 @@ def test_a_run_that_is_there_is_not_written_over(workspace: Path) -> None:
 
 def test_what_is_a_critic_leaves_at_zero_follows_the_policy(workspace: Path) -> None:
     config = load("config.yaml", ["algorithm.advantage=gae", "critic.warmup_steps=4", "model.lora.rank=8"])
-    assert (config.critic_max_tokens, config.critic_forward_max_tokens) == (4096, 4096)
+    assert [config.limits[f"critic.{name}"].max_tokens for name in ("update", "values")] == [4096, 4096]
     assert (config.total_optimizer_steps, config.critic_optimizer_steps) == (12, 20)
     assert (config.critic_model.path, config.critic_model.lora.rank) == ("model", 0)
     told = load(
         "config.yaml", ["algorithm.advantage=gae", "critic.max_tokens_per_micro_batch=5000", "critic.path=other"]
     )
-    assert (told.critic_max_tokens, told.critic_forward_max_tokens) == (5000, 5000)
+    assert [told.limits[f"critic.{name}"].max_tokens for name in ("update", "values")] == [5000, 5000]
     assert told.critic_model.path == "other"
 
 
@@ -330,4 +330,4 @@ def test_a_reward_model_may_stand_alone(workspace: Path) -> None:
     check(alone)
     assert alone.reward.weights == {}
     assert alone.training_roles == ("policy", "reward_model")
-    assert (alone.reward_model.path, alone.reward_model_max_tokens) == ("judge", 4096)
+    assert (alone.reward_model.path, alone.limits["reward_model.scores"].max_tokens) == ("judge", 4096)

@@ -130,11 +130,14 @@ def test_mini_batch_sizes_are_those_of_an_even_split(prompts: int, samples: int,
 
 
 def test_sizes_left_at_zero_follow_other_settings(workspace: Path) -> None:
-    config = load("config.yaml")
-    assert (config.forward_max_tokens, config.reference_max_tokens, config.max_model_tokens) == (4096, 4096, 96)
+    kl = "algorithm.loss.kl_coefficient=0.1"
+    config = load("config.yaml", [kl])
+    assert {limits.max_tokens for limits in config.limits.values()} == {4096}
+    assert config.max_model_tokens == 96
     assert config.total_optimizer_steps == 20
     assert config.reference_model == config.model
     overrides = [
+        kl,
         "policy.forward_max_tokens_per_micro_batch=5000",
         "reference.forward_max_tokens_per_micro_batch=6000",
         "rollout.max_model_tokens=128",
@@ -142,6 +145,7 @@ def test_sizes_left_at_zero_follow_other_settings(workspace: Path) -> None:
         "reference.path=other",
     ]
     told = load("config.yaml", overrides)
-    assert (told.forward_max_tokens, told.reference_max_tokens, told.max_model_tokens) == (5000, 6000, 128)
+    assert [limits.max_tokens for limits in told.limits.values()] == [4096, 5000, 6000]
+    assert told.max_model_tokens == 128
     assert told.total_optimizer_steps == 7
     assert (told.reference_model.path, told.reference_model.dtype) == ("other", "auto")
