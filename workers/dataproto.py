@@ -50,23 +50,19 @@ class DataProto:
     # --- construction -------------------------------------------------------------------------------------------------
 
     @classmethod
-    def from_rows(cls, rows: Sequence[Mapping[str, np.ndarray]]) -> "DataProto":
-        """Concatenate rows of NumPy token columns. Raises DataError if the rows' columns differ."""
-        return cls._joined(rows, np.asarray, np.concatenate)
-
-    @classmethod
     def from_list(cls, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, Any] | None = None) -> "DataProto":
-        """Concatenate rows of lists or tensors, as tensors. Raises DataError if the rows' columns differ."""
+        """Concatenate rows of lists or CPU tensors, as tensors. Raises DataError if the rows' columns differ."""
         import torch
 
         if not rows:
             raise DataError("a batch needs at least one sequence")
-        batch = cls._joined(rows, torch.as_tensor, torch.cat)
-        columns = {name: torch.as_tensor(values) for name, values in (columns or {}).items()}
-        return cls(torch.from_numpy(batch.lengths), _typed(batch.tokens), columns)
+        batch = cls.from_rows([{name: torch.as_tensor(row[name]).numpy() for name in row} for row in rows])
+        columns = {name: torch.as_tensor(values).numpy() for name, values in (columns or {}).items()}
+        return cls(batch.lengths, batch.tokens, columns).as_tensors()
 
     @classmethod
-    def _joined(cls, rows: Sequence[Mapping[str, Any]], convert: Any, concatenate: Any) -> "DataProto":
+    def from_rows(cls, rows: Sequence[Mapping[str, np.ndarray]]) -> "DataProto":
+        """Concatenate rows of NumPy token columns. Raises DataError if the rows' columns differ."""
         names = list(rows[0]) if rows else []
         for index, row in enumerate(rows):
             if set(row) != set(names):
@@ -75,7 +71,7 @@ class DataProto:
             if len(set(sizes.values())) > 1:
                 raise DataError(f"sequence {index} has columns of different lengths: {sizes}")
         lengths = np.array([len(row[names[0]]) for row in rows], dtype=np.int64)
-        return cls(lengths, {name: concatenate([convert(row[name]) for row in rows]) for name in names})
+        return cls(lengths, {name: np.concatenate([row[name] for row in rows]) for name in names})
 
     def as_tensors(self) -> "DataProto":
         """Convert numeric columns to tensors; others become objects."""
@@ -93,7 +89,7 @@ class DataProto:
 
     @classmethod
     def from_tensordict(cls, tensor_dict: "TensorDict") -> "DataProto":
-        """Reverse `to_tensordict`. Raises DataError without a jagged column, or if their row lengths differ."""
+        """Reverse `to_tensordict`. Raises DataError unless jagged columns exist and agree on their rows' lengths."""
         from tensordict import NonTensorData, NonTensorStack
 
         jagged: dict[str, Any] = {}
@@ -141,7 +137,7 @@ class DataProto:
 
     @cached_property
     def offsets(self) -> np.ndarray:
-        """First token of each sequence, and T: int64 [B + 1]."""
+        """First token of each sequence, and T: int64 [B + 1], NumPy."""
         return np.concatenate([[0], np.cumsum(np.asarray(self.lengths))]).astype(np.int64)
 
     @cached_property
@@ -201,7 +197,6 @@ class DataProto:
 
 
 def object_column(values: Sequence[Any]) -> np.ndarray:
-    """Build an object array [B], even of lists and arrays."""
     column = np.empty(len(values), dtype=object)
     for row, value in enumerate(values):
         column[row] = value
@@ -222,8 +217,7 @@ def _check_sizes(columns: Mapping[str, Array], size: int, what: str) -> None:
 
 
 def _typed(tokens: dict[str, Array]) -> dict[str, Array]:
-    """Cast integer ids and masks to the dtypes that indexing needs. The engine refuses fractions later."""
-    import torch
+    import torch  # the engine refuses fractions, which stay here
 
     types = {"input_ids": torch.int64, "loss_mask": torch.bool}
     whole = {name for name in types if name in tokens and not tokens[name].is_floating_point()}

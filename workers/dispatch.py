@@ -73,8 +73,6 @@ class RankCoordinates:
 
 @dataclass(frozen=True)
 class PlanResult:
-    """Columns in the order of the batch, and merged metrics."""
-
     tokens: dict[str, np.ndarray]
     metrics: Metrics
 
@@ -114,10 +112,9 @@ def split_arguments(
     kwargs: dict[str, Any],
     put: Callable[[Any], Any],
 ) -> list[Arguments]:
-    """Positional and keyword arguments for every rank, in the order of `ranks`.
+    """Arguments for every rank. `put` stores an object once per dp rank and returns its reference.
 
-    `put` stores an object once per dp rank and returns its reference. Raises DataError if batch, plan and group do not
-    fit together.
+    Raises DataError if batch, plan and group do not fit together.
     """
     if mode.split is Split.ALL:
         return [(args, kwargs)] * len(ranks)
@@ -140,7 +137,7 @@ def join_tokens(
 ) -> PlanResult:
     """Columns in the order of the batch, from one block and one metrics dict per dp rank.
 
-    Raises DataError if the plan omits any of the batch's `rows` sequences.
+    Raises DataError if the plan omits any of the `rows` sequences.
     """
     rank, row = _places(plan, rows)
     where = [blocks[dp] for dp in rank], row.tolist()
@@ -149,10 +146,7 @@ def join_tokens(
 
 
 def join_rows(plan: Plan, rows: int, parts: Sequence[np.ndarray]) -> np.ndarray:
-    """One number per sequence, in the order of the batch, from an array per dp rank.
-
-    Raises DataError if the plan omits a sequence.
-    """
+    """Numbers in the order of the batch, from an array per dp rank. Raises as `join_tokens`."""
     block, row = _places(plan, rows)
     starts = np.cumsum([0, *(len(part) for part in parts)])
     return np.concatenate(parts)[starts[block] + row]

@@ -28,8 +28,8 @@ Text = str | list[dict[str, Any]]
 class Observation:
     """An environment's answer to one turn.
 
-    text: the policy's next input, not used when `done`; with a chat prompt, messages or one user message's text.
-    reward: of this turn; an episode sums its turns. parts: numbers to log; the last value in an episode counts.
+    text: the policy's next input, unused if `done`; in a chat, messages or one user message's text. reward: of this
+    turn; an episode sums them. parts: numbers to log; an episode's last value counts.
     """
 
     text: Text = ""
@@ -49,7 +49,7 @@ class Environment(Protocol):
 
 
 def as_opening(value: Any) -> Text:
-    """Check the value that `reset` returned. Raises DataError unless it is text, messages or None."""
+    """Return `value` of `reset`. Raises DataError unless it is text, messages or None."""
     return _checked_text(value or "", "reset")
 
 

@@ -68,7 +68,7 @@ def quoted(value: object) -> str:
 
 
 def clause(error: BaseException) -> str:
-    """First line of an error's text without its full stop, for a longer sentence."""
+    """First line of an error's text without its full stop."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
 
 

@@ -35,7 +35,6 @@ class Metric:
 
     @staticmethod
     def mean(total: float, weight: float, count: str = "") -> "Metric":
-        """Mean of a `total` over `weight` items: `Metric.mean(errors.sum(), len(errors), "tokens")`."""
         return Metric(Reduction.MEAN, float(total), float(weight), count)
 
     @staticmethod
@@ -69,7 +68,6 @@ Metrics = dict[str, Metric]
 
 
 def merge(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
-    """Join metrics by name; a part may lack a name."""
     joined: Metrics = {}
     for part in parts:
         for name, metric in part.items():
@@ -78,7 +76,6 @@ def merge(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
 
 
 def results(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """Numbers to log, by name."""
     return {name: metric.result() for name, metric in metrics.items()}
 
 

@@ -110,7 +110,6 @@ class ModelConfig:
 
     @property
     def has_router_losses(self) -> bool:
-        """Whether a router loss is enabled."""
         return self.router_aux_loss_coefficient > 0 or self.router_z_loss_coefficient > 0
 
     def of_another_role(self, path: str) -> "ModelConfig":
@@ -125,7 +124,6 @@ class ModelConfig:
         )
 
     def chunk_tokens(self, device: str) -> int:
-        """Return `logprob_chunk_tokens` for a torch device type."""
         return self.logprob_chunk_tokens or (256 if device == "cpu" else 2048)
 
     def rows(self, *, forward: bool) -> tuple[str, int]:

@@ -13,10 +13,7 @@ GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
 def use_rays_interface() -> None:
-    """Set the interface variables of gloo and NCCL before the first process group starts.
-
-    Variables set by the environment or NCCL's files are kept.
-    """
+    """Set gloo's and NCCL's interface before the first process group starts, unless the user has."""
     import psutil
     import ray
 
@@ -26,10 +23,7 @@ def use_rays_interface() -> None:
 
 
 def socket_variables(address: str, interfaces: Mapping[str, Iterable[str]], given: Container[str]) -> dict[str, str]:
-    """The variables to set, except those in `given`; none if no interface has the address, as behind a NAT.
-
-    interfaces: psutil's addresses by interface.
-    """
+    """The variables to set, except those in `given`; none if no interface has the address, as behind a NAT."""
     name = interface_of(address, interfaces)
     if name is None:
         return {}
@@ -50,7 +44,6 @@ def interface_of(address: str, interfaces: Mapping[str, Iterable[str]]) -> str |
 
 
 def nccl_files(environment: Mapping[str, str]) -> list[Path]:
-    """Files from which NCCL reads variables."""
     own = environment.get("NCCL_CONF_FILE")
     return [Path(own) if own else Path.home() / ".nccl.conf", Path("/etc/nccl.conf")]
 

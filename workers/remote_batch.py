@@ -75,15 +75,12 @@ class RemoteBatch:
         )
 
     def with_columns(self, **columns: np.ndarray) -> "RemoteBatch":
-        """Add or replace light columns."""
         return replace(self, columns=self.columns | columns)
 
     def with_tokens(self, **tokens: np.ndarray) -> "RemoteBatch":
-        """Add or replace token columns."""
         return replace(self, tokens=self.tokens | tokens)
 
     def with_meta(self, **meta: Any) -> "RemoteBatch":
-        """Add or replace meta data."""
         return replace(self, meta=self.meta | meta)
 
     @staticmethod
@@ -104,10 +101,7 @@ class RemoteBatch:
         )
 
     def gather(self) -> DataProto:
-        """Fetch the rows into a DataProto of tensors.
-
-        Runs in the worker that needs the tokens. Raises DataError if token columns disagree about a row's length.
-        """
+        """Fetch the rows as tensors, in the worker that needs them. Raises DataError if rows differ in length."""
         import ray
 
         refs = list(dict.fromkeys(ref for column in self.tokens.values() for ref, _, _ in column))
@@ -119,19 +113,15 @@ class RemoteBatch:
             if not np.array_equal(found, lengths[first]):
                 row = np.flatnonzero(found != lengths[first])[0]
                 raise DataError(f"token columns {first!r} and {name!r} differ in length at row {row}.")
-        tokens = {name: np.concatenate(found) if found else _nothing(name) for name, found in rows.items()}
+        # A rank may have no rows.
+        empty = {name: np.empty(0, np.int32 if name in ("input_ids", "loss_mask") else np.float32) for name in rows}
+        tokens = {name: np.concatenate(found) if found else empty[name] for name, found in rows.items()}
         return DataProto(lengths[first], tokens, self.columns, meta=self.meta).as_tensors()
 
 
 def _rows(column: np.ndarray, blocks: dict["ObjectRef", DataProto]) -> list[np.ndarray]:
-    """Values at these places, as views."""
     found = []
     for ref, name, row in column:
         block = blocks[ref]
         found.append(block.tokens[name][block.offsets[row] : block.offsets[row + 1]])
     return found
-
-
-def _nothing(name: str) -> np.ndarray:
-    """An empty token column, for a rank without rows."""
-    return np.empty(0, np.int32 if name in ("input_ids", "loss_mask") else np.float32)

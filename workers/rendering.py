@@ -8,7 +8,6 @@
 Special tokens written in a text are read as such. Templates are programs that may never end, so they have a time limit.
 """
 
-import json
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from workers.errors import ConfigError, DataError, named
+from workers.json_file import read_json
 from workers.user_code.functions import TIMEOUT_SETTING
 from workers.user_code.process import NoAnswerError, ask
 
@@ -40,12 +40,15 @@ def template_of(folder: Path) -> Template | None:
 
     Raises ConfigError for invalid JSON or UTF-8.
     """
-    settings = _read_json(folder / "tokenizer_config.json")
+    settings = _of_file(folder / "tokenizer_config.json")
     text: Any = settings.get("chat_template")
     if (folder / "chat_template.json").is_file():
-        text = _read_json(folder / "chat_template.json").get("chat_template")
-    if (folder / "chat_template.jinja").is_file():
-        text = _read(folder / "chat_template.jinja")
+        text = _of_file(folder / "chat_template.json").get("chat_template")
+    if (file := folder / "chat_template.jinja").is_file():
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"model.path: {file} cannot be read: {error}.") from None
     if isinstance(text, list):
         text = {entry.get("name"): entry.get("template") for entry in text if isinstance(entry, dict)}.get(DEFAULT)
     return Template(text, _special_tokens(folder, settings)) if isinstance(text, str) and text else None
@@ -53,12 +56,9 @@ def template_of(folder: Path) -> Template | None:
 
 @contextmanager
 def time_limit(seconds: float, setting: str) -> Iterator[None]:
-    """Raise TimeoutError, naming `setting`, after `seconds` of Python code.
-
-    Works in the main thread, which receives signals; other threads have no limit.
-    """
+    """Raise TimeoutError, naming `setting`, after `seconds` of Python code in the main thread."""
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield  # without a limit: signals reach the main thread alone
         return
 
     def stop(*_: object) -> None:
@@ -74,28 +74,13 @@ def time_limit(seconds: float, setting: str) -> Iterator[None]:
 
 
 def _special_tokens(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
-    found = settings | _read_json(folder / "special_tokens_map.json")
+    found = settings | _of_file(folder / "special_tokens_map.json")
     plain = {name: token.get("content") if isinstance(token, dict) else token for name, token in found.items()}
     return {name: token for name, token in plain.items() if name.endswith("_token") and isinstance(token, str)}
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(_read(path))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"model.path: {path} is not valid JSON: {error}.") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"model.path: {path} is not a JSON object.")
-    return content
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"model.path: {path} cannot be read: {error}.") from None
+def _of_file(path: Path) -> dict[str, Any]:
+    return read_json(path, "model.path") if path.is_file() else {}
 
 
 Messages = list[dict[str, Any]]
@@ -104,9 +89,9 @@ PROBE = "probe"
 
 
 def cleaned(prompt: Any, where: str) -> Any:
-    """The text, or the messages without keys that are None, which Arrow adds.
+    """Return the text, or the messages without keys that are None, which Arrow adds.
 
-    Raises DataError, naming the record `where`, for anything else, or a message without content and tool calls.
+    Raises DataError, naming the record `where`, for anything else.
     """
     if not isinstance(prompt, (str, list)):
         raise DataError(f"{where} has a prompt of type {type(prompt).__name__}; a string or chat messages are needed.")
@@ -139,7 +124,7 @@ def _part(part: Any, where: str) -> dict[str, str]:
 
 
 def forms(render: Callable[[Messages], str]) -> tuple[bool, bool]:
-    """Whether a template shows contents that are texts, and contents that are lists of parts."""
+    """Whether a template shows contents that are texts, and those that are lists of parts."""
 
     def shows(content: Any) -> bool:
         try:
@@ -152,7 +137,7 @@ def forms(render: Callable[[Messages], str]) -> tuple[bool, bool]:
 
 
 def in_form(messages: Messages, texts: bool, parts: bool) -> Messages:
-    """Messages with contents in a form that the template shows: parts joined, or a text as a part."""
+    """Convert contents to a form that the template shows: parts joined, or a text as a part."""
 
     def shown(content: Any) -> Any:
         if isinstance(content, list) and not parts:
@@ -171,8 +156,10 @@ def check_size(text: str) -> str:
 
 @dataclass
 class Renderer:
-    """A tokenizer with its chat template. vocabulary: number of the model's ids, 0 if unknown. timeout_s: limit of a
-    rendering in the main thread, 0 for none. continue_last: whether to continue a final assistant message.
+    """A tokenizer with its chat template.
+
+    vocabulary: number of the model's ids, 0 if unknown. timeout_s: of a rendering, 0 for none. continue_last: whether
+    to continue a final assistant message.
     """
 
     tokenizer: Any
@@ -203,7 +190,7 @@ class Renderer:
         return {"continue_final_message": True}
 
     def text(self, messages: Messages, where: str, **options: Any) -> str:
-        """Render cleaned messages. options: of `apply_chat_template`. Raises DataError, naming `where`."""
+        """Render cleaned messages with options of `apply_chat_template`. Raises DataError, naming `where`."""
         if not getattr(self.tokenizer, "chat_template", None):
             raise DataError(f"{where} holds chat messages, but the tokenizer of model.path has no chat template.")
         try:
@@ -240,7 +227,7 @@ class Renderer:
         return check_size(str(self._applied(messages, tokenize=False, **options)))
 
     def _applied(self, messages: Messages, **options: Any) -> Any:
-        with time_limit(self.timeout_s, TIMEOUT_SETTING):  # signals reach the main thread alone
+        with time_limit(self.timeout_s, TIMEOUT_SETTING):
             return self.tokenizer.apply_chat_template(messages, **options)
 
     def _encoded(self, text: str, where: str, **options: bool) -> list[int]:
@@ -263,9 +250,9 @@ class Renderer:
 def render_isolated(
     template: Template, prompts: Sequence[Messages], model: str, *, answered: bool, timeout_s: float
 ) -> None:
-    """Render `prompts`, lists of chat messages, in a new process.
+    """Render lists of chat messages in a new process. answered: whether they end with a response.
 
-    answered: whether they end with a response. Raises ConfigError, naming `model`, on failure or after `timeout_s`.
+    Raises ConfigError, naming `model`, on failure or after `timeout_s`.
     """
     render, which = "workers.trials:render_prompts", f"the chat template of model.path={model}"
     try:

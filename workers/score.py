@@ -16,9 +16,9 @@ LARGEST = 3.4e38  # the largest float32
 class Score:
     """The reward of one sample.
 
-    `parts`: further numbers to log. `response`: the text, with all its turns. `answer`: the answer that the function
-    read; equal answers vote together in validation. `failure`: why there is no score (the reward is then 0). `turns`:
-    of an episode, the texts after the record's prompt, as {"policy": text} or {"environment": text}.
+    response: the text, with all its turns. parts: further numbers to log. answer: equal ones vote together in
+    validation. failure: why there is no score; the reward is then 0. turns: of an episode, the texts after the record's
+    prompt, as {"policy": text} or {"environment": text}.
     """
 
     reward: float
@@ -29,8 +29,7 @@ class Score:
     turns: tuple[dict[str, str], ...] = ()
 
     def __post_init__(self) -> None:
-        """Copy to lists, as JSON has no tuples. A number that is not finite, such as a sum, is a failure."""
-        object.__setattr__(self, "turns", tuple(self.turns))
+        object.__setattr__(self, "turns", tuple(self.turns))  # JSON has lists alone
         numbers = {"reward": self.reward, **self.parts}
         bad = next((f"{name} is {number}" for name, number in numbers.items() if not is_finite(number)), "")
         if bad:
@@ -40,13 +39,11 @@ class Score:
 
 
 def is_finite(number: float) -> bool:
-    """Whether a number is finite in float32."""
     return -LARGEST < number < LARGEST
 
 
 def as_score(value: Any, response: str) -> Score:
-    """Convert a reward function's return value: a number, or a mapping with `reward`, other numbers and optionally
-    `answer`.
+    """Convert a function's value: a number, or a mapping with `reward`, other numbers and optionally `answer`.
 
     Raises DataError for any other value, or a number that is not finite.
     """
@@ -65,10 +62,9 @@ def as_score(value: Any, response: str) -> Score:
 
 
 def beside_environment(score: Score, environment: Score, *, has_functions: bool) -> Score:
-    """Add the environment's reward to that of the reward functions, if there are any.
+    """Add the environment's reward; beside reward functions it is also a part.
 
-    The environment's reward is then also a part. A failure of either fails the sample. The environment's `turns` are
-    its opening and come first.
+    A failure of either fails the sample. The environment's `turns` are its opening and come first.
     """
     told = score.turns
     if environment.turns:
@@ -81,9 +77,9 @@ def beside_environment(score: Score, environment: Score, *, has_functions: bool)
 
 
 def weighted(scores: Mapping[str, Score], weights: Mapping[str, float], response: str) -> Score:
-    """Weighted sum of several functions' rewards; rewards and parts are kept under the functions' names.
+    """Weighted sum of several functions' rewards, with rewards and parts under their names and the first answer.
 
-    The first answer counts. A single function's score is only scaled.
+    A single function's score is only scaled.
     """
     if len(scores) == 1:
         ((name, score),) = scores.items()

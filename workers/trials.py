@@ -16,17 +16,12 @@ MOST_BYTES = 2**31  # of memory, for a template
 
 
 def try_loss(
-    key: str,
-    name: str,
-    config: LossConfig,
-    columns: dict[str, Any],
-    tokens: tuple[str, ...],
-    meta: dict[str, Any],
+    key: str, name: str, config: LossConfig, columns: dict[str, Any], tokens: tuple[str, ...], meta: dict[str, Any]
 ) -> None:
     """Import the policy loss `name` of setting `key`, and compute its gradient on two made-up micro-batches.
 
-    One has two sequences, the other none, like a rank without work. columns: [2] each. tokens: names of token columns.
-    meta: of the batch. Raises ConfigError for any failure.
+    One has two sequences, the other none, like a rank without work. columns: [2] each. Raises ConfigError for any
+    failure.
     """
     load(key, name)  # first, so that every error of the import is ours, and need not wait for torch
     if "workers.model.losses.registry" not in sys.modules:  # where the decorator is
@@ -60,10 +55,9 @@ def try_loss(
 
 
 def render_prompts(template: str, options: dict[str, Any], prompts: Sequence[Any], which: str) -> None:
-    """Render lists of chat messages.
+    """Render lists of chat messages. options: special tokens, and add_generation_prompt.
 
-    options: special tokens, and add_generation_prompt. Raises ConfigError, naming `which` template, for a failed or
-    oversized rendering.
+    Raises ConfigError, naming `which` template, for a failed or oversized rendering.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 

@@ -3,13 +3,13 @@
 model.path --folder or hub cache--> ModelFiles(description, weights, tokenizer, chat_template, ends)
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from workers.errors import ConfigError
+from workers.json_file import read_json
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 PICKLES = ("*.bin", "*.pt", "*.pth")
@@ -162,19 +162,6 @@ def _cached(path: str) -> Path | None:
 
 def _looks_like_name(path: str) -> bool:
     return path.count("/") <= 1 and not path.startswith((".", "/", "~"))
-
-
-def read_json(path: Path, key: str) -> dict[str, Any]:
-    """Read a JSON object. Raises ConfigError, naming `key`, if the file does not hold a valid object."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{key}: {path} cannot be read: {error.strerror or error}.") from None
-    except (ValueError, RecursionError) as error:  # numbers of 5,000 digits are ValueErrors, too
-        raise ConfigError(f"{key}: {path} is not valid JSON: {error}.") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{key}: {path} is not a JSON object.")
-    return content
 
 
 def _named(folder: Path, key: str, file: str, name: str) -> Any:

@@ -5,7 +5,6 @@
 transformers reports what is missing, left over or of another shape: it loads tensors with sizes only.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,6 +20,7 @@ from transformers.utils import logging
 
 from workers.config import ModelConfig
 from workers.errors import ConfigError, UnsupportedModelError
+from workers.json_file import read_json
 from workers.model.model import PackedModel, Shapes, check_complete, read_config, read_pretrained
 from workers.model.value_head import HEAD, LOADERS
 
@@ -62,7 +62,7 @@ def build_sampled(settings: ModelConfig, folder: Path, *, weights: bool) -> PreT
 def check_kind(folder: Path, heads: tuple[str, ...]) -> None:
     """Raise ConfigError unless config.json describes a model of transformers' own that has one of the `heads`."""
     key = f"model.path={folder}"
-    description = _read_json(folder / "config.json", key)
+    description = read_json(folder / "config.json", key)
     family = description.get("model_type")
     if not isinstance(family, str) or family not in CONFIG_MAPPING:
         if "auto_map" in description:
@@ -118,7 +118,7 @@ def weight_shapes(folder: Path) -> Shapes:
         return _shapes_of_file(folder / ONE_FILE, key)
     if not (folder / INDEX).is_file():
         raise ConfigError(f"{key}: {folder} has neither {ONE_FILE} nor {INDEX}. Save the model in that form.")
-    files = _read_json(folder / INDEX, key).get("weight_map")
+    files = read_json(folder / INDEX, key).get("weight_map")
     if not isinstance(files, Mapping):
         raise ConfigError(f"{key}: {folder / INDEX} has no weight_map. Fetch the model again.")
     shapes: Shapes = {}
@@ -143,13 +143,3 @@ def _shapes_of_file(file: Path, key: str) -> Shapes:
         raise ConfigError(f"{key}: {file} is not a whole safetensors file: {reason}.") from None
     except OSError as error:
         raise ConfigError(f"{key}: {file} cannot be read: {error.strerror or error}.") from None
-
-
-def _read_json(path: Path, key: str) -> Mapping[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{key}: {path} cannot be read: {error}.") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{key}: {path} is not a JSON object.")
-    return content

@@ -21,15 +21,12 @@ M_MMAP_THRESHOLD, LARGEST_KEPT_BYTES = -3, 2**25
 
 
 class Worker:
-    """Base of the actors of a `WorkerGroup`. The group calls `address` on rank zero, then `join_group` on all."""
+    """Base of a `WorkerGroup`'s actors. The group calls `address` on rank zero, then `join_group` on all."""
 
     def __init__(
         self, role: str, coordinates: RankCoordinates, world_size: int, *, device: str = "cpu", threads: int = 0
     ) -> None:
-        """`device`: "cpu" or "cuda". `threads`: CPU threads; 0 divides the node's cores by the ranks of the role.
-
-        Raises ConfigError for "cuda" where torch sees no GPU.
-        """
+        """threads: of the CPU; 0 divides the node's cores by the role's ranks. Raises ConfigError without a GPU."""
         self.role = role
         self.coordinates = coordinates
         self.world_size = world_size
@@ -53,10 +50,7 @@ class Worker:
             return ray.util.get_node_ip_address(), probe.getsockname()[1]
 
     def join_group(self, address: str, port: int, timeout_s: float) -> None:
-        """Start the role's process group: gloo on CPU, nccl with gloo for host tensors on GPU.
-
-        timeout_s: of a collective.
-        """
+        """Start the role's process group. timeout_s: of a collective."""
         os.environ.update(
             MASTER_ADDR=address,
             MASTER_PORT=str(port),
@@ -79,10 +73,7 @@ class Worker:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep the memory of freed tensors: 512 MiB, of tensors of up to 32 MiB.
-
-    By default most of it returns to the system, and the next micro-batch has a page fault for every 4 KiB.
-    """
+    """Let glibc keep the memory of freed tensors, 512 MiB of up to 32 MiB each: later pages need no fault."""
     with suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL("libc.so.6").mallopt
         mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT_BYTES)
@@ -93,7 +84,7 @@ def keep_freed_memory() -> None:
 def _meeting_point(address: str, port: int) -> torch.distributed.TCPStore:
     """The ranks' store, on this address alone: by itself torch listens on all interfaces.
 
-    Cached, because groups use it after their start too.
+    Groups use it after their start too, so it is kept.
     """
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     try:

@@ -24,10 +24,9 @@ class CriticWorker(TrainedWorker):
     def advantages(
         self, batch: DataProto, plan: RankPlan, settings: GaeConfig, penalty: KlPenalty | None = None
     ) -> tuple[DataProto, Metrics]:
-        """Values before the update, and advantages and returns of the policy's tokens; 0 elsewhere.
+        """Values before the update, and advantages and returns of the policy's tokens, 0 elsewhere: float32, ragged.
 
         batch: `input_ids`, `loss_mask`, `reward` [B] and, with a penalty, `old_log_probs` and `reference_log_probs`.
-        Columns are float32, ragged like `input_ids`. Metrics: see `value_statistics`.
         """
         values, _ = self.engine.values(batch, micro_batches_of(plan))
         mask, lengths = batch.tokens["loss_mask"], batch.loss_token_counts.numpy()

@@ -39,7 +39,7 @@ class ModelWorker(Worker):
         optimizer: OptimizerConfig | None = None,
         total_steps: int = 0,
     ) -> None:
-        """`temperature`: the sampler's, so that log-probs are of the sampled distribution."""
+        """temperature: the sampler's, so that log-probs are of the sampled distribution."""
         super().__init__(role, coordinates, world_size, device=device, threads=threads)
         self._engine_arguments = {
             "optimizer": optimizer,
@@ -56,7 +56,7 @@ class ModelWorker(Worker):
 
     @dispatch(Split.ALL)
     def build(self) -> int:
-        """Load and shard the model; returns its number of parameters."""
+        """Load and shard the model; return its number of parameters."""
         self.engine = TrainingEngine(self._model, **self._engine_arguments)
         self.free_cached_memory()
         return self.engine.num_parameters
@@ -115,10 +115,7 @@ class TrainedWorker(ModelWorker):
 
     @dispatch(Split.ALL)
     def save_checkpoint(self, path: str, step: int, extra: dict[str, Any]) -> None:
-        """Start saving a checkpoint with the driver's `extra`; see `TrainingEngine.save_checkpoint`.
-
-        Raises CheckpointError if the previous save failed.
-        """
+        """Start to save with the driver's `extra`. Raises CheckpointError if the previous save failed."""
         self.engine.save_checkpoint(path, step=step, extra=extra)
 
     @dispatch(Split.ALL)
@@ -128,7 +125,7 @@ class TrainedWorker(ModelWorker):
 
     @dispatch(Split.ALL, Join.RANK_ZERO)
     def load_checkpoint(self, path: str) -> dict[str, Any]:
-        """Resume; returns the driver's `extra`. Raises CheckpointError for a broken or foreign checkpoint."""
+        """Resume; return the driver's `extra`. Raises CheckpointError for a broken or foreign checkpoint."""
         return self.engine.load_checkpoint(path)
 
     @dispatch(Split.ALL)
@@ -156,7 +153,6 @@ class RewardModelWorker(ModelWorker):
 
 
 def micro_batches_of(plan: RankPlan) -> list[tuple[int, int]]:
-    """All micro-batches of a rank, in order, as (start, stop) rows."""
     return [bounds for mini_batch in plan.mini_batches for bounds in mini_batch.micro_batches]
 
 

@@ -15,18 +15,12 @@ from workers.roles.policy import PolicyWorker
 class OfflinePolicyWorker(PolicyWorker):
     @dispatch(Split.PLAN, Join.METRICS)
     def learn_tokens(self, batch: DataProto, plan: RankPlan, loss: SupervisedLossConfig) -> Metrics:
-        """One optimiser step per mini-batch, on the likelihood of `loss_mask` tokens.
-
-        batch: `input_ids`, `loss_mask`, ragged.
-        """
+        """One optimiser step per mini-batch, on the likelihood of `loss_mask` tokens."""
         return self.train(batch, plan, make_sft_loss(loss.aggregation, loss.constant_length))
 
     @dispatch(Split.PLAN, Join.METRICS)
     def learn_weighted(self, batch: DataProto, plan: RankPlan) -> Metrics:
-        """One optimiser step per mini-batch, on `weighted_log_probs`.
-
-        batch: `input_ids`, `loss_mask`, ragged, and `coefficient` [B].
-        """
+        """One optimiser step per mini-batch, on `weighted_log_probs` with the column `coefficient` [B]."""
         return self.train(batch, plan, weighted_log_probs)
 
     @dispatch(Split.PLAN, Join.METRICS)

@@ -47,10 +47,7 @@ class PolicyWorker(TrainedWorker):
 
     @dispatch(Split.ALL)
     def save_adapters(self, path: str) -> None:
-        """Write the adapters in peft's format; collective, rank zero writes.
-
-        Raises OutputError if writing fails, ConfigError for a policy without adapters.
-        """
+        """Write the adapters in peft's format. Raises OutputError, and ConfigError for a policy without adapters."""
         self.engine.save_adapters(path)
         self.free_cached_memory()
 
@@ -62,19 +59,13 @@ class PolicyWorker(TrainedWorker):
 
     @dispatch(Split.PLAN, Join.TOKENS, returns=("log_probs",))
     def reference_log_probs(self, batch: DataProto, plan: RankPlan) -> tuple[DataProto, Metrics]:
-        """`log_probs` without the adapters: with LoRA the policy is its own reference.
-
-        Raises ConfigError for a policy without adapters.
-        """
+        """`log_probs` without the adapters, the reference of LoRA. Raises ConfigError for a policy without adapters."""
         with self.engine.without_adapters():
             return self.log_probs(batch, plan)
 
     @dispatch(Split.ALL)
     def connect_engines(self, engines: list[Any], placement: str, tensor_parallel: int) -> None:
-        """Connect to the engines for transfers between GPUs.
-
-        engines: handles of all VllmEngineActor actors, started. placement: `colocated` (ipc) or `apart` (nccl).
-        """
+        """Connect to the engines, started actors, for transfers between GPUs. placement: `colocated` or `apart`."""
         from workers.rollout.gpu_transfer import WeightSender
 
         meeting = [self.address() if self.coordinates.index == 0 else ("", 0)]
@@ -96,9 +87,6 @@ class PolicyWorker(TrainedWorker):
 
     @dispatch(Split.ALL)
     def send_weights(self, version: int) -> None:
-        """Send all weights to the connected engines as `version`. Needs GPUs.
-
-        Raises RolloutError if an engine refuses them, and LostError if an engine is lost.
-        """
+        """Send all weights as `version`. Raises RolloutError if an engine refuses them, LostError if one is lost."""
         self._sender.send(version)
         self.free_cached_memory()

@@ -19,10 +19,7 @@ from workers.user_code.rewards import RAW, Call, RewardFunction, RewardProcess
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """One sample to score: row `row` of a block, whose first `prompt_tokens` tokens are the prompt.
-
-    `columns`: the record's columns that reward functions take.
-    """
+    """One sample to score: a row of a block, and the record's columns that reward functions take."""
 
     row: int
     prompt_tokens: int

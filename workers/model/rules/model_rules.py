@@ -40,18 +40,17 @@ def check_model(
     shares_prefixes(settings, features, name, recurrent=recurrent, cuda=cuda, half=half)
     if head == "value":
         check_value_head(parallel, "value model")
-    check_pipeline_parallel(parallel, settings, name, len(packed.layers))
+    _check_pipeline_parallel(parallel, name, len(packed.layers))
     check_tensor_parallel(parallel, settings, name, whole.model_type, whole.to_dict())
-    check_expert_parallel(parallel, settings, name, text)
-    check_router_replay(settings, name, text)
-    check_router_losses(settings, name, whole.model_type)
+    check_experts(parallel, settings, name, expert_count(text))
+    _check_router_losses(settings, name, whole.model_type)
+    _check_compile(settings, parallel)
 
 
 def check_layout(features: Mapping[str, Any], layout: str, model: str, *, shared: bool = False) -> None:
-    """Raise UnsupportedModelError, naming the feature, if a configuration has one that `layout` does not compute.
+    """Raise UnsupportedModelError if a configuration has a feature that `layout` does not compute.
 
-    features: as in `uncomputed_features`. layout: `packed`, or `padded`, which uses transformers' own attention and
-    layers. shared: whether ranks share sequences or layers.
+    features: as in `uncomputed_features`. shared: whether ranks share sequences or layers.
     """
     asked = uncomputed_features(features, layout)
     if not asked:
@@ -65,10 +64,7 @@ def check_layout(features: Mapping[str, Any], layout: str, model: str, *, shared
 
 
 def kernel_problem(kernel: str, layout: str, *, cuda: bool, half: bool) -> str:
-    """Return why `model.attention=kernel` does not run on this device in this precision, or an empty string.
-
-    layout: of attention, see `ModelConfig.attention_layout`.
-    """
+    """Return why `model.attention=kernel` does not run on this device in this precision, or an empty string."""
     kernels = ("auto", *KERNEL_FEATURES[layout])
     if kernel not in kernels:
         return f"is for padded rows that ranks do not share (policy.parallel); set one of {', '.join(kernels)}"
@@ -80,10 +76,7 @@ def kernel_problem(kernel: str, layout: str, *, cuda: bool, half: bool) -> str:
 
 
 def check_kernel_features(kernel: str, layout: str, features: frozenset[str], model: str) -> None:
-    """Raise UnsupportedModelError if an attention kernel, other than `auto`, lacks a feature of a model.
-
-    features: see `families.required_features`.
-    """
+    """Raise UnsupportedModelError if an attention kernel, other than `auto`, lacks a feature of a model."""
     missing = features - KERNEL_FEATURES[layout].get(kernel, features)
     if missing:
         raise UnsupportedModelError(
@@ -97,8 +90,7 @@ def check_context_parallel(
 ) -> None:
     """Raise UnsupportedModelError if ranks cannot share the sequences of a model.
 
-    recurrent: whether layers carry a state from token to token. heads: of the queries, None if unknown. features: see
-    `families.required_features`.
+    recurrent: whether layers carry a state from token to token. heads: of the queries, None if unknown.
     """
     sharing = parallel.context_parallel * parallel.tensor_parallel
     if parallel.context_parallel == 1:
@@ -136,18 +128,9 @@ def check_ring_settings(parallel: ParallelConfig, kernel: str, *, cuda: bool, ha
         )
 
 
-def sharing_problem(
-    settings: ModelConfig,
-    features: frozenset[str],
-    *,
-    recurrent: bool,
-    cuda: bool,
-    half: bool,
+def _sharing_problem(
+    settings: ModelConfig, features: frozenset[str], *, recurrent: bool, cuda: bool, half: bool
 ) -> str:
-    """Return why sequences cannot share prefixes (`prefix_rows.py`), or an empty string.
-
-    recurrent, features: see `check_context_parallel`.
-    """
     if "padded" in {settings.rows(forward=forward)[0] for forward in (False, True)}:
         return "needs model.layout=packed, also of forward passes"
     if max(settings.rows(forward=forward)[1] for forward in (False, True)) > 1:
@@ -166,28 +149,22 @@ def sharing_problem(
 
 
 def shares_prefixes(
-    settings: ModelConfig,
-    features: frozenset[str],
-    model: str,
-    *,
-    recurrent: bool,
-    cuda: bool,
-    half: bool,
+    settings: ModelConfig, features: frozenset[str], model: str, *, recurrent: bool, cuda: bool, half: bool
 ) -> bool:
-    """Return whether sequences share prefixes; see `sharing_problem`.
+    """Return whether sequences share prefixes (`prefix_rows.py`).
 
     Raises ConfigError, naming `model`, for model.share_prefixes=always if they cannot.
     """
     if settings.share_prefixes == "never":
         return False
-    problem = sharing_problem(settings, features, recurrent=recurrent, cuda=cuda, half=half)
+    problem = _sharing_problem(settings, features, recurrent=recurrent, cuda=cuda, half=half)
     if problem and settings.share_prefixes == "always":
         raise ConfigError(f"{model}: model.share_prefixes=always {problem}, or share_prefixes=auto.")
     return not problem
 
 
 def check_value_head(parallel: ParallelConfig, role: str) -> None:
-    """Raise ConfigError if ranks would share the layers of a model with a value head, the role `role`."""
+    """Raise ConfigError if ranks would share the layers of a model with a value head."""
     if parallel.tensor_parallel > 1:
         raise ConfigError(
             f"policy.parallel.tensor_parallel={parallel.tensor_parallel} would share the {role}'s layers between "
@@ -195,76 +172,47 @@ def check_value_head(parallel: ParallelConfig, role: str) -> None:
         )
 
 
-def check_expert_parallel(
-    parallel: ParallelConfig, settings: ModelConfig, model: str, features: Mapping[str, Any]
-) -> None:
-    """Raise if ranks cannot share the experts of a model.
-
-    features: the keys of config.json. UnsupportedModelError for a dense model, and for experts that do not divide;
-    ConfigError for compiled layers, since the number of received tokens is unknown.
-    """
-    ep, experts = parallel.expert_parallel, expert_count(features)
-    if ep == 1:
-        return
-    if not experts:
-        raise UnsupportedModelError(f"{model} has no experts for policy.parallel.expert_parallel={ep}; set it to 1.")
+def check_experts(parallel: ParallelConfig, settings: ModelConfig, model: str, experts: int) -> None:
+    """Raise UnsupportedModelError if a model with so many experts a layer, 0 if dense, does not suit the settings."""
+    ep = parallel.expert_parallel
+    needs = {f"policy.parallel.expert_parallel={ep}": ep > 1}
+    needs[f"model.router_replay={settings.router_replay}"] = settings.router_replay != "none"
+    for setting, needed in needs.items():
+        if needed and not experts:
+            raise UnsupportedModelError(f"{setting}: {model} has no experts. Remove the setting.")
     if experts % ep:
         raise UnsupportedModelError(
-            f"{model} has {experts} experts a layer, which policy.parallel.expert_parallel={ep} does not divide; set "
-            "it to a divisor."
-        )
-    if settings.compile:
-        raise ConfigError(
-            "model.compile does not support layers whose experts ranks share; set model.compile=false or "
-            "policy.parallel.expert_parallel=1."
+            f"policy.parallel.expert_parallel={ep}: {model} has {experts} experts a layer. Set a divisor."
         )
 
 
-def check_router_replay(settings: ModelConfig, model: str, features: Mapping[str, Any]) -> None:
-    """Raise UnsupportedModelError for a dense model, ConfigError for compiled layers, which hide their routers.
-
-    features: the keys of config.json.
-    """
-    if settings.router_replay == "none":
-        return
-    if not expert_count(features):
+def _check_router_losses(settings: ModelConfig, model: str, family: str) -> None:
+    if settings.has_router_losses and family not in ROUTER_LOSS_FAMILIES:
         raise UnsupportedModelError(
-            f"{model} has no experts for model.router_replay={settings.router_replay}; set it to none."
-        )
-    if settings.compile:
-        raise ConfigError(
-            f"model.router_replay={settings.router_replay} does not follow the routers of compiled layers; set "
-            "model.compile=false or model.router_replay=none."
+            f"{model}: model.router_aux_loss_coefficient and model.router_z_loss_coefficient are for "
+            f"{', '.join(ROUTER_LOSS_FAMILIES)}, whose routers choose by a softmax; set them to 0."
         )
 
 
-def check_router_losses(settings: ModelConfig, model: str, family: str) -> None:
-    """Raise UnsupportedModelError for an unknown family (`model_type`), ConfigError for compiled layers.
-
-    Compiled layers do not call their routers one by one.
-    """
-    if not settings.has_router_losses:
-        return
-    names = "model.router_aux_loss_coefficient and model.router_z_loss_coefficient"
-    if family not in ROUTER_LOSS_FAMILIES:
-        raise UnsupportedModelError(
-            f"{model}: {names} are for {', '.join(ROUTER_LOSS_FAMILIES)}, whose routers choose by a softmax; set them "
-            "to 0."
-        )
-    if settings.compile:
-        raise ConfigError(
-            f"{names} do not reach the routers of compiled layers; set model.compile=false or these to 0."
-        )
+def _check_compile(settings: ModelConfig, parallel: ParallelConfig) -> None:
+    conflicts = {
+        # Compiled layers do not call their routers one by one.
+        f"model.router_replay={settings.router_replay}": settings.router_replay != "none",
+        "model.router_aux_loss_coefficient and model.router_z_loss_coefficient": settings.has_router_losses,
+        # The number of received tokens is unknown.
+        "policy.parallel.expert_parallel above 1": parallel.expert_parallel > 1,
+        # With torch 2.13, tracing a layer of DTensors ends in a RecursionError.
+        "policy.parallel.tensor_parallel above 1": parallel.tensor_parallel > 1,
+        "policy.parallel.pipeline_parallel above 1": parallel.pipeline_parallel > 1,  # not tested
+    }
+    for setting, conflict in conflicts.items():
+        if conflict and settings.compile:
+            raise ConfigError(f"model.compile=true: does not work with {setting}. Set model.compile=false.")
 
 
-def check_pipeline_parallel(parallel: ParallelConfig, settings: ModelConfig, model: str, layers: int | None) -> None:
-    """Raise UnsupportedModelError if a model's layers, if known, are fewer than the parts of a pipeline."""
+def _check_pipeline_parallel(parallel: ParallelConfig, model: str, layers: int) -> None:
     stages, virtual = parallel.pipeline_parallel, parallel.virtual_stages
-    if settings.compile and stages > 1:
-        raise ConfigError(
-            "model.compile is not tested with stages; set model.compile=false or policy.parallel.pipeline_parallel=1."
-        )
-    if layers is not None and layers < stages * virtual:
+    if layers < stages * virtual:
         parts = f" * virtual_stages={virtual}" * (virtual > 1)
         raise UnsupportedModelError(
             f"{model} has {layers} layers, fewer than the parts of policy.parallel.pipeline_parallel={stages}{parts}; "
@@ -278,8 +226,7 @@ def check_tensor_parallel(
     """Raise if ranks cannot share the layers of a model.
 
     UnsupportedModelError for an unknown family (`model_type`) and for sizes, by their names in config.json, that do not
-    divide. ConfigError for adapters, which are too small to share, and for compiled layers: with torch 2.13, tracing a
-    layer of DTensors ends in a RecursionError.
+    divide. ConfigError for adapters, which are too small to share.
     """
     tp = parallel.tensor_parallel
     if tp == 1:
@@ -292,11 +239,6 @@ def check_tensor_parallel(
     if settings.lora.rank:
         raise ConfigError(
             "adapters are not shared between ranks; set model.lora.rank=0 or policy.parallel.tensor_parallel=1."
-        )
-    if settings.compile:
-        raise ConfigError(
-            "model.compile does not support layers that ranks share; set model.compile=false or "
-            "policy.parallel.tensor_parallel=1."
         )
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         size = sizes.get(name)
