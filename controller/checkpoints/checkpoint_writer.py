@@ -26,33 +26,24 @@ from workers.errors import CheckpointError, LostError, OutputError, RolloutError
 from workers.model.checkpoint.checkpoint_folder import complete, prune, remove
 
 Beside = Callable[[Path, Progress], None]
+"""Writes a checkpoint's other files at once."""
 SAVE_SECONDS = 1800.0  # an interrupt may have reached ranks unequally: then a save never begins
 
 
-def nothing(path: Path, progress: Progress) -> None:
-    """Write nothing else with the checkpoint at `path`."""
-
-
 class CheckpointWriter:
-    """Saves every role that learns.
-
-    A failed save, for example on a full disk, is logged and counted in `failures`; the run continues, and earlier
-    checkpoints stay.
-    """
+    """Saves every role that learns. A failed save, as on a full disk, is logged and counted in `failures`."""
 
     def __init__(self, roles: TrainingRoles, run_folder: Path, keep: int, log: Callable[[str], None]) -> None:
         self.failures = 0
         self._roles, self._folder, self._keep, self._log = roles, run_folder.resolve(), keep, log
         self._begun = 0
 
-    def begin(self, progress: Progress, beside: Beside = nothing) -> None:
-        """Begin to save the state after `progress.step`; files are written during training.
-
-        beside: writes the checkpoint's other files at once. Its failure is counted, and the rest is saved.
-        """
+    def begin(self, progress: Progress, beside: Beside | None = None) -> None:
+        """Begin to save the state after `progress.step`; files are written during training."""
         path = checkpoint_path(self._folder, progress.step)
         try:
-            beside(path, progress)
+            if beside is not None:
+                beside(path, progress)
         except OutputError as error:
             self.failures += 1
             self._log(f"{clause(error)}. The run goes on.")
@@ -71,8 +62,8 @@ class CheckpointWriter:
             self._tried(group.wait_for_checkpoint)
         self._prune()
 
-    def at_stop(self, progress: Progress, beside: Beside = nothing) -> None:
-        """Save `progress` and `beside` if not saved yet, and wait. Never raises, because the run is ending."""
+    def at_stop(self, progress: Progress, beside: Beside | None = None) -> None:
+        """Save if not saved yet, and wait. Never raises, because the run is ending."""
         try:
             if progress.step > self._begun:
                 self._log(f"saving a checkpoint of step {progress.step}")
@@ -98,10 +89,10 @@ class CheckpointWriter:
 
 
 def resume(config: TrainingConfig, roles: TrainingRoles, log: Callable[[str], None], data: dict[str, Any]) -> Progress:
-    """Load the newest good checkpoint for run.resume; return a fresh Progress if none is requested.
+    """Load the newest good checkpoint for run.resume; return a fresh Progress without any.
 
-    data: identity of the training data; run.on_data_change decides what happens if it differs. If a checkpoint fails to
-    load, the one before is tried. Raises CheckpointError if none loads, because a fresh start would overwrite them.
+    data: identity of the training data; run.on_data_change decides what happens if it differs. Raises CheckpointError if
+    there are checkpoints and none loads, because a fresh start would overwrite them.
     """
     if config.run.resume == "never":
         return Progress(data=data)
@@ -120,24 +111,17 @@ def resume(config: TrainingConfig, roles: TrainingRoles, log: Callable[[str], No
         log(f"going on from {path}")
         if config.run.resume == "auto":
             _remove_later(roles, path, progress.step)
-        return _with_data(progress, data, config, log)
+        if config.run.on_data_change == "restart" and differences(data, progress.data):
+            log("the training data are not those of the checkpoint: they are taken from their first prompt")
+            progress = replace(progress, position=0, active=[], samples="")
+        return replace(progress, data=data)
     if candidates:
         raise CheckpointError(f"run.resume={config.run.resume}: none of {len(candidates)} checkpoints can be loaded.")
     return Progress(data=data)
 
 
-def _with_data(
-    progress: Progress, data: dict[str, Any], config: TrainingConfig, log: Callable[[str], None]
-) -> Progress:
-    """Set the progress's data; restart at the first prompt if they differ and run.on_data_change=restart."""
-    if config.run.on_data_change == "restart" and differences(data, progress.data):
-        log("the training data are not those of the checkpoint: they are taken from their first prompt")
-        progress = replace(progress, position=0, active=[], samples="")
-    return replace(progress, data=data)
-
-
 def _remove_later(roles: TrainingRoles, path: Path, step: int) -> None:
-    """Remove later checkpoints that failed to load or lack a role; new ones will reuse their names."""
+    # They failed to load or lack a role, and new ones will have their names.
     for role in roles.trained:
         for found, manifest in complete(role_path(path, role).parent):
             if manifest.step > step:

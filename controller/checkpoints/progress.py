@@ -45,7 +45,6 @@ class Progress:
     data: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as JSON, for a checkpoint's manifest."""
         return asdict(self)
 
 
@@ -55,12 +54,11 @@ def checkpoint_path(run_folder: Path, step: int) -> Path:
 
 
 def role_path(policy_checkpoint: Path, role: str) -> Path:
-    """Path of another role's checkpoint of the same step."""
+    """Path of a role's checkpoint of the same step."""
     return policy_checkpoint.parent.parent / role / policy_checkpoint.name
 
 
 def samples_path(policy_checkpoint: Path) -> Path:
-    """Path of a checkpoint's samples."""
     return role_path(policy_checkpoint, "samples").with_suffix(".npz")
 
 
@@ -75,7 +73,7 @@ def remove_old_samples(run_folder: Path, step: int) -> None:
 def checkpoints_at(path: Path) -> list[Path]:
     """List complete checkpoints, newest first: `path` itself, or those of the run in that folder.
 
-    Raises CheckpointError for an incomplete checkpoint, naming the problem.
+    Raises CheckpointError if `path` is an incomplete checkpoint.
     """
     if (path / MANIFEST).exists():
         read_manifest(path)
@@ -84,10 +82,7 @@ def checkpoints_at(path: Path) -> list[Path]:
 
 
 def check_same_data(config: TrainingConfig, data: dict[str, Any]) -> None:
-    """Raise ConfigError if run.on_data_change does not allow resuming with other data than the checkpoint's.
-
-    data: identity of the training data, see `controller.data.identity`.
-    """
+    """Raise ConfigError if run.on_data_change does not allow resuming on data of this identity."""
     if config.run.resume == "never" or config.run.on_data_change != "refuse":
         return
     folder = config.run_folder if config.run.resume == "auto" else Path(config.run.resume)

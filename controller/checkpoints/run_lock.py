@@ -25,7 +25,7 @@ LOCK = ".lock"
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether a run has written into the folder, apart from a lock and the log of a run that did not start."""
+    """Whether a run has written more into the folder than a lock and the log of a start that failed."""
     beside = (LOCK, LOG)
     return folder.exists() and (not folder.is_dir() or any(path.name not in beside for path in folder.iterdir()))
 
@@ -42,10 +42,10 @@ def check_folder_is_free(config: TrainingConfig) -> None:
 def locked(config: TrainingConfig, start: Callable[[], None]) -> Callable[[], None]:
     """Create and lock the run's folder; return `start` followed by the release of the lock.
 
-    An unnamed run takes the next free name, in `config`, if its folder was taken meanwhile. Raises ConfigError if
-    another process has the lock, or as `check_folder_is_free`. An unused folder is removed with the lock.
+    An unnamed run takes the next free name, in `config`, if its folder was taken meanwhile. An unused folder is removed
+    with the lock. Raises ConfigError if another process has the lock, or as `check_folder_is_free`.
     """
-    lock = _lock_one(config)
+    lock = _lock_free(config)
 
     def run() -> None:
         try:
@@ -56,24 +56,19 @@ def locked(config: TrainingConfig, start: Callable[[], None]) -> Callable[[], No
     return run
 
 
-def _lock_one(config: TrainingConfig) -> TextIO:
+def _lock_free(config: TrainingConfig) -> TextIO:
     while True:
+        lock = None
         try:
-            return _lock_free(config)
+            lock = _lock(config.run_folder)
+            check_folder_is_free(config)
+            return lock
         except ConfigError:
+            if lock is not None:
+                _release(config.run_folder, lock)
             if not config.default_name:
                 raise
             config.run.name = free_name(config.run.dir, config.default_name)
-
-
-def _lock_free(config: TrainingConfig) -> TextIO:
-    lock = _lock(config.run_folder)
-    try:
-        check_folder_is_free(config)
-    except ConfigError:
-        _release(config.run_folder, lock)
-        raise
-    return lock
 
 
 def _lock(folder: Path) -> TextIO:
@@ -106,9 +101,8 @@ def _lock_file(file: TextIO, folder: Path) -> None:
 
 
 def _release(folder: Path, lock: TextIO) -> None:
-    """Remove the file while it is locked; a process that opened it meanwhile notices, see `_lock`."""
     with suppress(OSError):
-        (folder / LOCK).unlink()
+        (folder / LOCK).unlink()  # while it is locked: who opened it meanwhile notices, see `_lock`
     lock.close()
     with suppress(OSError):  # not empty: the run has written
         folder.rmdir()

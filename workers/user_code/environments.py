@@ -25,18 +25,16 @@ MOST_EPISODES = 4096  # threads, each of which waits for a process
 
 
 class RemoteEnvironment:
-    """The environment of one episode. call: sends a method's name and argument to its process."""
+    """The environment of one episode, in its process. Its methods raise EpisodeError."""
 
     def __init__(self, call: Callable[[str, Any], Any]) -> None:
         self._call = call
 
     async def reset(self, record: dict[str, Any]) -> Text:
-        """Text or messages to append to the record's prompt. Raises EpisodeError."""
         opening: Text = await self._call("reset", record)
         return opening
 
     async def step(self, response: str) -> Observation:
-        """The answer to a turn. Raises EpisodeError."""
         return Observation(**await self._call("step", response))
 
 
@@ -44,7 +42,7 @@ class EnvironmentPool:
     """Processes that play episodes of one environment class, one each."""
 
     def __init__(self, environment: bytes, timeout_s: float) -> None:
-        """environment: the pickled class, which only its processes unpickle. timeout_s: of one call."""
+        """environment: the class, packed. timeout_s: of one call."""
         self._environment, self._timeout_s = environment, timeout_s
         self._source: UserProcess | None = None
         self._starting = Lock()
@@ -53,10 +51,7 @@ class EnvironmentPool:
 
     @asynccontextmanager
     async def episode(self) -> AsyncIterator[RemoteEnvironment]:
-        """Reserve a process for one episode. It is dropped if the episode fails.
-
-        Raises EpisodeError if none can be started.
-        """
+        """Reserve a process for one episode. Raises EpisodeError if none can be started."""
         try:
             process = await self._in_thread(self._take)
         except NoAnswerError as error:
@@ -86,7 +81,7 @@ class EnvironmentPool:
             return self._source.fork()
 
     async def stop(self) -> None:
-        """End all processes; another episode starts them again."""
+        """End all processes; another episode starts new ones."""
         while self._idle:
             self._idle.pop().end()
         await self._in_thread(self._end_source)
@@ -99,14 +94,12 @@ class EnvironmentPool:
 
 @dataclass(frozen=True)
 class Answered:
-    """An environment's opening, and its answer to an empty response."""
-
     opening: Text
     observation: Observation
 
 
 def try_environment(packed: bytes, record: dict[str, Any], timeout_s: float) -> Answered:
-    """Answer a record with an empty response. Raises ConfigError on failure."""
+    """Answer a record with an empty response. Raises ConfigError."""
     source = UserProcess(PLAYER, packed, quiet=True)
     try:
         source.receive(START_SECONDS)

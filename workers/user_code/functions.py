@@ -30,7 +30,7 @@ AS_A_PROGRAM = 'keep what only a program does behind `if __name__ == "__main__":
 
 @dataclass(frozen=True)
 class Signature:
-    """names: parameters that can be given by name, in order. required: those without a default. takes_all: has `**`."""
+    """names: of parameters that can be given by name. required: those without a default. takes_all: has `**`."""
 
     names: tuple[str, ...]
     required: tuple[str, ...]
@@ -39,8 +39,8 @@ class Signature:
 
 @dataclass(frozen=True)
 class UserFunction:
-    """packed: the function pickled by value, so that other nodes need no copy of its file. version: changes with the
-    code of a function that is not in a file; pickles may differ between runs.
+    """packed: pickled by value, so that other nodes need no copy of its file. version: of a function that is not in a
+    file, changes with its code, whereas pickles may differ between runs.
     """
 
     packed: bytes
@@ -49,14 +49,14 @@ class UserFunction:
 
 
 def find_function(key: str, name: str, *, timeout_s: float) -> UserFunction:
-    """The function `module:function` or `path/file.py:function` of setting `key`. Raises ConfigError."""
+    """The function `module:function` or `path/file.py:function` of a setting. Raises ConfigError."""
     found = _imported("workers.user_code.functions:describe", key, name, timeout_s)
     signature = Signature(tuple(found["names"]), tuple(found["required"]), found["takes_all"])
     return UserFunction(base64.b64decode(found["packed"]), signature)
 
 
 def find_class(key: str, name: str, methods: tuple[str, ...], *, timeout_s: float) -> bytes:
-    """The class of setting `key`, pickled by value. Raises ConfigError, also if a method is missing."""
+    """The class of a setting, packed. Raises ConfigError, also if a method is missing."""
     found = _imported("workers.user_code.functions:describe", key, name, timeout_s)
     if not found["is_class"] or not set(methods) <= set(found["methods"]):
         raise ConfigError(f"{key}={name!r} must be a class with the methods {' and '.join(methods)}.")
@@ -64,15 +64,12 @@ def find_class(key: str, name: str, methods: tuple[str, ...], *, timeout_s: floa
 
 
 def check_loss(key: str, name: str, *trial: Any, timeout_s: float) -> None:
-    """Raise ConfigError if workers could not use the policy loss of setting `key`; see `workers.trials.try_loss`."""
+    """Raise ConfigError if workers could not use the policy loss of a setting; see `workers.trials.try_loss`."""
     _imported("workers.trials:try_loss", key, name, timeout_s, *trial)
 
 
 def call(packed: bytes, *arguments: Any, key: str, timeout_s: float) -> Any:
-    """A packed function's value, through JSON; arrays and tensors become lists.
-
-    Raises ConfigError if it raises, ends its process, or exceeds `timeout_s`.
-    """
+    """A packed function's value, through JSON; arrays and tensors become lists. Raises ConfigError."""
     run = "workers.user_code.functions:run"
     try:
         return ask(run, packed, arguments, key, timeout_s=timeout_s, setting=TIMEOUT_SETTING)
@@ -177,7 +174,6 @@ def _import_module(name: str) -> ModuleType:
 
 
 def _not_picklable(module: ModuleType) -> list[str]:
-    """Names in the module that cannot be pickled, such as a thread pool or an open file."""
     code = (ModuleType, type)
     return [
         f"{name} ({type(value).__name__})"
@@ -196,7 +192,7 @@ def _can_be_pickled(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Convert for JSON; other values become their repr, which cannot be mistaken for a number."""
+    """Convert for JSON; other values become their repr, which is not mistaken for a number."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, (list, tuple, range)):
         return [_plain(item) for item in value]

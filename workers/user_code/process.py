@@ -48,7 +48,7 @@ class NoAnswerError(Exception):
 
 
 class Connection:
-    """Our end of the connection."""
+    """Our end."""
 
     def __init__(self) -> None:
         self._socket, self._theirs = socket.socketpair()
@@ -67,11 +67,10 @@ class Connection:
     def receive(
         self, timeout_s: float, setting: str = "", *, late_s: float = 0.0, longest: int = LONGEST_ANSWER
     ) -> Any:
-        """The next answer.
+        """Return the next answer. setting: names the time limit, to which `late_s` is added.
 
-        setting: names the time limit. late_s: added to it. Raises NoAnswerError if the function raised, or the process
-        ended or was killed for being late, writing to the connection, or answering more than `longest` bytes. Raises
-        ConfigError for a BallastError.
+        Raises NoAnswerError if the function raised, or the process ended or was killed for being late, writing to the
+        connection, or answering more than `longest` bytes. Raises ConfigError for a BallastError.
         """
         try:
             self._socket.settimeout(timeout_s + late_s)
@@ -103,7 +102,6 @@ class Connection:
 
     @property
     def alive(self) -> bool:
-        """Whether the idle process still holds its end of the connection."""
         try:
             self._socket.settimeout(0)
             return self._socket.recv(1, socket.MSG_PEEK) != b""
@@ -113,7 +111,7 @@ class Connection:
             return False
 
     def end(self, exit_s: float = 0.0) -> str:
-        """Kill the process and its children, unless it exits within `exit_s`; returns how it ended."""
+        """Kill the process and its children, unless it exits within `exit_s`; return how it ended."""
         with self._ending:
             if not self._ended:
                 self._ended = True
@@ -127,7 +125,7 @@ class Connection:
 
 class UserProcess(Connection):
     def __init__(self, target: str, *arguments: Any, quiet: bool = False) -> None:
-        """target: our `module:function`. quiet: keep stderr for `errors` instead of showing it."""
+        """quiet: keep stderr for `errors` instead of showing it."""
         super().__init__()
         self._kept = io.StringIO() if quiet else None
         with self._theirs:
@@ -155,7 +153,6 @@ class UserProcess(Connection):
 
     @property
     def errors(self) -> str:
-        """The stderr of a quiet process."""
         return self._kept.getvalue() if self._kept else ""
 
     def _kill(self, exit_s: float) -> str:
@@ -195,9 +192,9 @@ class Fork(Connection):
 
 
 def ask(function: str, *arguments: Any, timeout_s: float, setting: str) -> Any:
-    """Call our `module:function` in a new process; returns its value.
+    """Return our `module:function`'s value in a new process, whose stderr is shown only on success.
 
-    Its stderr is shown only on success. Raises as `UserProcess.receive` does.
+    Raises as `UserProcess.receive`.
     """
     process = UserProcess(function, *arguments, quiet=True)
     try:
@@ -256,10 +253,9 @@ class Channel:
 
 
 def main() -> None:
-    """Call the target named by the command line, and hide our arguments from users' code."""
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    descriptor, target = int(sys.argv.pop()), sys.argv.pop()
+    descriptor, target = int(sys.argv.pop()), sys.argv.pop()  # which users' code does not see
     channel = Channel(descriptor)
     with suppress(EOFError):
         arguments, _ = channel.receive()
@@ -275,7 +271,6 @@ def main() -> None:
 
 
 def _serve(channel: Channel, answer: Any) -> None:
-    """Answer requests and fork on request, until the other side is gone."""
     while True:
         request, descriptors = channel.receive()
         if descriptors:

@@ -24,10 +24,9 @@ RAW = "response_raw"  # stands among the columns: the response with its special 
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A user's function, `packed` by cloudpickle and unpickled only by RewardProcess.
+    """A user's function or coroutine function, unpickled only in the process. name: for metrics. weight: in the reward.
 
-    name: short, for metrics. weight: in the reward. It is called with `response` (a text) and the record's `columns`
-    that it takes; with a `responses` parameter, once with lists of them. It may be a coroutine function.
+    It gets `response`, a text, and the record's `columns`; with a parameter `responses`, lists of all samples at once.
     """
 
     name: str
@@ -38,7 +37,7 @@ class RewardFunction:
 
 @dataclass(frozen=True)
 class Call:
-    """One sample to score; `columns` has at least the functions' parameters."""
+    """One sample to score. columns: at least those of the functions."""
 
     number: int
     response: str
@@ -96,7 +95,7 @@ class RewardProcess:
 
 
 def try_rewards(functions: Sequence[RewardFunction], record: Mapping[str, Any], timeout_s: float) -> Score:
-    """Score an empty response to a record. Raises ConfigError: a function must score any text."""
+    """Score an empty response to a record. Raises ConfigError, because a function must score any text."""
     process = RewardProcess(functions, timeout_s=timeout_s, concurrency=1, quiet=True)
     try:
         score = process.run([Call(0, "", {**record, RAW: ""})])[0]
@@ -121,7 +120,6 @@ class Scorer:
         self._room = asyncio.Semaphore(concurrency)
 
     def __call__(self, calls: list[Call], reply: Callable[[Any], None]) -> None:
-        """Reply with (number, Score without its response) of every call."""
         self._loop.run_until_complete(self._score_all(calls, reply))
 
     async def _score_all(self, calls: list[Call], reply: Callable[[Any], None]) -> None:
@@ -135,7 +133,6 @@ class Scorer:
         await asyncio.gather(*(score(position, call) for position, call in enumerate(calls)))
 
     async def _score(self, call: Call, batched: dict[RewardFunction, Any]) -> Score:
-        """The sample's score over all functions; `batched` has the values of batch functions."""
         scores: dict[str, Score] = {}
         for function in self._functions:
             try:

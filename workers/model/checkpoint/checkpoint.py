@@ -14,6 +14,7 @@ states (torch's, on CPU and GPU). It does not hold the optimiser's settings: the
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,6 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from workers.errors import CheckpointError
@@ -54,23 +56,14 @@ FILE_BYTES = 2**30
 class Checkpointer:
     """Save and load the state of one engine, one save at a time. Every method is collective.
 
-    All ranks must see the folder of the checkpoints, and only one engine may save into it. Complete checkpoints survive
-    the death of a process.
+    All ranks must see the folder of the checkpoints, and only one engine may save into it.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        schedule: LambdaLR,
-        device: torch.device,
-        stage: Stage,
+        self, module: nn.Module, optimizer: Optimizer, schedule: LambdaLR, device: torch.device, stage: Stage
     ) -> None:
-        self._module = module
-        self._optimizer = optimizer
-        self._schedule = schedule
-        self._device = device
-        self._stage = stage
+        self._module, self._optimizer, self._schedule = module, optimizer, schedule
+        self._device, self._stage = device, stage
         # A separate process group: the background thread's messages must not mix with training's.
         self._group = dist.new_group(backend="gloo")
         self._saving: tuple[Path, Future] | None = None
@@ -85,10 +78,8 @@ class Checkpointer:
     ) -> None:
         """Start to save as `path`; returns when the state is copied, while files are still being written.
 
-        step: see `Manifest`. engine, extra: JSON objects of the engine and of the caller, returned by `load`.
-
-        Raises CheckpointError if the previous save failed or `path` holds a complete checkpoint, DataError if `extra`
-        is not JSON.
+        step, engine, extra: see `Manifest`. Raises CheckpointError if the previous save failed or `path` holds a
+        complete checkpoint, DataError if `extra` is not JSON.
         """
         self.wait()
         path, extra = Path(path), check_json(extra or {})
@@ -118,24 +109,24 @@ class Checkpointer:
             raise CheckpointError(f"{path} could not be saved: {_cause(error)}.") from error
 
     def load(self, path: str | Path) -> Manifest:
-        """Load the state at `path` into the engine, for any number of ranks that wrote it; returns its manifest.
+        """Load the state at `path`, saved by any number of ranks; returns its manifest.
 
-        Random states are restored if as many ranks load as saved; otherwise they are kept, with a warning.
-
-        Raises CheckpointError if the checkpoint is torn, foreign or of another model. The engine is then unchanged,
-        unless a file changed during the read.
+        Random states are restored if as many ranks load as saved; otherwise they are kept, with a warning. Raises
+        CheckpointError if the checkpoint is torn, foreign or of another model. The engine is then unchanged, unless a
+        file changed during the read.
         """
         self.wait()
         path = Path(path)
         manifest: Manifest = self._from_rank_zero(lambda: read_manifest(path))
-        self._on_all_ranks(lambda: verify_files(path, manifest, sorted(manifest.files)[self._rank :: self._size]))
+        rank, size = dist.get_rank(), dist.get_world_size()
+        self._on_all_ranks(lambda: verify_files(path, manifest, sorted(manifest.files)[rank::size]))
         reader = dcp.HuggingFaceStorageReader(str(path))
         state = self._trained_state(copies=True)
         metadata = self._on_all_ranks(lambda: _read_metadata(path, reader))
         shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
         every = {name: shape for part in self._stage.of_all(shapes) for name, shape in part.items()}
         _check_same_model(path, every, metadata)
-        random_state = _random_state(self._device) if manifest.world_size == self._size else {}
+        random_state = _random_state(self._device) if manifest.world_size == size else {}
         # A checkpoint saved on a CPU has no state of a GPU.
         random_state = {name: part for name, part in random_state.items() if name in metadata.state_dict_metadata}
         try:
@@ -144,28 +135,13 @@ class Checkpointer:
             raise CheckpointError(f"{path} could not be loaded: {_cause(error)}.") from error
         _set_random_state(random_state, self._device)
         if not random_state:
-            log.warning(
-                "%s was saved by %d ranks and is loaded by %d: random states are not restored",
-                path,
-                manifest.world_size,
-                self._size,
-            )
+            told = "%s was saved by %d ranks and is loaded by %d: random states are not restored"
+            log.warning(told, path, manifest.world_size, size)
         resume_schedule(self._schedule, manifest.engine["schedule_steps"])
         return manifest
 
-    @property
-    def _rank(self) -> int:
-        return dist.get_rank(self._group)
-
-    @property
-    def _size(self) -> int:
-        return dist.get_world_size(self._group)
-
     def _trained_state(self, *, copies: bool) -> dict[str, Tensor]:
-        """Return the engine's own tensors by name; a tied weight once, under its first name on every stage.
-
-        copies: include tensors that another stage of a pipeline holds, too.
-        """
+        """Return the engine's own tensors, a tied one once. copies: include those that another stage holds, too."""
         reshard(self._module)
         names: dict[Tensor, str] = {}
         for name, tensor in self._module.state_dict(keep_vars=True).items():
@@ -181,13 +157,11 @@ class Checkpointer:
         return state
 
     def _from_rank_zero(self, make: Callable[[], Any]) -> Any:
-        """Call `make` on rank zero; all ranks return its result or raise its error."""
-        made = [self._on_all_ranks(lambda: make() if self._rank == 0 else None)]
+        made = [self._on_all_ranks(lambda: make() if dist.get_rank() == 0 else None)]
         dist.broadcast_object_list(made, src=0, group=self._group)
         return made[0]
 
     def _on_all_ranks(self, check: Callable[[], Any]) -> Any:
-        """Call `check` on every rank and return its own result; all raise CheckpointError if one fails."""
         with raise_on_all_ranks(self._group):
             try:
                 return check()
@@ -196,10 +170,7 @@ class Checkpointer:
 
 
 class _CommittingWriter(dcp.HuggingFaceStorageWriter):
-    """Write this rank's shards as safetensors; on the coordinator, `commit` ends the save after all ranks.
-
-    Both run in DCP's background thread; their errors reach every rank's future.
-    """
+    """Write this rank's shards; on the coordinator, `commit` ends the save. Errors reach every rank's future."""
 
     def __init__(
         self, folder: Path, file_numbers: dict[str, int], commit: Callable[[dict[str, StoredFile]], None]
@@ -209,22 +180,18 @@ class _CommittingWriter(dcp.HuggingFaceStorageWriter):
         self._commit = commit
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
-        """Write the data, and return each file's size and checksum as its tensors' storage data."""
+        """Write the data, and return each file's name, size and checksum as its tensors' storage data."""
         results = super().write_data(plan, planner).wait()
-        names = {result.storage_data.relative_path for result in results}
-        stored = {name: StoredFile.of(self._folder / name) for name in names}
+        names = [result.storage_data.relative_path for result in results]
+        stored = {name: (name, StoredFile.of(self._folder / name)) for name in set(names)}
         future: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
         future.set_result(
-            [
-                WriteResult(result.index, result.size_in_bytes, (name, stored[name]))
-                for result in results
-                for name in [result.storage_data.relative_path]
-            ]
+            [replace(result, storage_data=stored[name]) for result, name in zip(results, names, strict=True)]
         )
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit, on the coordinator only. DCP's metadata is not written: readers derive it from the files."""
+        """Commit. DCP's metadata is not written: readers derive it from the files."""
         self._commit(dict(result.storage_data for rank_results in results for result in rank_results))
 
 
@@ -237,7 +204,7 @@ def _prepare(path: Path) -> Path:
 
 
 def _files_of(sizes: dict[str, int]) -> dict[str, int]:
-    """Assign each tensor a file, counted from 1, of about FILE_BYTES a rank. sizes: bytes by name."""
+    """Assign each tensor a file, counted from 1, of about FILE_BYTES a rank."""
     numbers, written = {}, 0
     for name, size in sizes.items():
         numbers[name] = 1 + written // (FILE_BYTES * dist.get_world_size())
@@ -252,7 +219,6 @@ def _random_names(rank: int) -> tuple[str, str]:
 
 
 def _random_state(device: torch.device) -> dict[str, Tensor]:
-    """Return this rank's random states, uint8, under names with its rank."""
     host, gpu = _random_names(dist.get_rank())
     state = {host: torch.get_rng_state()}
     return state | ({gpu: torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
@@ -274,7 +240,6 @@ def _read_metadata(path: Path, reader: dcp.HuggingFaceStorageReader) -> Metadata
 
 
 def _check_same_model(path: Path, wanted: dict[str, tuple[int, ...]], metadata: Metadata) -> None:
-    """Raise CheckpointError, naming the first tensor that differs from the model, whose shapes are `wanted`."""
     found = {name: tuple(stored.size) for name, stored in metadata.state_dict_metadata.items()}
     found = {name: shape for name, shape in found.items() if not name.startswith("random.")}
     for name in sorted(found.keys() | wanted.keys()):
@@ -286,7 +251,6 @@ def _check_same_model(path: Path, wanted: dict[str, tuple[int, ...]], metadata: 
 
 
 def _cause(error: BaseException) -> str:
-    """Return the error in one line: of a DCP exception, the first rank's."""
     if isinstance(error, CheckpointException):
         rank, (cause, _) = next(iter(sorted(error.failures.items())))
         return f"rank {rank}: {_cause(cause)}"

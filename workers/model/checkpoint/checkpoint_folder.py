@@ -14,7 +14,7 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,8 @@ FORMAT = "ballast checkpoint 1"
 
 @dataclass(frozen=True)
 class StoredFile:
-    """Record a file's size in bytes and SHA-256 in hex."""
-
-    size: int
-    sha256: str
+    size: int  # bytes
+    sha256: str  # hex
 
     @classmethod
     def of(cls, path: Path) -> "StoredFile":
@@ -42,10 +40,8 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Describe a checkpoint.
-
-    step: the caller's count, which orders checkpoints. world_size: ranks that wrote it. engine: the engine's own
-    numbers. extra: the caller's JSON object. files: by name.
+    """step: the caller's count, which orders checkpoints. world_size: ranks that wrote it. engine, extra: JSON objects
+    of the engine and the caller. files: by name.
     """
 
     step: int
@@ -67,7 +63,7 @@ def check_json(extra: dict[str, Any]) -> dict[str, Any]:
 
 
 def unfinished_folder(path: Path) -> Path:
-    """Return a new hidden folder name in the same folder as `path`."""
+    """Return a new hidden name beside `path`."""
     return path.with_name(f".{path.name}.unfinished-{secrets.token_hex(4)}")
 
 
@@ -89,8 +85,7 @@ def check_free(path: Path) -> None:
 def commit(unfinished: Path, path: Path, manifest: Manifest) -> None:
     """Write the manifest of the files in `unfinished`, then rename the folder to `path`.
 
-    The files are on disk already. Raises CheckpointError if one is missing or has another size than its rank wrote,
-    because the ranks do not share the folder.
+    Raises CheckpointError if a file is not as its rank wrote it, because the ranks do not share the folder.
     """
     for name, stored in manifest.files.items():
         if not (unfinished / name).is_file() or (unfinished / name).stat().st_size != stored.size:
@@ -110,14 +105,13 @@ def commit(unfinished: Path, path: Path, manifest: Manifest) -> None:
 
 
 def _digest(content: dict[str, Any]) -> str:
-    """Return the SHA-256 of a manifest's fields, so that a changed manifest is refused."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Return the manifest at `path`, after checking that all its files exist in full size.
+    """Return the manifest at `path`. Raises CheckpointError unless the folder holds its files, in full size.
 
-    Raises CheckpointError, naming `path`, for anything but a complete checkpoint. `verify_files` reads the contents.
+    `verify_files` reads the contents.
     """
     try:
         content = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
@@ -140,7 +134,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def _check_listing(path: Path, manifest: Manifest) -> None:
-    """Raise CheckpointError unless the folder holds exactly the manifest's files, so no foreign file is opened."""
+    # No other file either, so that no foreign one is opened.
     found = {entry.name: entry.stat().st_size for entry in path.iterdir() if entry.name != MANIFEST}
     wanted = {name: stored.size for name, stored in manifest.files.items()}
     for name in sorted(found.keys() | wanted.keys()):
@@ -151,7 +145,7 @@ def _check_listing(path: Path, manifest: Manifest) -> None:
 
 
 def verify_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Compare the checksums of the files `names`. Raises CheckpointError naming the first torn file."""
+    """Compare checksums. Raises CheckpointError, naming the first torn file."""
     for name in names:
         if StoredFile.of(path / name) != manifest.files[name]:
             raise CheckpointError(f"{path} is torn: the contents of {name} are not what was written.")
@@ -160,7 +154,7 @@ def verify_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
 def complete(folder: str | Path) -> list[tuple[Path, Manifest]]:
     """Return the complete checkpoints in `folder` by ascending step; log others as warnings."""
     found = []
-    for path in _visible(Path(folder)):
+    for path in Path(folder).glob("[!.]*/"):
         try:
             found.append((path, read_manifest(path)))
         except CheckpointError as error:
@@ -169,12 +163,7 @@ def complete(folder: str | Path) -> list[tuple[Path, Manifest]]:
 
 
 def prune(folder: str | Path, keep_last: int) -> None:
-    """Remove all but the last `keep_last` complete checkpoints; safe during a save.
-
-    Torn and foreign folders stay for inspection. Raises DataError if `keep_last` is below 1.
-    """
-    if keep_last < 1:
-        raise DataError(f"keep_last={keep_last} would remove the checkpoint to resume from; keep 1 or more.")
+    """Remove all but the last `keep_last` complete checkpoints; torn and foreign folders stay for inspection."""
     for path, _ in complete(folder)[:-keep_last]:
         remove(path)
 
@@ -184,11 +173,6 @@ def remove(path: Path) -> None:
     doomed = unfinished_folder(path)
     path.rename(doomed)
     shutil.rmtree(doomed)
-
-
-def _visible(folder: Path) -> Iterator[Path]:
-    if folder.is_dir():
-        yield from (path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
 
 
 def _sync_folder(path: Path) -> None:

@@ -35,10 +35,9 @@ from workers.model.stages.stage_pipeline import Stage
 
 @dataclass(frozen=True)
 class Conversion:
-    """Convert tensors `sources` of a model to one or several tensors of its checkpoint.
+    """Convert tensors `sources` of a model to tensor `target` of its checkpoint, or to several by a converter.
 
-    target: the name in the checkpoint; `converter` may produce several. patterns: the converter's pattern that each
-    source matched. Fused weights have patterns and a converter; other weights are only renamed.
+    patterns: the converter's pattern that each source matched. Weights without a converter are only renamed.
     """
 
     sources: tuple[str, ...]
@@ -47,10 +46,7 @@ class Conversion:
     converter: WeightConverter | None = None
 
     def apply(self, tensors: Sequence[Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
-        """Return the checkpoint's tensors by name, from the tensors of `sources` in order; works on the meta device.
-
-        A converted tensor may be a view of its source.
-        """
+        """Return the checkpoint's tensors by name, perhaps views; works on the meta device."""
         if self.converter is None:
             return {self.target: tensors[0]}
         converter = copy.deepcopy(self.converter)  # a converter collects the tensors added to it
@@ -61,10 +57,7 @@ class Conversion:
 
 
 def loading_rules(model: PreTrainedModel) -> list[WeightTransform]:
-    """Return the conversions that transformers applied when it loaded `model`.
-
-    For a model built from its configuration, return the conversions for the family's usual files.
-    """
+    """Return the conversions by which transformers loaded `model`, or those of its family's usual files."""
     rules = getattr(model, "_weight_conversions", None)
     if rules is None:
         # As in transformers' `revert_weight_conversion`: only the files show whether there was a prefix.
@@ -74,10 +67,7 @@ def loading_rules(model: PreTrainedModel) -> list[WeightTransform]:
 
 
 def plan_conversions(names: Iterable[str], rules: Sequence[WeightTransform]) -> list[Conversion]:
-    """Return the conversions of a model's tensors `names` to its checkpoint's, in the order of `names`.
-
-    rules: see `loading_rules`; the same on all ranks that share a model.
-    """
+    """Return the conversions of a model's tensors, in the order of `names`. rules: see `loading_rules`."""
     reversed_rules = [rule.reverse_transform() for rule in reversed(rules)]
     renamings = [rule for rule in reversed_rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in reversed_rules if isinstance(rule, WeightConverter)]
@@ -98,7 +88,7 @@ def plan_conversions(names: Iterable[str], rules: Sequence[WeightTransform]) -> 
 
 @dataclass(frozen=True)
 class Shard:
-    """Hold this rank's part of a weight: a DTensor if sharded. merge: adds an adapter to the part."""
+    """This rank's part of a weight: a DTensor if sharded. merge: adds an adapter to the part."""
 
     weight: Tensor
     merge: Callable[[Tensor], Tensor] | None = None
@@ -122,8 +112,8 @@ class CheckpointWeights:
         device: torch.device,
         stage: Stage,
     ) -> None:
-        """rules: see `loading_rules`, the same on every rank. weights: of the whole model, for their shapes, by names
-        without adapters. shards: returns the current shards of this rank's stage. device: where tensors are gathered.
+        """rules: see `loading_rules`. weights: of the whole model, for their shapes, by names without adapters. shards:
+        returns the current shards of this rank's stage. device: where tensors are gathered.
         """
         self.model, self._current_shards, self._device, self._stage = model, shards, device, stage
         self._empty = {
@@ -132,7 +122,7 @@ class CheckpointWeights:
         self.plan = plan_conversions(weights, rules)
 
     def metadata(self, plan: Sequence[Conversion], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Return meta tensors of all that `plan` makes, in order; nothing is gathered."""
+        """Return meta tensors of all that `plan` makes, in order."""
         made: dict[str, Tensor] = {}
         for conversion in plan:
             made |= conversion.apply([self._like(name, dtype) for name in conversion.sources], self.model)
@@ -141,10 +131,9 @@ class CheckpointWeights:
     def convert(
         self, plan: Sequence[Conversion], dtype: torch.dtype | None = None, keeper: int | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole weights by name, one conversion of `plan` after the other. dtype: of floats; None keeps theirs.
+        """Yield whole weights by name. Collective: every rank runs the iterator to its end.
 
-        keeper: the only rank that gets weights; None is every rank. Collective: every rank runs the iterator to its
-        end.
+        dtype: of floats; None keeps theirs. keeper: the only rank that gets weights; None is every rank.
         """
         shards = self._current_shards()
         for conversion in plan:

@@ -28,11 +28,8 @@ from workers.model.sharding.raise_on_all_ranks import raise_on_all_ranks
 
 
 def write_weights(weights: Mapping[str, Tensor], file: Path) -> None:
-    """Write contiguous tensors. Raises as `safetensors.torch.save_file` does.
-
-    The file gets the mode of other files: the library would make it readable by its owner only, whatever the umask.
-    """
-    file.touch()
+    """Write contiguous tensors. Raises as `safetensors.torch.save_file` does."""
+    file.touch()  # for its mode: the library makes files that only their owner reads, whatever the umask
     mode = file.stat().st_mode & 0o777
     save_file(dict(weights), file, metadata={"format": "pt"})
     file.chmod(mode)
@@ -45,14 +42,14 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msg
 
 
 def stored_dtype(path: str, default: torch.dtype) -> torch.dtype:
-    """Return the dtype in the config.json of a model, or `default` if it names none."""
+    """Return the dtype in a model's config.json, or `default`."""
     config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     dtype = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
     return dtype if isinstance(dtype, torch.dtype) else default
 
 
 def _plan_files(weights: CheckpointWeights, dtype: torch.dtype, file_bytes: int) -> list[tuple[str, list[Conversion]]]:
-    """Names and conversions of the files, which hold every weight once: a tied one only under its first name."""
+    """Return names and conversions of the files, which hold a tied weight once, under its first name."""
     tied = set(weights.model.all_tied_weights_keys)
     kept = {conversion.target: conversion for conversion in weights.plan if not tied & set(conversion.sources)}
 
@@ -70,8 +67,8 @@ def write_model(
 ) -> None:
     """Write the model to `path`, weights in `dtype`; collective, all ranks return when it is complete.
 
-    source: the model's folder or its name in the hub cache, whose other files are copied. An existing folder is
-    replaced. Raises OutputError, on every rank, if a rank cannot write.
+    source: the model's folder or name in the hub cache, whose other files are copied. Raises OutputError, on every
+    rank, if a rank cannot write.
     """
     files, ranks = _plan_files(weights, dtype, file_bytes), dist.get_world_size()
     with _replaced(path) as folder:
@@ -157,7 +154,7 @@ def _copy_files(source: Path, folder: Path) -> None:
 
 
 def _write_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
-    """Replace the config.json in `folder` if it describes another model: a new value head, or text only."""
+    # Another model: a new value head, or text only.
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     before = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

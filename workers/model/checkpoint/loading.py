@@ -31,8 +31,8 @@ class Load(Protocol[Result]):
 class Source(Generic[Packed]):
     """Distribute a model: the caller changes and shards `module`, then calls `fill`.
 
-    rules: transformers' conversions of the files, see `checkpoint_weights`. A single process loads `module` directly
-    and has nothing to fill. Collective; all ranks raise the errors of rank 0.
+    rules: see `loading_rules`. A single process loads `module` directly. Collective; all ranks raise the errors of rank
+    0.
     """
 
     def __init__(self, load: Load[Packed]) -> None:
@@ -43,22 +43,21 @@ class Source(Generic[Packed]):
         self.rules = self.ask(lambda whole: loading_rules(whole.model)) or []
 
     def change(self, function: Callable[[Packed], None]) -> None:
-        """Apply `function`, which adds parameters, to every copy of the model; `fill` uses rank 0's values."""
+        """Apply `function`, which adds parameters, to every copy of the model."""
         function(self.module)
         if self._whole is not None and self._whole is not self.module:
             function(self._whole)
 
     def ask(self, function: Callable[[Packed], Answer]) -> Answer:
-        """Return the result of `function` on the whole model, on every rank; `function` must not change the model."""
+        """Return `function`'s value on the whole model, on every rank."""
         answers = [_on_rank_zero(lambda: function(cast(Packed, self._whole)))]
         dist.broadcast_object_list(answers, src=0)
         return cast(Answer, answers[0])
 
     def fill(self, device: torch.device, *, cpu_offload: bool) -> None:
-        """Allocate the sharded `module`, copy rank 0's values into it and drop the whole model.
+        """Allocate the sharded `module`, copy rank 0's values of its tensors, and drop the whole model.
 
-        device: of the computation; with `cpu_offload` parameters stay in host memory. Tensors that `module` lacks (a
-        pipeline stage has only some layers) are dropped.
+        device: of the computation; with `cpu_offload` parameters stay in host memory.
         """
         whole, self._whole = self._whole, None
         if whole is self.module:

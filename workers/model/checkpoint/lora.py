@@ -35,15 +35,10 @@ ALL_LINEAR = "all-linear"
 def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
     """Add an adapter to each target module of `model`, in place, and freeze everything else; before sharding.
 
-    A starts as in peft (uniform, Kaiming), from one seed, so that it is the same on every rank and in every run.
-
-    Raises ConfigError if peft is not installed, the rank is not positive, or a target is not a linear module.
+    A starts as in peft (uniform, Kaiming), from one seed, the same on every rank and in every run. Raises ConfigError
+    if a target is not a linear module.
     """
-    if config.rank < 1:
-        raise ConfigError(
-            f"model.lora.rank={config.rank} makes no adapter; set 1 or more, or 0 to train the whole model."
-        )
-    peft = _peft()
+    import peft
     from peft.tuners.lora.layer import ParamWrapper
 
     names = _target_names(model, config.target_modules)
@@ -87,7 +82,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def merged_shards(model: PreTrainedModel, device: torch.device) -> dict[str, Shard]:
-    """Return this rank's part of every weight under the base model's names, with its adapter merged in on `device`.
+    """Return this rank's part of every weight under the base model's names, with its adapter merged on `device`.
 
     Parts of W and B hold the same rows, so a rank needs only the whole of A, which is small.
     """
@@ -108,14 +103,13 @@ def adapter_weights(model: PreTrainedModel, device: torch.device) -> Iterator[tu
 
 
 def write_adapters(model: PreTrainedModel, weights: dict[str, Tensor], path: Path) -> None:
-    """Write `weights`, from `adapter_weights`, to the folder `path` for `peft.PeftModel.from_pretrained`."""
+    """Write `adapter_weights` to the folder `path` for `peft.PeftModel.from_pretrained`."""
     write_weights(weights, path / "adapter_model.safetensors")
     settings: Any = model.peft_config[ADAPTER]
     settings.save_pretrained(str(path))
 
 
 def _merged(layer: Any, device: torch.device, weight: Tensor) -> Tensor:
-    """Return W + alpha / rank * B A [out, in] for this rank's rows; collective."""
     a, b = (part[ADAPTER].weight.detach().to(device) for part in (layer.lora_A, layer.lora_B))
     if isinstance(a, DTensor):
         a = a.redistribute(placements=[Replicate()] * a.device_mesh.ndim)
@@ -152,11 +146,3 @@ def _adapted_layers(model: nn.Module) -> dict[str, Any]:
 
 def _is_adapter(name: str) -> bool:
     return ".lora_A." in name or ".lora_B." in name
-
-
-def _peft() -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise ConfigError("model.lora.rank needs the package peft, which is not installed.") from error
-    return peft

@@ -64,8 +64,7 @@ KERNEL_FEATURES = {
 def uncomputed_features(features: Mapping[str, Any], layout: str = "packed") -> list[str]:
     """Return the features of a language model's configuration that `layout` does not compute.
 
-    features: the keys of config.json, of its `text_config` if present, or of a loaded configuration as a mapping, which
-    may name more than the file.
+    features: of config.json or its `text_config`, or a loaded configuration as a mapping, which may name more.
     """
     asked = [name for name in sorted(features) if _is_unknown_cap(name, features[name])]
     asked += [f"rope_type={kind}" for kind in _rotary_types(features) if kind in LENGTH_DEPENDENT_ROTARY]
@@ -143,7 +142,7 @@ def logit_factor(config: Any) -> float:
 
 
 def _selects_beyond_a_window(features: Mapping[str, Any]) -> bool:
-    """Return whether sequences may exceed `keep_window_size`, beyond which Doge selects tokens by a top-k."""
+    # Beyond its window, Doge selects tokens by a top-k.
     window, positions = features.get("keep_window_size"), features.get("max_position_embeddings")
     stretched = any("factor" in table for table in _rotary_tables(features))
     return bool(window) and (positions is None or stretched or window < positions)
@@ -156,7 +155,7 @@ def _is_unknown_cap(name: str, value: Any) -> bool:
 
 
 def _rotary_tables(features: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the table of all layers, or one for each type of layer; older files name it rope_scaling."""
+    # One for all layers, or one for each type of layer; older files name it rope_scaling.
     parameters = features.get("rope_parameters") or features.get("rope_scaling") or {}
     return [parameters, *(table for table in parameters.values() if isinstance(table, dict))]
 

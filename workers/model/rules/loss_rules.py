@@ -18,10 +18,7 @@ def check_loss(config: LossConfig) -> None:
 
 
 def check_constant_length(section: str, aggregation: str, constant_length: int) -> None:
-    """Raise ConfigError if the aggregation needs `constant_length` and has none.
-
-    section: of the settings, with a dot at its end.
-    """
+    """Raise ConfigError if the aggregation needs `constant_length`. section: of the settings, with a dot at its end."""
     if aggregation == NORM and constant_length <= 0:
         raise ConfigError(
             f"{section}aggregation={NORM} divides by {section}constant_length, which is {constant_length}; set it, "

@@ -39,7 +39,7 @@ def check_mixers(layers: Sequence[nn.Module], config: Any) -> None:
 
 
 def split_by_segment(layers: Iterable[nn.Module]) -> None:
-    """Make the mixers of `layers` reset their state at every segment of a packed row; other rows are unaffected."""
+    """Make the mixers of `layers` reset their state at every segment of a packed row."""
     for layer in layers:
         mixers = [_Mixer(mixer) for mixer in find_mixers(layer)]
         if mixers:
@@ -67,7 +67,6 @@ class _Mixer:
         return _joined(outputs)
 
     def _split(self, value: Any) -> Any:
-        """Return the value for each segment: its tokens of a tensor [1, T, ...], or the same value."""
         return value.split(self.lengths, dim=1) if self._is_of_row(value) else [value] * len(self.lengths)
 
     def _is_of_row(self, value: Any) -> bool:
@@ -75,8 +74,6 @@ class _Mixer:
 
 
 class _SegmentHook:
-    """Set the segments of a layer's mixers from `packed_attention`, if rows are packed, before its forward pass."""
-
     def __init__(self, mixers: list[_Mixer]) -> None:
         self._mixers = mixers
 
@@ -87,7 +84,7 @@ class _SegmentHook:
 
 
 def _joined(outputs: list[Any]) -> Any:
-    """Join the segments' outputs; of further results, such as a cache, the first is kept."""
     if isinstance(outputs[0], Tensor):
         return torch.cat(outputs, dim=1)
+    # Of further results, such as a cache, the first is kept.
     return (torch.cat([output[0] for output in outputs], dim=1), *outputs[0][1:])
