@@ -7,7 +7,7 @@ from typing import Any
 
 from workers.config import LossConfig
 from workers.errors import BallastError, ConfigError, clause, named
-from workers.model.rules.loss_rules import undecorated
+from workers.loss_config import undecorated
 from workers.rendering import Messages, check_size, forms, in_form
 from workers.user_code.functions import load
 from workers.user_code.process import RAISED

@@ -165,7 +165,7 @@ class OfflineCommand(Generic[Settings]):
         """Start the roles on a connected Ray and yield a run, resumed by run.resume."""
         from controller.actors.roles import start_training_roles
         from controller.offline.steps import OfflineRun
-        from workers.roles.offline_policy import OfflinePolicyWorker
+        from workers.roles.policy import OfflinePolicyWorker
 
         total_steps = config.optimizer_steps_over(len(inputs.train))
 

@@ -10,7 +10,7 @@ from controller.config.model_files import read_model_files
 from controller.preflight.data_checks import check_column_names
 from controller.preflight.training_checks import OPTIMIZER_STEPS, check_warmup
 from workers.errors import ConfigError
-from workers.model.rules import loss_rules
+from workers.loss_config import check_policy_loss
 from workers.model.rules.model_rules import check_value_head
 
 
@@ -63,7 +63,7 @@ def _check_kl_in_reward(config: Config) -> None:
 def check_loss(config: Config) -> None:
     """Raise ConfigError if other settings make the policy loss meaningless."""
     loss = config.algorithm.loss
-    loss_rules.check_loss(loss)
+    check_policy_loss(loss)
     if loss.name == "custom":
         check_function("algorithm.loss.function", loss.function)
         check_column_names(config.loss_columns)

@@ -16,7 +16,7 @@ from controller.preflight.training_checks import (
     check_warmup,
 )
 from workers.errors import ConfigError
-from workers.model.rules.loss_rules import check_constant_length
+from workers.loss_config import check_constant_length
 
 
 def check_offline(config: OfflineConfig) -> None:

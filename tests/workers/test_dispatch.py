@@ -29,12 +29,9 @@ def whole_plan(lengths: list[int], ranks: int):
     return plan_batch(lengths, ranks=ranks, mini_batches=[np.arange(len(lengths))], max_tokens=max(lengths))
 
 
-def test_to_all_gives_every_rank_the_same() -> None:
+def test_arguments_are_the_same_or_each_dp_groups_share_which_is_put_once() -> None:
     arguments = split_arguments(DispatchMode(Split.ALL, Join.LIST), ranks_of(3), (1,), {"k": 2}, put=id)
     assert arguments == [((1,), {"k": 2})] * 3
-
-
-def test_by_plan_puts_each_share_once_for_all_ranks_of_a_dp_group() -> None:
     lengths = [5, 3, 4, 2, 6]
     batch = RemoteBatch({"length": np.array(lengths)}, {})
     stored: list[RemoteBatch] = []
@@ -48,6 +45,7 @@ def test_by_plan_puts_each_share_once_for_all_ranks_of_a_dp_group() -> None:
     assert sorted(np.concatenate([share["length"] for share in stored]).tolist()) == sorted(lengths)
 
 
+@settings(deadline=None)  # the first plan compiles the planner
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 5))
 def test_joining_what_was_split_restores_the_order(lengths: list[int], ranks: int) -> None:
     plan = whole_plan(lengths, ranks)
@@ -56,35 +54,19 @@ def test_joining_what_was_split_restores_the_order(lengths: list[int], ranks: in
     restored = [shares[rank][row] for rank, _, row in result.tokens["log_probs"]]
     assert restored == lengths
     assert result.metrics["n"].value == ranks
+    assert join_rows(plan, len(lengths), shares).tolist() == lengths
 
 
-@settings(deadline=None)  # the first plan compiles the planner
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 5))
-def test_numbers_of_sequences_come_back_in_the_order_of_the_batch(lengths: list[int], ranks: int) -> None:
-    plan = whole_plan(lengths, ranks)
-    parts = [np.array(lengths)[plan.for_rank(r).rows] for r in range(ranks)]
-    assert join_rows(plan, len(lengths), parts).tolist() == lengths
-
-
-def test_a_plan_that_leaves_a_row_out_cannot_be_joined() -> None:
+def test_plans_that_do_not_fit_and_modes_that_cannot_be_joined_are_refused() -> None:
+    plan, batch = whole_plan([3, 3], 1), RemoteBatch({"length": np.array([3, 3])}, {})
+    with pytest.raises(DataError):  # it leaves a row out
+        join_rows(plan, 4, [np.zeros(2)])
     with pytest.raises(DataError):
-        join_rows(whole_plan([3, 3], 1), 4, [np.zeros(2)])
-    with pytest.raises(DataError):
-        join_tokens(BY_PLAN, whole_plan([3, 3], 1), 4, ["block"], [{}])
-
-
-def test_a_plan_for_another_number_of_ranks_is_refused() -> None:
-    batch = RemoteBatch({"length": np.array([1, 1])}, {})
-    with pytest.raises(DataError):
-        split_arguments(BY_PLAN, ranks_of(2), (batch, whole_plan([1, 1], 1)), {}, put=id)
-
-
-def test_by_plan_without_a_plan_is_refused() -> None:
-    with pytest.raises(DataError):
+        join_tokens(BY_PLAN, plan, 4, ["block"], [{}])
+    with pytest.raises(DataError):  # it is for another number of ranks
+        split_arguments(BY_PLAN, ranks_of(2), (batch, plan), {}, put=id)
+    with pytest.raises(DataError):  # there is none
         split_arguments(BY_PLAN, ranks_of(1), (1,), {}, put=id)
-
-
-def test_modes_that_cannot_be_joined_are_refused_where_they_are_declared() -> None:
     with pytest.raises(ValueError):
         dispatch(Split.PLAN, Join.TOKENS)
     with pytest.raises(ValueError):

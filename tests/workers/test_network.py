@@ -1,6 +1,7 @@
 """Collectives use the interface that has Ray's address of the node, or what the user says."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -37,21 +38,18 @@ def test_the_interface_is_the_one_with_the_address(address: str, interface: str 
     assert interface_of(address, NODE) == interface
 
 
-def test_both_libraries_are_told_one_exact_interface() -> None:
-    assert socket_variables("10.0.0.7", NODE, {}) == {GLOO: "eth1", NCCL: "=eth1"}
-
-
-def test_a_machine_with_loopback_alone_uses_it() -> None:
-    assert socket_variables("127.0.0.1", {"lo": ["127.0.0.1"]}, {}) == {GLOO: "lo", NCCL: "=lo"}
-
-
-def test_what_the_user_has_set_is_kept_one_by_one() -> None:
-    assert socket_variables("10.0.0.7", NODE, {NCCL: "ib0"}) == {GLOO: "eth1"}
-    assert socket_variables("10.0.0.7", NODE, {GLOO: "", NCCL: "ib0"}) == {}
-
-
-def test_an_address_that_no_interface_has_leaves_the_choice_to_the_libraries() -> None:
-    assert socket_variables("203.0.113.9", NODE, {}) == {}
+@pytest.mark.parametrize(
+    ("address", "given", "told"),
+    [
+        ("10.0.0.7", {}, {GLOO: "eth1", NCCL: "=eth1"}),
+        ("127.0.0.1", {}, {GLOO: "lo", NCCL: "=lo"}),
+        ("10.0.0.7", {NCCL: "ib0"}, {GLOO: "eth1"}),
+        ("10.0.0.7", {GLOO: "", NCCL: "ib0"}, {}),
+        ("203.0.113.9", {}, {}),
+    ],
+)
+def test_both_libraries_are_told_one_exact_interface_unless_the_user_has(address, given, told) -> None:
+    assert socket_variables(address, NODE, given) == told
 
 
 def test_nccls_files_count_as_set(tmp_path: Path) -> None:
@@ -62,18 +60,12 @@ def test_nccls_files_count_as_set(tmp_path: Path) -> None:
     assert nccl_files({})[-1] == Path("/etc/nccl.conf")
 
 
-def test_a_process_takes_rays_address_of_its_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("psutil.net_if_addrs", lambda: {name: [Address(each) for each in NODE[name]] for name in NODE})
+def test_a_process_takes_rays_address_of_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = {name: [SimpleNamespace(address=each) for each in NODE[name]] for name in NODE}
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: node)
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "10.1.0.7")
     monkeypatch.setattr("workers.network.nccl_files", lambda environment: [])
     environment = {"PATH": "/bin"}
     monkeypatch.setattr("os.environ", environment)
     use_rays_interface()
     assert environment == {"PATH": "/bin", GLOO: "eth10", NCCL: "=eth10"}
-
-
-class Address:
-    """What psutil says of one address of an interface."""
-
-    def __init__(self, address: str) -> None:
-        self.address = address

@@ -24,9 +24,11 @@ def test_equal_answers_vote_together() -> None:
     assert math("no idea", "1")["answer"] == ""
 
 
-def test_an_exact_match_ignores_white_space_around_it() -> None:
+def test_an_exact_match_ignores_white_space_around_it_and_length_costs_by_the_character() -> None:
     assert exact_match(" 42\n", "42") == {"reward": 1.0, "answer": "42"}
     assert exact_match("42.0", "42")["reward"] == 0.0
+    assert length("ab") == pytest.approx(2 * length("a"))
+    assert length("a") < length("") == 0
 
 
 @pytest.mark.parametrize(
@@ -41,8 +43,3 @@ def test_an_exact_match_ignores_white_space_around_it() -> None:
 )
 def test_the_format_is_all_or_nothing(response: str, reward: float) -> None:
     assert format_tags(response) == reward
-
-
-def test_length_costs_by_the_character() -> None:
-    assert length("ab") == pytest.approx(2 * length("a"))
-    assert length("a") < length("") == 0

@@ -349,11 +349,11 @@ class TrainingEngine:
         included even if tied: vLLM keeps a packed copy of the output layer, which would stay old.
         """
         reshard(self.module)
-        return self.checkpoint_weights.convert(self.checkpoint_weights.plan, dtype, keeper)
+        return self.checkpoint_weights.convert(self.checkpoint_weights.plan.values(), dtype, keeper)
 
     def weights_metadata(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Return `named_weights` in order as meta tensors; not collective."""
-        return self.checkpoint_weights.metadata(self.checkpoint_weights.plan, dtype)
+        return self.checkpoint_weights.metadata(self.checkpoint_weights.plan.values(), dtype)
 
     def _shards(self) -> dict[str, Shard]:
         if self.has_adapters:

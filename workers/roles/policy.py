@@ -1,4 +1,4 @@
-"""PolicyWorker: trains under a plan and hands its weights to the engines."""
+"""PolicyWorker: trains under a plan and hands its weights to the engines. OfflinePolicyWorker: on given sequences."""
 
 from functools import partial
 from typing import Any
@@ -7,13 +7,13 @@ import numpy as np
 import torch
 
 from balancing import RankPlan
-from workers.config import LossConfig
+from workers.config import LossConfig, SupervisedLossConfig
 from workers.dataproto import DataProto
 from workers.dispatch import Join, Split, dispatch
-from workers.metrics import Metrics
-from workers.model.losses import make_policy_loss
+from workers.metrics import Metric, Metrics
+from workers.model.losses import make_policy_loss, make_sft_loss, weighted_log_probs
 from workers.model.losses.returns import KlPenalty, discounted_returns, token_rewards, whiten
-from workers.roles.model_worker import TrainedWorker, token_block, token_column
+from workers.roles.model_worker import TrainedWorker, micro_batches_of, token_block, token_column
 from workers.rollout.weight_transfer import pack_weights
 
 
@@ -90,3 +90,29 @@ class PolicyWorker(TrainedWorker):
         """Send all weights as `version`. Raises RolloutError if an engine refuses them, LostError if one is lost."""
         self._sender.send(version)
         self.free_cached_memory()
+
+
+class OfflinePolicyWorker(PolicyWorker):
+    @dispatch(Split.PLAN, Join.METRICS)
+    def learn_tokens(self, batch: DataProto, plan: RankPlan, loss: SupervisedLossConfig) -> Metrics:
+        """One optimiser step per mini-batch, on the likelihood of `loss_mask` tokens."""
+        return self.train(batch, plan, make_sft_loss(loss.aggregation, loss.constant_length))
+
+    @dispatch(Split.PLAN, Join.METRICS)
+    def learn_weighted(self, batch: DataProto, plan: RankPlan) -> Metrics:
+        """One optimiser step per mini-batch, on `weighted_log_probs` with the column `coefficient` [B]."""
+        return self.train(batch, plan, weighted_log_probs)
+
+    @dispatch(Split.PLAN, Join.METRICS)
+    def measure_tokens(self, batch: DataProto, plan: RankPlan) -> Metrics:
+        """Forward-only pass: `loss`, the mean negative log-likelihood of `loss_mask` tokens, and `entropy`."""
+        log_probs, metrics = self.engine.log_probs(batch, micro_batches_of(plan))
+        self.free_cached_memory()
+        total = -float(log_probs.double().sum())
+        return {"loss": Metric.mean(total, batch.num_loss_tokens, "tokens")} | metrics
+
+    @dispatch(Split.PLAN, Join.ROWS)
+    def reference_sequence_log_probs(self, batch: DataProto, plan: RankPlan) -> np.ndarray:
+        """`sequence_log_probs` without the adapters. Raises ConfigError for a policy without adapters."""
+        with self.engine.without_adapters():
+            return self.sequence_log_probs(batch, plan)

@@ -21,12 +21,9 @@ def test_a_full_disk_is_said_and_counted_and_the_last_good_one_stays(tmp_path: P
     writer.finish()
     assert names(tmp_path) == ["step-3", "step-1"]
     assert writer.failures == 1
-    assert (
-        len(said) == 1
-        and "step-2 could not be saved: no space left. The run goes on; it can be resumed from " in said[0]
-    )
-    assert str(checkpoint_path(tmp_path.resolve(), 2)) in said[0]
-    assert said[0].endswith(f"{checkpoint_path(tmp_path.resolve(), 1)}.")
+    (line,) = said
+    assert line.startswith(str(checkpoint_path(tmp_path.resolve(), 2)))
+    assert line.endswith(f"{checkpoint_path(tmp_path.resolve(), 1)}.")
 
 
 def test_a_stopped_run_saves_its_last_complete_step_once(tmp_path: Path) -> None:

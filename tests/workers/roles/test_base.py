@@ -1,9 +1,13 @@
-"""The base of all ranks."""
+"""The base of all ranks: its memory, and what Ray's dashboard and logs call it."""
 
 import subprocess
 import sys
 
 import pytest
+import torch
+
+from workers.dispatch import RankCoordinates
+from workers.roles.base import Worker
 
 TENSORS, MIB = 12, 24
 # Makes the tensors and frees them; prints the bytes that the process then has more than before.
@@ -33,3 +37,8 @@ def kept(begin: str) -> float:
 def test_a_rank_keeps_the_memory_of_freed_tensors_to_use_it_again() -> None:
     assert kept(WORKER) > 0.9
     assert kept("") < 0.2  # glibc by itself
+
+
+def test_a_training_actor_says_its_role_and_its_place() -> None:
+    place = RankCoordinates(index=3, dp=1, cp=1, tp=0, pp=0)
+    assert repr(Worker("critic", place, 4, threads=torch.get_num_threads())) == "critic dp=1 cp=1"

@@ -13,9 +13,9 @@ from balancing import CostModel, Plan
 from controller.config import Config
 from controller.planning.planner import Planner, draw_mini_batches, with_group_tokens
 from tests.workers.model.tiny import random_sequences, save_tiny_model, unpacked_log_probs
-from workers.config import LossConfig, ModelConfig, OptimizerConfig
+from tests.workers.roles.test_critic import worker_on_this_rank
+from workers.config import LossConfig, OptimizerConfig
 from workers.dataproto import DataProto
-from workers.dispatch import RankCoordinates
 from workers.metrics import Metrics, merge, results
 from workers.remote_batch import RemoteBatch
 from workers.roles.policy import PolicyWorker
@@ -54,21 +54,9 @@ def planned(ranks: int, cap: int, algorithm: str) -> tuple[RemoteBatch, Plan]:
 
 def update_on_a_rank(path: str, cap: int, algorithm: str) -> Metrics:
     """This rank's part of one update of two mini-batches."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    worker = PolicyWorker(
-        "policy",
-        RankCoordinates(index=rank, dp=rank),
-        size,
-        model=ModelConfig(path=path, dtype="float64"),
-        device="cpu",
-        temperature=1.0,
-        threads=1,
-        optimizer=OPTIMIZER,
-        total_steps=2,
-    )
-    worker.build()
-    batch, plan = planned(size, cap, algorithm)
-    whole, share = sequences(), plan.for_rank(rank)
+    worker = worker_on_this_rank(PolicyWorker, path, 1, OPTIMIZER)
+    batch, plan = planned(dist.get_world_size(), cap, algorithm)
+    whole, share = sequences(), plan.for_rank(dist.get_rank())
     columns = whole.columns | {"group_tokens": torch.from_numpy(batch["group_tokens"])}
     mine = DataProto(whole.lengths, whole.tokens, columns).select_idxs(share.rows.tolist())
     return worker.update(mine, share, LOSS)

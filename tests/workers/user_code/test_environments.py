@@ -9,7 +9,7 @@ import cloudpickle
 import psutil
 
 from tests.end_to_end.processes import living
-from tests.workers.user_code.test_rewards import UnprintableError, write_everywhere
+from tests.workers.user_code.test_rewards import write_everywhere
 from workers.environment import Observation
 from workers.errors import EpisodeError
 from workers.user_code.environments import PLAYER, EnvironmentPool
@@ -36,19 +36,8 @@ class Obedient:
                 os._exit(7)
             case "number":
                 return 3
-            case "part of a frame":
-                write_everywhere(bytes(2))
-                time.sleep(1000)
-            case "no frame":
-                write_everywhere(b"a library says hello")
             case "a number":
                 write_everywhere(b"5\n")
-            case "long":
-                raise ValueError("x" * 10**7)
-            case "no text":
-                raise UnprintableError
-            case "a long text":
-                return Observation("x" * 2**25)
             case "large":
                 return Observation("x", reward=10**400)
             case "nan":
@@ -113,12 +102,7 @@ FAILURES = [
     ("raise", "step raised ValueError: no such move"),
     ("hang", "step took more than reward.timeout_s=2 s"),
     ("exit", "step ended its process"),
-    ("part of a frame", "step took more than reward.timeout_s=2 s"),
-    ("no frame", "step ended its process (killed: it wrote to our connection)"),
     ("a number", "step ended its process (killed: it wrote to our connection)"),
-    ("long", "step raised ValueError: xxx"),
-    ("no text", "step raised UnprintableError"),
-    ("a long text", "step ended its process (killed: its answer has more than 16,777,216 bytes)"),
     ("large", "the reward of an Observation must be a finite float32 number, not 100"),
     ("number", "step must return a workers.environment.Observation, it returned 3."),
     ("nothing", "step must return a workers.environment.Observation, it returned None."),

@@ -6,7 +6,7 @@ from pathlib import Path
 import cloudpickle
 import pytest
 
-from workers.errors import ConfigError
+from tests.refusals import refused
 from workers.user_code.functions import Signature, call, find_function
 from workers.user_code.rewards import RewardFunction, try_rewards
 
@@ -75,6 +75,5 @@ REQUIRES = "import argparse\np = argparse.ArgumentParser()\np.add_argument('--ra
 )
 def test_an_import_that_fails_is_told_in_one_line(tmp_path: Path, top: str, told: str) -> None:
     (tmp_path / "mine.py").write_text(f"{top}\n\n\ndef score(response):\n    return read()\n")
-    with pytest.raises(ConfigError) as caught:
+    with refused(told):
         find_function("reward.function", f"{tmp_path / 'mine.py'}:score", timeout_s=20)
-    assert told in str(caught.value) and "\n" not in str(caught.value)

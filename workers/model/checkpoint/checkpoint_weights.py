@@ -12,7 +12,7 @@ A rank holds the whole weights of one conversion at a time; a layer's experts ar
 transformers' own; `save_pretrained` would convert a whole state dict at once.
 """
 
-import copy
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -27,33 +27,14 @@ from transformers.core_model_loading import (
     WeightRenaming,
     WeightTransform,
     rename_source_key,
+    revert_weight_conversion,
 )
 
 from workers.model.sharding.parallel import full_tensor
 from workers.model.stages.stage_pipeline import Stage
 
-
-@dataclass(frozen=True)
-class Conversion:
-    """Convert tensors `sources` of a model to tensor `target` of its checkpoint, or to several by a converter.
-
-    patterns: the converter's pattern that each source matched. Weights without a converter are only renamed.
-    """
-
-    sources: tuple[str, ...]
-    target: str
-    patterns: tuple[str, ...] = ()
-    converter: WeightConverter | None = None
-
-    def apply(self, tensors: Sequence[Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
-        """Return the checkpoint's tensors by name, perhaps views; works on the meta device."""
-        if self.converter is None:
-            return {self.target: tensors[0]}
-        converter = copy.deepcopy(self.converter)  # a converter collects the tensors added to it
-        for source, pattern, tensor in zip(self.sources, self.patterns, tensors, strict=True):
-            converter.add_tensor(self.target, source, pattern, tensor)
-        made = converter.convert(self.target, model=model, config=model.config)
-        return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
+Conversion = list[str]
+"""Names of a model's tensors that together become a tensor of its files, or several."""
 
 
 def loading_rules(model: PreTrainedModel) -> list[WeightTransform]:
@@ -66,24 +47,16 @@ def loading_rules(model: PreTrainedModel) -> list[WeightTransform]:
     return rules
 
 
-def plan_conversions(names: Iterable[str], rules: Sequence[WeightTransform]) -> list[Conversion]:
-    """Return the conversions of a model's tensors, in the order of `names`. rules: see `loading_rules`."""
+def _plan_conversions(names: Iterable[str], rules: Sequence[WeightTransform]) -> dict[str, Conversion]:
+    """Return the conversions by the name in the files, of several the first."""
     reversed_rules = [rule.reverse_transform() for rule in reversed(rules)]
     renamings = [rule for rule in reversed_rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in reversed_rules if isinstance(rule, WeightConverter)]
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    found: dict[str, list[tuple[str, str | None]]] = {}
+    plan: dict[str, Conversion] = defaultdict(list)
     for name in names:
-        target, pattern = rename_source_key(name, renamings, converters, reverse=True)
-        found.setdefault(target, []).append((name, pattern))
-    plan = []
-    for target, matched in found.items():
-        sources, patterns = zip(*matched, strict=True)
-        if patterns[0] is None:
-            plan.append(Conversion(sources, target))
-        else:
-            plan.append(Conversion(sources, target, patterns, by_pattern[patterns[0]]))
-    return plan
+        target, _ = rename_source_key(name, renamings, converters, reverse=True)
+        plan[target].append(name)
+    return dict(plan)
 
 
 @dataclass(frozen=True)
@@ -119,17 +92,18 @@ class CheckpointWeights:
         self._empty = {
             name: torch.empty(weight.shape, dtype=weight.dtype, device="meta") for name, weight in weights.items()
         }
-        self.plan = plan_conversions(weights, rules)
+        self.plan = _plan_conversions(weights, rules)
+        model._weight_conversions = list(rules)  # which only the rank that read the files has
 
-    def metadata(self, plan: Sequence[Conversion], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    def metadata(self, plan: Iterable[Conversion], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Return meta tensors of all that `plan` makes, in order."""
         made: dict[str, Tensor] = {}
         for conversion in plan:
-            made |= conversion.apply([self._like(name, dtype) for name in conversion.sources], self.model)
+            made |= revert_weight_conversion(self.model, {name: self._like(name, dtype) for name in conversion})
         return made
 
     def convert(
-        self, plan: Sequence[Conversion], dtype: torch.dtype | None = None, keeper: int | None = None
+        self, plan: Iterable[Conversion], dtype: torch.dtype | None = None, keeper: int | None = None
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield whole weights by name. Collective: every rank runs the iterator to its end.
 
@@ -137,9 +111,13 @@ class CheckpointWeights:
         """
         shards = self._current_shards()
         for conversion in plan:
-            sources = [self._whole(name, shards, dtype) for name in conversion.sources]
-            if keeper in (None, dist.get_rank()):
-                yield from conversion.apply(sources, self.model).items()
+            yield from self._converted(conversion, shards, dtype, keeper).items()  # freed before the next
+
+    def _converted(
+        self, conversion: Conversion, shards: Mapping[str, Shard], dtype: torch.dtype | None, keeper: int | None
+    ) -> dict[str, Tensor]:
+        whole = {name: self._whole(name, shards, dtype) for name in conversion}
+        return revert_weight_conversion(self.model, whole) if keeper in (None, dist.get_rank()) else {}
 
     def _whole(self, name: str, shards: Mapping[str, Shard], dtype: torch.dtype | None) -> Tensor:
         holder = self._stage.holder_of(name)

@@ -51,7 +51,7 @@ def stored_dtype(path: str, default: torch.dtype) -> torch.dtype:
 def _plan_files(weights: CheckpointWeights, dtype: torch.dtype, file_bytes: int) -> list[tuple[str, list[Conversion]]]:
     """Return names and conversions of the files, which hold a tied weight once, under its first name."""
     tied = set(weights.model.all_tied_weights_keys)
-    kept = {conversion.target: conversion for conversion in weights.plan if not tied & set(conversion.sources)}
+    kept = {target: conversion for target, conversion in weights.plan.items() if not tied & set(conversion)}
 
     def size(conversion: Conversion) -> int:
         return sum(weight.nbytes for weight in weights.metadata([conversion], dtype).values())

@@ -43,7 +43,10 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
 
     names = _target_names(model, config.target_modules)
     settings = peft.LoraConfig(
-        r=config.rank, lora_alpha=config.alpha, target_modules=names, base_model_name_or_path=model.name_or_path
+        r=config.rank,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft takes fractions, too
+        target_modules=names,
+        base_model_name_or_path=model.name_or_path,
     )
     model.requires_grad_(False)
     base = next(model.parameters())

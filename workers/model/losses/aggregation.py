@@ -12,8 +12,8 @@ from torch import Tensor
 
 from workers.dataproto import DataProto
 from workers.errors import ConfigError, DataError
+from workers.loss_config import check_constant_length
 from workers.model.losses.predictions import PackedTokens
-from workers.model.rules.loss_rules import check_constant_length
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,11 @@ from torch import Tensor
 from workers.config import LossConfig
 from workers.dataproto import DataProto
 from workers.errors import ConfigError, DataError
+from workers.loss_config import check_policy_loss, undecorated
 from workers.model.losses.aggregation import Denominators, aggregate
 from workers.model.losses.correction import correction_weights, rollout_mismatch
 from workers.model.losses.kl import bounded_exp, kl_estimate, kl_of_loss
 from workers.model.losses.predictions import Predictions, Statistic, Statistics, joined, mean, total
-from workers.model.rules.loss_rules import check_loss, undecorated
 from workers.user_code.functions import load
 
 
@@ -124,7 +124,7 @@ def make_policy_loss(config: LossConfig) -> "PolicyObjective":
 
     Raises ConfigError if no loss has that name, or a setting of `config` is invalid or has no effect for it.
     """
-    check_loss(config)
+    check_policy_loss(config)
     if config.name == "custom":
         return PolicyObjective(_custom(config.function), config)
     if config.name not in POLICY_LOSSES:
