@@ -91,8 +91,8 @@ class CheckpointWriter:
 def resume(config: TrainingConfig, roles: TrainingRoles, log: Callable[[str], None], data: dict[str, Any]) -> Progress:
     """Load the newest good checkpoint for run.resume; return a fresh Progress without any.
 
-    data: identity of the training data; run.on_data_change decides what happens if it differs. Raises CheckpointError if
-    there are checkpoints and none loads, because a fresh start would overwrite them.
+    data: identity of the training data, see run.on_data_change. Raises CheckpointError if there are checkpoints and
+    none loads, because a fresh start would overwrite them.
     """
     if config.run.resume == "never":
         return Progress(data=data)
