@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.core_model_loading import revert_weight_conversion
 
-from tests.workers.model.cases import CONSTANT_LENGTH, GROUPS, OPTIMIZER, Case, Outcome
+from tests.workers.model.cases import GROUPS, OPTIMIZER, Case, Outcome
 from tests.workers.model.tiny import compute_in_float64, unpacked_log_probs, unpacked_values
 from workers.config import LoraConfig, LossConfig
 from workers.dataproto import DataProto
@@ -156,7 +156,9 @@ def balance_loss(logits: Tensor, chosen: Tensor) -> Tensor:
     return (load * logits.softmax(-1).mean(0)).sum()
 
 
-def reference_loss(outputs: list, sequences: DataProto, config: LossConfig) -> tuple[Tensor, dict[str, float]]:
+def reference_loss(
+    outputs: list, sequences: DataProto, config: LossConfig, groups: Tensor = GROUPS
+) -> tuple[Tensor, dict[str, float]]:
     """Sequence by sequence; metrics are plain means over all loss tokens."""
     by_sequence, watched, owners = [], [], []
     for index, (log_probs, entropy) in enumerate(outputs):
@@ -171,7 +173,7 @@ def reference_loss(outputs: list, sequences: DataProto, config: LossConfig) -> t
         clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
         kl = (reference - log_probs).exp() - 1 - (reference - log_probs)
         surrogate = torch.minimum(ratio * advantage, clipped * advantage)
-        owners.append(int(GROUPS[index]))
+        owners.append(int(groups[index]))
         by_sequence.append(-surrogate - config.entropy_coefficient * entropy + config.kl_coefficient * kl)
         approximate_kl = ratio.log() - 1 + 1 / ratio
         was_clipped = (clipped * advantage < ratio * advantage).double()
@@ -179,21 +181,22 @@ def reference_loss(outputs: list, sequences: DataProto, config: LossConfig) -> t
     every = torch.cat(watched, dim=1)
     names = ["clip_fraction", "approximate_kl", "entropy", "reference_kl", "rollout_mismatch_mean"]
     metrics = {**dict(zip(names, every.mean(1).tolist(), strict=True)), "rollout_mismatch_max": float(every[4].max())}
-    aggregate = {
-        "token_mean": lambda: torch.cat(by_sequence).mean(),
-        "sequence_mean_token_mean": lambda: torch.stack([losses.mean() for losses in by_sequence]).mean(),
-        "sequence_mean_token_sum": lambda: torch.stack([losses.sum() for losses in by_sequence]).mean(),
-        "sequence_mean_token_sum_norm": lambda: (
-            torch.stack([losses.sum() for losses in by_sequence]).mean() / CONSTANT_LENGTH
-        ),
-        "group_mean_token_mean": lambda: torch.stack(
-            [
-                torch.cat([losses for losses, owner in zip(by_sequence, owners, strict=True) if owner == group]).mean()
-                for group in set(owners)
-            ]
-        ).mean(),
-    }
-    return aggregate[config.aggregation](), metrics
+    return aggregated(by_sequence, owners, config), metrics
+
+
+def aggregated(by_sequence: list[Tensor], owners: list[int], config: LossConfig) -> Tensor:
+    """The losses [L] of sequences of groups `owners`, none of them empty, under the config's normaliser."""
+    if config.aggregation == "token_mean":
+        return torch.cat(by_sequence).mean()
+    if config.aggregation == "sequence_mean_token_mean":
+        return torch.stack([losses.mean() for losses in by_sequence]).mean()
+    if config.aggregation == "group_mean_token_mean":
+        groups: dict[int, list[Tensor]] = {}
+        for losses, owner in zip(by_sequence, owners, strict=True):
+            groups.setdefault(owner, []).append(losses)
+        return torch.stack([torch.cat(group).mean() for group in groups.values()]).mean()
+    sums = torch.stack([losses.sum() for losses in by_sequence]).mean()
+    return sums / config.constant_length if config.aggregation == "sequence_mean_token_sum_norm" else sums
 
 
 def reference_update(model: torch.nn.Module) -> None:

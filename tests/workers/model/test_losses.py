@@ -1,7 +1,6 @@
 """What all losses share: normalisers, KL and entropy, custom losses, metrics."""
 
 import itertools
-import math
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.refusals import refused
 from tests.workers.model.losses.loss_cases import computed_in_parts, predictions_of, tokens_of, with_log_probs
+from tests.workers.model.reference import aggregated, reference_loss
 from tests.workers.model.tiny import random_sequences
 from workers.config import POLICY_LOSS_NAMES, LossConfig
 from workers.dataproto import DataProto
@@ -53,47 +53,6 @@ def grouped(sequences: DataProto) -> DataProto:
     return DataProto(sequences.lengths, sequences.tokens, columns)
 
 
-def loss_by_definition(sequences: DataProto, config: LossConfig) -> float:
-    """Token by token, sequence by sequence and group by group, in plain Python."""
-    by_sequence: list[list[float]] = []
-    position = 0
-    for index, length in enumerate(sequences.lengths.tolist()):
-        by_sequence.append([])
-        for t in range(position, position + length):
-            if not sequences.tokens["loss_mask"][t]:
-                continue
-            log_prob = float(sequences.tokens["log_probs"][t])
-            advantage = float(sequences.columns["advantages"][index])
-            ratio = math.exp(log_prob - float(sequences.tokens["old_log_probs"][t]))
-            clipped = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high)
-            toward_reference = float(sequences.tokens["reference_log_probs"][t]) - log_prob
-            kl = math.exp(toward_reference) - 1 - toward_reference
-            surrogate = min(ratio * advantage, clipped * advantage)
-            entropy = 0.5 * log_prob**2
-            by_sequence[-1].append(-surrogate - config.entropy_coefficient * entropy + config.kl_coefficient * kl)
-        position += length
-    return aggregate_by_definition(by_sequence, config)
-
-
-def aggregate_by_definition(by_sequence: list[list[float]], config: LossConfig) -> float:
-    def average(values: list[float]) -> float:
-        return sum(values) / len(values)
-
-    learned = [losses for losses in by_sequence if losses]
-    if config.aggregation == "sequence_mean_token_mean":
-        return average([average(losses) for losses in learned])
-    if config.aggregation == "sequence_mean_token_sum":
-        return average([sum(losses) for losses in learned])
-    if config.aggregation == "sequence_mean_token_sum_norm":
-        return average([sum(losses) / config.constant_length for losses in learned])
-    if config.aggregation == "group_mean_token_mean":
-        groups = [[] for _ in range(4)]
-        for group, losses in zip(GROUPS.tolist(), by_sequence, strict=True):
-            groups[group] += losses
-        return average([average(losses) for losses in groups])
-    return average([loss for losses in learned for loss in losses])
-
-
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_loss_with_entropy_and_kl_equals_its_definition(aggregation):
     sequences = grouped(with_log_probs(random_sequences()))
@@ -101,7 +60,9 @@ def test_loss_with_entropy_and_kl_equals_its_definition(aggregation):
     denominators = Denominators.of(sequences, GROUPS)
     predictions = predictions_of(sequences, sequences.tokens["log_probs"])
     loss, statistics = make_policy_loss(config)(predictions, denominators)
-    assert float(loss) == pytest.approx(loss_by_definition(sequences, config), rel=1e-12)
+    log_probs = sequences.tokens["log_probs"].split(sequences.lengths.tolist())
+    expected, _ = reference_loss([(each, 0.5 * each**2) for each in log_probs], sequences, config, GROUPS)
+    assert float(loss) == pytest.approx(float(expected), rel=1e-12)
     assert results(to_metrics([statistics]))["loss"] == pytest.approx(float(loss))
 
 
@@ -155,10 +116,11 @@ def test_sft_is_the_negative_log_likelihood_under_its_normaliser(aggregation):
     config = config_of(aggregation)
     lengths, mask = sequences.lengths.tolist(), sequences.tokens["loss_mask"]
     by_token = zip(sequences.tokens["log_probs"].split(lengths), mask.split(lengths), strict=True)
-    by_sequence = [(-log_probs[learned]).tolist() for log_probs, learned in by_token]
+    learned = [(-log_probs[mask], group) for (log_probs, mask), group in zip(by_token, GROUPS.tolist(), strict=True)]
+    expected = aggregated(*zip(*[each for each in learned if len(each[0])], strict=True), config)
     loss_function = sft if aggregation == "token_mean" else make_sft_loss(aggregation, config.constant_length)
     loss, _, _ = computed_in_parts(sequences, [3, 7], loss_function, Denominators.of(sequences, GROUPS))
-    assert loss == pytest.approx(aggregate_by_definition(by_sequence, config), rel=1e-12)
+    assert loss == pytest.approx(float(expected), rel=1e-12)
 
 
 def test_denominators_count_only_what_has_a_loss_token():

@@ -5,9 +5,11 @@ from hypothesis import strategies as st
 
 from balancing import plan_batch
 from balancing.alignment import length_multiple
+from tests.refusals import refused
 from workers.dataproto import DataProto
 from workers.errors import DataError
-from workers.model.rows.packing import ModelInput, PackedRow, pack, pad
+from workers.model.rows.packing import ModelInput, pack, pad
+from workers.model.rows.prefix_rows import pack_shared
 
 
 def rows(lengths: list[int]) -> list[dict[str, torch.Tensor]]:
@@ -47,56 +49,40 @@ def test_only_tokens_with_loss_mask_are_predicted():
     assert row.sequence_index.tolist() == [0, 0, 2]
 
 
-@pytest.mark.parametrize("lay_out", [pack, pad])
-def test_a_micro_batch_without_sequences_predicts_nothing(lay_out):
+@pytest.mark.parametrize("lay_out", [pack, pad, pack_shared])
+def test_an_empty_micro_batch_predicts_nothing_and_a_first_token_in_the_loss_is_refused(lay_out):
     empty = lay_out(DataProto.from_list(rows([3])).slice(1, 1), 4)
     assert empty.input_ids.shape == empty.position_ids.shape == (1, 4)
     assert len(empty.targets) == 0
-
-
-@pytest.mark.parametrize("lay_out", [pack, pad])
-def test_loss_on_the_first_token_of_a_sequence_is_refused_by_its_number(lay_out):
     batch = DataProto.from_list(
         [{"input_ids": [1, 2], "loss_mask": [False, True]}, {"input_ids": [1, 2], "loss_mask": [True, True]}]
     )
-    with pytest.raises(DataError, match="sequence 1"):
+    with refused("sequence 1", DataError):
         lay_out(batch)
 
 
-@pytest.fixture
-def worked_example() -> PackedRow:
-    """Sequences of 2, 4, 6 and 1 tokens for cp = 2, tp = 1; their ids are 1 to 4, so that padding shows as 0."""
+def test_p2_p3_each_sequence_is_padded_and_both_lengths_are_kept():
+    """For cp = 2; ids are 1 to 4, so that padding shows as 0."""
     sequences = [[1] * 2, [2] * 4, [3] * 6, [4]]
     batch = DataProto.from_list([{"input_ids": ids, "loss_mask": [False] * len(ids)} for ids in sequences])
-    return pack(batch, length_multiple(context_parallel=2, tensor_parallel=1))
-
-
-def test_p2_p3_each_sequence_is_padded_and_both_lengths_are_kept(worked_example):
-    assert worked_example.padded_lengths == (4, 4, 8, 4)
-    assert worked_example.input_ids[0].tolist() == [1, 1, 0, 0, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 0, 0, 4, 0, 0, 0]
-    assert worked_example.lengths == (2, 4, 6, 1)
-
-
-@given(lengths_strategy, st.integers(1, 5))
-def test_p3_predicted_tokens_are_the_same_with_and_without_padding(lengths, multiple):
-    batch = DataProto.from_list(rows(lengths))
-    padded, plain = pack(batch, multiple), pack(batch)
-    assert_predictions_are_those_of(plain, padded)
-    assert max(padded.padded_lengths) % multiple == 0
+    row = pack(batch, length_multiple(context_parallel=2, tensor_parallel=1))
+    assert (row.lengths, row.padded_lengths) == ((2, 4, 6, 1), (4, 4, 8, 4))
+    assert row.input_ids[0].tolist() == [1, 1, 0, 0, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 0, 0, 4, 0, 0, 0]
 
 
 def test_d3_a_row_is_as_long_as_the_longest_rounded_up():
-    """[200, 240] with a multiple of 64 gives 256."""
     rows_of_two = pad(DataProto.from_list(rows([200, 240])), 64)
     assert rows_of_two.input_ids.shape == rows_of_two.attention_mask.shape == (2, 256)
     assert rows_of_two.attention_mask.sum(1).tolist() == [200, 240]
 
 
 @given(lengths_strategy, st.integers(1, 5))
-def test_m1_padded_rows_predict_what_the_packed_row_does(lengths, multiple):
+def test_p3_m1_padding_and_padded_rows_leave_the_predicted_tokens_as_they_are(lengths, multiple):
     batch = DataProto.from_list(rows(lengths))
-    padded = pad(batch, multiple)
-    assert_predictions_are_those_of(pack(batch), padded)
+    packed, padded = pack(batch, multiple), pad(batch, multiple)
+    assert max(packed.padded_lengths) % multiple == 0
+    for laid_out in (packed, padded):
+        assert_predictions_are_those_of(pack(batch), laid_out)
     cells = padded.attention_mask.bool()
     assert padded.input_ids[cells].tolist() == batch.tokens["input_ids"].tolist()
     assert padded.position_ids[cells].tolist() == [position for length in lengths for position in range(length)]
