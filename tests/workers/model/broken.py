@@ -15,45 +15,12 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 from tests.workers.model.tiny import save_tiny_model
 
 
-class LouderConfig(Qwen2Config):
-    model_type = "louder"
-
-
-class Louder(Qwen2ForCausalLM):
-    """A factor on the logits that no setting names."""
-
-    config_class = LouderConfig
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().forward(*args, **kwargs)
-        output.logits = 1.25 * output.logits
-        return output
-
-
-class LeakingConfig(Qwen2Config):
-    model_type = "leaking"
-
-
 class RunningMean(Qwen2MLP):
     """A state that runs along the row, whoever's tokens they are."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         output = super().forward(hidden_states)
         return output.cumsum(1) / torch.arange(1, output.shape[1] + 1, device=output.device)[:, None]
-
-
-class Leaking(Qwen2ForCausalLM):
-    """A recurrent first layer."""
-
-    config_class = LeakingConfig
-
-    def __init__(self, config: Qwen2Config) -> None:
-        super().__init__(config)
-        self.model.layers[0].mlp.__class__ = RunningMean
-
-
-class CrashingConfig(Qwen2Config):
-    model_type = "crashing"
 
 
 class OneShape(Qwen2MLP):
@@ -65,50 +32,44 @@ class OneShape(Qwen2MLP):
         return super().forward(hidden_states)
 
 
-class Crashing(Qwen2ForCausalLM):
-    """Raises in a row."""
-
-    config_class = CrashingConfig
-
-    def __init__(self, config: Qwen2Config) -> None:
-        super().__init__(config)
-        self.model.layers[0].mlp.__class__ = OneShape
-
-
-class FadingConfig(Qwen2Config):
-    model_type = "fading"
-    floor_scale = 8192
-
-
 class Fades(Qwen2MLP):
-    """Counts tokens from the beginning of the row, and changes at a length that no short row reaches."""
-
-    def __init__(self, config: FadingConfig) -> None:
-        super().__init__(config)
-        self.floor_scale = config.floor_scale
+    """As Llama 4 with `attn_temperature_tuning`: counts from the beginning of the row, and changes at a length that no
+    short row reaches."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         floors = torch.arange(hidden_states.shape[1], device=hidden_states.device) // self.floor_scale
         return super().forward(hidden_states) / (1 + floors)[:, None]
 
 
-class Fading(Qwen2ForCausalLM):
-    """As Llama 4 with `attn_temperature_tuning`."""
+class Louder(Qwen2ForCausalLM):
+    """A factor on the logits that no setting names."""
 
-    config_class = FadingConfig
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.logits = 1.25 * output.logits
+        return output
 
-    def __init__(self, config: FadingConfig) -> None:
-        super().__init__(config)
-        self.model.layers[0].mlp = Fades(config)
+
+def with_first_layer(kind: type[Qwen2MLP]) -> type[Qwen2ForCausalLM]:
+    class Changed(Qwen2ForCausalLM):
+        def __init__(self, config: Qwen2Config) -> None:
+            super().__init__(config)
+            mlp = self.model.layers[0].mlp
+            mlp.__class__ = kind
+            mlp.floor_scale = 8192
+
+    return Changed
 
 
 BROKEN: dict[str, type[Qwen2ForCausalLM]] = {
     "louder": Louder,
-    "leaking": Leaking,
-    "crashing": Crashing,
-    "fading": Fading,
+    "leaking": with_first_layer(RunningMean),
+    "crashing": with_first_layer(OneShape),
+    "fading": with_first_layer(Fades),
 }
 for name, model in BROKEN.items():
+    model.config_class = type(name.title() + "Config", (Qwen2Config,), {"model_type": name})
+    model.__name__ = name.title()
     AutoConfig.register(name, model.config_class)
     AutoModelForCausalLM.register(model.config_class, model)
 
