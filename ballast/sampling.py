@@ -108,9 +108,9 @@ def _run(
     else:
         request = Request(_path("config", config), overrides=given, **options)
     with handlers_kept():
-        job, start = prepare_job(schema, finish, request)
+        settings, start = prepare_job(schema, finish, request)
         start()
-    return job.config.run_folder
+    return settings.run_folder
 
 
 def _path(name: str, path: str | Path | None) -> Path | None:

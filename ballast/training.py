@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any
 from ballast.records import Records, data_file
 from ballast.settings import Values, listed, load_settings
 from controller.config import Config, TrainingConfig
-from controller.config.offline import OfflineConfig
+from controller.config.offline import OfflineConfig, PreferencesConfig, SftConfig
 from controller.config.python_rewards import Reward, give_rewards, give_step
 from controller.lifecycle.interrupts import handlers_kept
 from controller.observability.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from controller.offline.running import OfflineCommand
     from controller.training_loop import Callback, Step
 
 Settings = str | Path | Mapping[str, Any] | None
@@ -95,9 +94,7 @@ def sft(
     validation: Records | None = None,
 ) -> Result:
     """Train a policy on given responses, as `python -m controller.sft` does; otherwise as `fit`."""
-    from controller.sft import SFT
-
-    return _offline(SFT, load_settings(SFT.schema, config, overrides), callbacks, train, validation)
+    return _offline(load_settings(SftConfig, config, overrides), callbacks, train, validation)
 
 
 def preferences(
@@ -109,20 +106,19 @@ def preferences(
     validation: Records | None = None,
 ) -> Result:
     """Train a policy on pairs of responses, as `python -m controller.preferences` does; otherwise as `fit`."""
-    from controller.preferences import PREFERENCES
-
-    return _offline(PREFERENCES, load_settings(PREFERENCES.schema, config, overrides), callbacks, train, validation)
+    return _offline(load_settings(PreferencesConfig, config, overrides), callbacks, train, validation)
 
 
 def _offline(
-    command: "OfflineCommand[Any]",
     settings: OfflineConfig,
     callbacks: Sequence["Callback"],
     train: Records | None,
     validation: Records | None,
 ) -> Result:
+    from controller.offline.running import prepare
+
     _give_data(settings, train, validation)
-    return _result(settings, callbacks, partial(command.prepare_run, settings))
+    return _result(settings, callbacks, partial(prepare, settings))
 
 
 def _give_data(settings: Config | OfflineConfig, train: Records | None, validation: Records | None) -> None:

@@ -7,21 +7,19 @@ Heavy imports wait until the configuration is checked.
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
 import cloudpickle
 
-from controller.actors.cluster_address import check_cluster
-from controller.checkpoints.run_lock import locked
 from controller.config import Config, load
 from controller.config.model_files import fetch_description, read_model_files
 from controller.config.python_rewards import NONE_GIVEN, GivenFunctions
 from controller.engines.fleet import RestartBudget
 from controller.lifecycle.inputs import Inputs, prompt_lines, read_inputs, tokenized, tried_lines, try_inputs
 from controller.lifecycle.model_checks import check_models, numerics_lines
-from controller.lifecycle.session import exit_code, finished, run_training, session
+from controller.lifecycle.session import exit_code, finished, prepare_start, run_training, session
 from controller.preflight.arguments import Arguments, parse_arguments
 from controller.preflight.checks import check
 from controller.preflight.cluster import check_machine, run_on
@@ -30,9 +28,7 @@ from controller.preflight.describe import describe, warnings
 from controller.preflight.describe_cluster import print_cluster
 
 if TYPE_CHECKING:
-    from controller.actors.roles import Roles
     from controller.observability.console import Console
-    from controller.observability.live_metrics import LiveMetrics
     from controller.run import Run
     from controller.training_loop import Callback, Step
 
@@ -49,7 +45,8 @@ def _prepare(arguments: Sequence[str] | None) -> Callable[[], None] | None:
         return prepare(config)
     if request.cluster:
         run_on(config, request.cluster)
-        fetch_descriptions(config)
+        for key, path in config.model_paths.items():
+            fetch_description(path, key, print)  # the page needs no other file
     check(config)
     if not request.cluster:
         check_machine(config, dry_run=True)
@@ -70,19 +67,13 @@ def prepare(
     ConfigError, DataError or ResourceError.
     """
     check(config, given)
-    if done := finished(config, config.run.steps, f"run.steps={config.run.steps}"):
-        print(done)
+    if finished(config, config.run.steps, f"run.steps={config.run.steps}"):
         return None
-    check_machine(config, dry_run=False)
-    check_cluster(config)
-    from controller.observability.console import Console
-
-    console = Console(verbose=config.tracking.verbose)
-    with console.waiting("the models"):
-        check_models(config)
-    with console.waiting("the data"):
-        inputs = read_inputs(config, console.note, given)
-    return locked(config, partial(run, config, inputs, console, callbacks, step))
+    return prepare_start(
+        config,
+        lambda log: read_inputs(config, log, given),
+        lambda inputs, console: run(config, inputs, console, callbacks, step),
+    )
 
 
 def dry_run(config: Config, request: Arguments) -> None:
@@ -92,11 +83,11 @@ def dry_run(config: Config, request: Arguments) -> None:
         print_cluster(config, request.cluster, measured=request.measure)
     sys.stdout.flush()  # users' code may write there from processes of its own
     print("\n== inputs ==")
-    for line in input_lines(config):
+    for line in _input_lines(config):
         print(line, flush=True)
 
 
-def input_lines(config: Config) -> Iterator[str]:
+def _input_lines(config: Config) -> Iterator[str]:
     """Try a run's inputs, line by line; on a described cluster, only those found here."""
     elsewhere = [path for path in [*config.data.weights, config.data.validation] if path and is_elsewhere(config, path)]
     if elsewhere:
@@ -107,12 +98,6 @@ def input_lines(config: Config) -> Iterator[str]:
         if read_model_files(config.model.path, "model.path").tokenizer:
             yield from prompt_lines(tokenized(config, tried))
     yield from numerics_lines(config)
-
-
-def fetch_descriptions(config: Config) -> None:
-    """Fetch config.json from the hub for every missing model; the page needs no other file."""
-    for key, path in config.model_paths.items():
-        fetch_description(path, key, print)
 
 
 def run(
@@ -128,7 +113,7 @@ def run(
     """
     from controller.training_loop import train
 
-    make_step = step or step_of(inputs)
+    make_step = step or step_of(inputs.step)
     lines = [f"warning: {warning}" for warning in (*warnings(config), *inputs.warnings)]
     for dataset in filter(None, (*inputs.sources, inputs.validation)):
         for count, what in ((dataset.dropped, "dropped"), (dataset.truncated, "truncated")):
@@ -142,11 +127,11 @@ def run(
     run_training(config, console, lines, attempt)
 
 
-def step_of(inputs: Inputs) -> "Step":
-    """Return the function that run.step names, or the usual one."""
+def step_of(pickled: bytes) -> "Step":
+    """Return the function of run.step, or the usual one."""
     from controller.step import step
 
-    return cloudpickle.loads(inputs.step) if inputs.step else step
+    return cloudpickle.loads(pickled) if pickled else step
 
 
 @contextmanager
@@ -157,16 +142,17 @@ def training(
 
     budget: the run's restarts so far; None is a fresh budget.
     """
-    from controller.actors.roles import start_roles
     from controller.run import Run
 
-    budget = budget or RestartBudget(config.run.max_restarts)
-
-    def start(live: "LiveMetrics") -> AbstractContextManager["Roles"]:
-        functions = inputs.reward_functions
-        return start_roles(config, functions, console, budget, live=live, environment=inputs.environment)
-
-    with session(config, start, console, inputs.identity) as started:
+    with session(
+        config,
+        console,
+        inputs.identity,
+        total_steps=config.total_optimizer_steps,
+        rewards=inputs.reward_functions,
+        environment=inputs.environment,
+        budget=budget,
+    ) as started:
         yield Run(config, started, inputs.prompts, inputs.validation, cost_model=inputs.cost_model)
 
 

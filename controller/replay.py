@@ -6,24 +6,36 @@ Needs run.record_samples=true. Overrides such as policy.data_parallel=1 change t
 run's folder. Exit codes are those of `controller.fit`.
 """
 
+import argparse
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from balancing import CostModel
 from controller.actors.cluster_address import check_address, check_cluster
 from controller.checkpoints.progress import FOLDER, checkpoints_at
 from controller.config import Config, load_as
 from controller.config.recorded import check_trusted, load_recorded
+from controller.config.sections import TrackingConfig
+from controller.fit import step_of
+from controller.lifecycle.inputs import find_step
 from controller.lifecycle.model_checks import check_models
-from controller.lifecycle.session import exit_code, ray_session
+from controller.lifecycle.session import Session, exit_code, ray_session, session
 from controller.observability.run_folder import RunFolder, recorded_steps
 from controller.preflight.arguments import OneLineParser
 from controller.preflight.checks import check_layout
 from workers.errors import ConfigError, DataError
 from workers.model.checkpoint.checkpoint_folder import complete, read_manifest
+
+if TYPE_CHECKING:
+    from controller.observability.console import Console
+    from controller.run import Run
+    from controller.training_loop import Step
 
 SHOWN = (
     "policy/loss",
@@ -36,36 +48,22 @@ SHOWN = (
 ROW = "{:30}{:>16}{:>16}{:>14}"
 
 
-@dataclass(frozen=True)
-class Request:
-    """The command line. folder: of the run. trust_run: run the functions in its settings."""
-
-    folder: Path
-    step: int
-    overrides: tuple[str, ...] = ()
-    trust_run: bool = False
-
-
 @dataclass
 class ReplayConfig(Config):
     """Settings of a run whose samples exist already."""
 
-    @property
-    def engines(self) -> int:
-        """None."""
-        return 0
+    engines = 0
 
 
 @dataclass(frozen=True)
 class Start:
-    """Start of a replay. checkpoint: None for the run's initial models. steps: steps to train, the requested one
-    last."""
+    """checkpoint: None for the run's initial models. steps: to train, the requested one last."""
 
     checkpoint: Path | None
     steps: range
 
     def describe(self) -> str:
-        """Describe the work before the requested step; empty if none."""
+        """Describe the work before the requested step."""
         *before, last = self.steps
         if not before:
             return ""
@@ -80,45 +78,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _prepare(arguments: Sequence[str] | None) -> Callable[[], None]:
-    request = _request(arguments)
-    given = settings(request)
-    start = start_before(request, given.run.resume)
+    parsed = _parser().parse_intermixed_args(arguments)
+    folder: Path = parsed.folder
+    given = settings(folder, parsed.overrides, trust_run=parsed.trust_run)
+    start = start_before(folder, parsed.step, given.run.resume)
     config = prepared(given, start)
-    recorded = next((row for row in RunFolder(request.folder).metrics if row["step"] == request.step), {})
+    recorded = next((row for row in RunFolder(folder).metrics if row["step"] == parsed.step), {})
     check_layout(config)
     check_models(config)
     check_address(config)
     check_cluster(config)
-    return partial(run, config, request.folder, start, recorded)
+    return partial(run, config, folder, start, recorded)
 
 
-def settings(request: Request) -> Config:
-    """Read the run's recorded settings, with the overrides.
+def settings(folder: Path, overrides: Sequence[str] = (), *, trust_run: bool = False) -> Config:
+    """Read a run's recorded settings, with the overrides. trust_run: run the functions that they name.
 
     Raises DataError for a folder without a run, ConfigError for a run without samples or for wrong settings.
     """
-    path = request.folder / "config.yaml"
+    path = folder / "config.yaml"
     if not path.is_file():
-        raise DataError(f"{request.folder} is not the folder of a run: it has no config.yaml.")
+        raise DataError(f"{folder} is not the folder of a run: it has no config.yaml.")
     if not isinstance(load_recorded(path), Config):
-        raise ConfigError(f"{request.folder} trained on given sequences; only runs of controller.fit are replayed.")
-    for override in request.overrides:
+        raise ConfigError(f"{folder} trained on given sequences; only runs of controller.fit are replayed.")
+    for override in overrides:
         if override.startswith("rollout.sampling."):
             raise ConfigError(f"{override}: the samples and their log-probs are those of the run. Leave it out.")
-    config = load_as(ReplayConfig, path, request.overrides)
-    if not request.trust_run:
-        check_trusted(
-            request.folder, [config.algorithm.loss.function, config.run.step], request.overrides, "add --trust-run"
-        )
+    config = load_as(ReplayConfig, path, overrides)
+    if not trust_run:
+        check_trusted(folder, [config.algorithm.loss.function, config.run.step], overrides, "add --trust-run")
     return config
 
 
-def start_before(request: Request, resume: str) -> Start:
+def start_before(folder: Path, step: int, resume: str) -> Start:
     """Find the nearest checkpoint before the step, and the steps from there. resume: the run's run.resume.
 
     Raises DataError if a checkpoint or a step's record is missing.
     """
-    folder, step = request.folder, request.step
     found = {path: manifest.step for path, manifest in complete(folder / FOLDER)}
     began_elsewhere = resume not in ("never", "auto")
     if began_elsewhere:
@@ -149,13 +145,12 @@ def prepared(config: Config, start: Start) -> Config:
     resume = str(start.checkpoint) if start.checkpoint else "never"
     run = replace(config.run, record_samples=False, resume=resume, on_data_change="keep_place")
     reward = replace(config.reward, model=replace(config.reward.model, path=""))  # samples have their rewards
-    return replace(config, run=run, reward=reward)
+    return replace(config, run=run, reward=reward, tracking=TrackingConfig(tensorboard=False, timeline=False))
 
 
 def run(config: Config, folder: Path, start: Start, recorded: Mapping[str, float | None]) -> None:
-    """Start Ray and the training roles, train the steps, and print the last one's metrics with the `recorded` ones."""
+    """Train the steps on Ray, and print the last one's metrics with the `recorded` ones."""
     from controller.observability.console import Console
-    from controller.replayer import replay
 
     console = Console(verbose=True)
     if before := start.describe():
@@ -163,6 +158,46 @@ def run(config: Config, folder: Path, start: Start, recorded: Mapping[str, float
     with ray_session(config, console):
         replayed = replay(config, folder, start.steps, console)
     print("\n".join(comparison(recorded, replayed)))
+
+
+def replay(config: Config, folder: Path, steps: Iterable[int], console: "Console") -> dict[str, float]:
+    """Train a run's steps again on a connected Ray, from the state of run.resume; return the last one's metrics.
+
+    folder: of the recorded run. The replay's own files go to a temporary folder. Raises as `find_step`, `launch` and
+    `train_again`.
+    """
+    make_step = step_of(find_step(config) if config.run.step else b"")
+    cost_model = CostModel.from_model_config(config.model_description())
+    with tempfile.TemporaryDirectory(prefix="ballast-replay-") as written:
+        config = replace(config, run=replace(config.run, dir=written, name=f"{config.run.name}-replay"))
+        roles = {"only": config.training_roles, "total_steps": config.total_optimizer_steps}
+        with session(config, console, {}, **roles) as started:
+            return train_again(recorded_run(config, started, folder, cost_model), steps, make_step)
+
+
+def recorded_run(config: Config, started: Session, folder: Path, cost_model: CostModel) -> "Run":
+    """Return a run that reads its samples from `folder`, and logs where engines and trainer differ."""
+    from controller.algorithm.logprob_check import LogProbCheck
+    from controller.rollout.recorded_buffer import RecordedBuffer, RecordedPrompts
+    from controller.run import Run
+
+    prompts, buffer = RecordedPrompts(config.data.prompt_key), partial(RecordedBuffer, folder)
+    run = Run(config, started, prompts, None, cost_model=cost_model, buffer=buffer)
+    run.logprob_check = LogProbCheck(config, run.weight_version, started.record.console.log)
+    return run
+
+
+def train_again(run: "Run", steps: Iterable[int], make_step: "Step") -> dict[str, float]:
+    """Make the steps and return the metrics of the last. Raises DataError as `read_step`, and what a step raises."""
+    from controller.training_loop import advance
+
+    for number in steps:
+        with run.record.step(number, run.last_step):
+            make_step(run)
+            run.step_finished()
+        run.record.console.step(number, run.last_step, run.record.metrics)
+        advance(run, number, run.progress.latest)
+    return run.record.metrics
 
 
 def comparison(recorded: Mapping[str, float | None], replayed: Mapping[str, float]) -> list[str]:
@@ -187,7 +222,7 @@ def _shown(value: float | None) -> str:
     return "-" if value is None else f"{value:.8g}"
 
 
-def _request(arguments: Sequence[str] | None) -> Request:
+def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
         prog="python -m controller.replay",
         usage="python -m controller.replay runs/NAME --step K [--trust-run] [key.sub=value ...]",
@@ -200,8 +235,7 @@ def _request(arguments: Sequence[str] | None) -> Request:
         "--trust-run", action="store_true", help="run the loss function and the step that the run's settings name"
     )
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings that replace the run's")
-    parsed = parser.parse_intermixed_args(arguments)
-    return Request(parsed.folder, parsed.step, tuple(parsed.overrides), parsed.trust_run)
+    return parser
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
 """Run: a reinforcement learning run as its steps see it, with validations, checkpoints and metrics."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from balancing import CostModel
-from controller.actors.roles import Roles
 from controller.algorithm import advantages
 from controller.algorithm.logprob_check import LogProbCheck
 from controller.algorithm.validation_metrics import summarize
@@ -25,29 +24,27 @@ from workers.errors import ConfigError
 from workers.rollout.requests import VALIDATION_STEP
 
 
-class Run(TrainingRun[Config, Roles]):
+class Run(TrainingRun[Config]):
     """buffer: makes the steps' samples. logprob_check: compares engines and trainer. weight_version: of the policy.
     kl_coefficient: KL weight in the next step's reward, if adapted."""
 
     def __init__(
         self,
         config: Config,
-        session: Session[Roles],
+        session: Session,
         prompts: Prompts,
         validation: PromptDataset | None,
         *,
         cost_model: CostModel,
+        buffer: Callable[..., RolloutBuffer] | None = None,
     ) -> None:
+        """buffer: makes the source of the steps' samples; None follows rollout.max_staleness."""
         super().__init__(config, session, steps=config.run.steps, cost_model=cost_model)
         self.validation, self.best = validation, self.progress.best
         self.weight_version, self.kl_coefficient = self.progress.weight_version, self.progress.kl_coefficient
-        self.buffer = self.new_buffer(prompts)
+        buffer = buffer or (AsyncRolloutBuffer if config.rollout.max_staleness else RolloutBuffer)
+        self.buffer = buffer(config, self.roles, prompts, self.planner, self.record, self.progress)
         self.logprob_check = LogProbCheck(config, self.weight_version)
-
-    def new_buffer(self, prompts: Prompts) -> RolloutBuffer:
-        """Return the source of the steps' samples."""
-        buffer = AsyncRolloutBuffer if self.config.rollout.max_staleness else RolloutBuffer
-        return buffer(self.config, self.roles, prompts, self.planner, self.record, self.progress)
 
     def begin(self) -> None:
         """Send the policy's weights to the engines, so that a failing or corrupt transfer shows at once."""
@@ -119,7 +116,7 @@ class Run(TrainingRun[Config, Roles]):
         """Record a step's samples, and keep them with run.record_samples."""
         batch, record = rollout.trained, self.record
         samples, version = rollout.batch, self.weight_version
-        record.samples(rollout, batch, self.asked)
+        record.samples(rollout, batch, self.prompt_text)
         record.add(rollout.metrics() | {"rollout/samples_left_out": float(len(samples) - len(batch))})
         oldest, newest = samples["weight_version"], samples["newest_weight_version"]
         record.add(staleness(oldest, newest, rollout.version_tokens, version))
@@ -131,7 +128,7 @@ class Run(TrainingRun[Config, Roles]):
             with record.phase("record"):
                 write_step(step_file(self.folder, self.number), rollout)
 
-    def asked(self, uid: str) -> dict[str, str]:
+    def prompt_text(self, uid: str) -> dict[str, str]:
         """Return a uid's training prompt as text: `prompt`, and `record`, its other columns."""
         key = self.config.data.prompt_key
         (found,) = self.buffer.prompts.take(int(uid), 1)

@@ -8,24 +8,16 @@ from collections.abc import Sequence
 from functools import partial
 
 from controller.config.offline import SftConfig
-from controller.data.records import Record
 from controller.lifecycle.session import exit_code
-from controller.offline.running import OfflineCommand
-from controller.offline.tokenized import Example, sft_examples
+from controller.offline.running import prepare_command
 from controller.preflight.arguments import Command
 
-
-def _examples(config: SftConfig, record: Record, where: str) -> tuple[Example, ...]:
-    data = config.data
-    return sft_examples(record, (data.messages_key, data.prompt_key, data.response_key), where)
-
-
-SFT = OfflineCommand(Command("controller.sft", "Train a policy on given responses.", SftConfig), SftConfig, _examples)
+COMMAND = Command("controller.sft", "Train a policy on given responses.", SftConfig)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    return exit_code(partial(SFT.prepare, arguments))
+    return exit_code(partial(prepare_command, COMMAND, arguments))
 
 
 if __name__ == "__main__":

@@ -142,7 +142,8 @@ def with_reference_log_probs(run: Run, batch: RemoteBatch) -> RemoteBatch:
     if not run.config.uses_reference:
         return batch
     plan = run.planner.whole(batch, "reference.log_probs")
-    return batch.with_tokens(reference_log_probs=run.roles.reference_log_probs(batch, plan))
+    found = run.roles.of_reference("log_probs")(batch, plan)
+    return batch.with_tokens(reference_log_probs=found.tokens["log_probs"])
 
 
 @on_training_roles("advantages")

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from balancing import CostModel
 from balancing.compiled import telling_of_compilation
@@ -28,11 +28,7 @@ from controller.planning.cost_model_fitting import CostModelFitter, over_stages,
 from controller.planning.planner import Planner
 from workers.errors import ConfigError
 
-if TYPE_CHECKING:
-    from controller.actors.roles import TrainingRoles
-
 Settings = TypeVar("Settings", bound=Config | OfflineConfig)
-RolesOf = TypeVar("RolesOf", bound="TrainingRoles")
 
 Step = Callable[[Any], None]
 """Makes one step of the run that it gets, a `TrainingRun`."""
@@ -81,14 +77,14 @@ class Outcome:
         return {"steps": self.last_step, "validation": validation} | speed
 
 
-class TrainingRun(ABC, Generic[Settings, RolesOf]):
+class TrainingRun(ABC, Generic[Settings]):
     """A run in progress. Steps read it, and change its models through their parts.
 
     record: receives events, and cannot change them. planner: assigns sequences to ranks. progress: state after the last
     complete step, replaced only by `advance`. last_step: number of steps.
     """
 
-    def __init__(self, config: Settings, session: Session[RolesOf], *, steps: int, cost_model: CostModel) -> None:
+    def __init__(self, config: Settings, session: Session, *, steps: int, cost_model: CostModel) -> None:
         """cost_model: FLOPs of a sequence, used for plans until measured times replace it."""
         self.config, self.roles, self.record, self.progress = config, session.roles, session.record, session.progress
         self.last_step, self.model = steps, Path(config.model.path)
@@ -144,7 +140,7 @@ class TrainingRun(ABC, Generic[Settings, RolesOf]):
                 self.roles.policy.save_adapters(str(self.folder / name.replace("model", "adapters", 1)))
 
 
-def train(run: TrainingRun[Any, Any], step: Step, callbacks: Sequence[Callback] = ()) -> Outcome:
+def train(run: TrainingRun[Any], step: Step, callbacks: Sequence[Callback] = ()) -> Outcome:
     """Validate, make all remaining steps, validate, save the model and write summary.json.
 
     An interrupt leaves a checkpoint of the last complete step, if run.checkpoint_every is set. callbacks: see
@@ -178,7 +174,7 @@ def train(run: TrainingRun[Any, Any], step: Step, callbacks: Sequence[Callback] 
     return outcome
 
 
-def _before_first_step(run: TrainingRun[Any, Any], callbacks: Sequence[Callback]) -> None:
+def _before_first_step(run: TrainingRun[Any], callbacks: Sequence[Callback]) -> None:
     scores = run.validate(0) if run.config.validation.at_start else {}
     run.record.add(prefixed("validation", scores))
     raised = _call(run, 0, callbacks) if scores else None
@@ -190,7 +186,7 @@ def _before_first_step(run: TrainingRun[Any, Any], callbacks: Sequence[Callback]
 
 
 def _complete_step(
-    run: TrainingRun[Any, Any], number: int, rows: list[dict[str, float]], callbacks: Sequence[Callback]
+    run: TrainingRun[Any], number: int, rows: list[dict[str, float]], callbacks: Sequence[Callback]
 ) -> None:
     """Do what is due after a step, and raise what a callback raised."""
     run.record.add(run.measure() | {"checkpoint/failures": float(run.checkpoints.failures)})
@@ -209,14 +205,14 @@ def _complete_step(
         raise raised
 
 
-def advance(run: TrainingRun[Any, Any], step: int, scores: dict[str, float]) -> None:
+def advance(run: TrainingRun[Any], step: int, scores: dict[str, float]) -> None:
     """Set `run.progress` to the state after `step`; the only writer. scores: of the last validation."""
     before = run.progress.before if step else scores
     state, refit = run.state(), run.cost_fitter.state()
     run.progress = replace(run.progress, step=step, before=before, latest=scores, refit=refit, **state)
 
 
-def _save_what_is_due(run: TrainingRun[Any, Any], step: int) -> None:
+def _save_what_is_due(run: TrainingRun[Any], step: int) -> None:
     settings = run.config.run
     if settings.save_every and step % settings.save_every == 0:
         run.save(f"model-{step}")
@@ -225,7 +221,7 @@ def _save_what_is_due(run: TrainingRun[Any, Any], step: int) -> None:
             run.checkpoints.begin(run.progress, run.save_beside)
 
 
-def _call(run: TrainingRun[Any, Any], step: int, callbacks: Sequence[Callback]) -> Exception | None:
+def _call(run: TrainingRun[Any], step: int, callbacks: Sequence[Callback]) -> Exception | None:
     """Call the callbacks, record their numbers with the step, and return what one raised."""
     view = None
     try:

@@ -14,7 +14,7 @@ import torch
 
 from controller import evaluate, generate
 from controller.config import load, to_yaml
-from controller.replay import Request, settings
+from controller.replay import settings
 from controller.rollout.sample_files import read_samples, read_step
 from tests.controller.config_workspace import write_workspace
 from tests.workers.model.tiny import save_tiny_model
@@ -51,7 +51,6 @@ ALLOWED = {
     ("workers/user_code/environments.py", "cloudpickle.loads"),
     ("workers/user_code/process.py", "pickle.loads"),
     ("controller/fit.py", "cloudpickle.loads"),
-    ("controller/replayer.py", "cloudpickle.loads"),
 }
 """What a worker has pickled a moment before, in the process of its own that exists to run it; and the user's own step
 (run.step), pickled by such a process, which the driver runs. A replay asks for --trust-run before."""
@@ -192,5 +191,5 @@ def test_a_foreign_runs_loss_is_neither_replayed_nor_loaded_with_its_policy(tmp_
     config = load(write_workspace(tmp_path), ["algorithm.loss.name=custom", "algorithm.loss.function=bomb.py:f"])
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     with pytest.raises(ConfigError, match=r"bomb.py:f.*--trust-run"):
-        settings(Request(tmp_path, 1))
-    assert settings(Request(tmp_path, 1, trust_run=True)).algorithm.loss.function == "bomb.py:f"
+        settings(tmp_path)
+    assert settings(tmp_path, trust_run=True).algorithm.loss.function == "bomb.py:f"

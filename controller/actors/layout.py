@@ -1,4 +1,4 @@
-"""Layout: the resources that a run asks of Ray, as data. `--dry-run` prints it, `controller.actors.roles` starts it.
+"""Layout: the resources that a run asks of Ray, as data. `--dry-run` prints it, `controller.actors.launch` starts it.
 
     training pool    one bundle for each policy worker      policy i, reference i, critic i, ... share a bundle
     rollout pool     one bundle for each engine             with its own GPUs if rollout.placement is apart

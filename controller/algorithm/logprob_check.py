@@ -11,7 +11,7 @@ samples of its own weights: then the second check generates some.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 
 import numpy as np
@@ -36,11 +36,13 @@ class Proof(Enum):
 class LogProbCheck:
     """Checks log-probs in one attempt of a run."""
 
-    def __init__(self, config: Config, first_version: int) -> None:
-        """first_version: the attempt's first weights."""
+    def __init__(self, config: Config, first_version: int, log: Callable[[str], None] | None = None) -> None:
+        """first_version: the attempt's first weights. log: receives differences in place of an error, for a replay,
+        which has no engines to compare with."""
         self._limit, self._first = config.policy.max_mismatch, first_version
-        self._dtype = config.compute_dtype
-        self._pending: set[Proof] = {Proof.FIRST, Proof.CHANGED} if compares_exactly(config) else set()
+        self._dtype, self._log = config.compute_dtype, log
+        exact = log is None and compares_exactly(config)
+        self._pending: set[Proof] = {Proof.FIRST, Proof.CHANGED} if exact else set()
         self._kept: tuple[int, dict[str, float]] = 0, {}
 
     def proof(self, oldest: np.ndarray, newest: np.ndarray, current: int) -> Proof:
@@ -64,7 +66,9 @@ class LogProbCheck:
             return
         mean, largest = metrics[MEAN].result(), metrics[LARGEST].result()
         if problem := beyond(mean, largest, self._limit, self._dtype, proof):
-            raise MismatchError(f"step {step}: {problem}")
+            if self._log is None:
+                raise MismatchError(f"step {step}: {problem}")
+            self._log(f"step {step}: {problem}")
         self._pending.discard(proof)
 
     def judge_update(self, step: int, metrics: Mapping[str, Metric]) -> None:

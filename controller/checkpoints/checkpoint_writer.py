@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from controller.actors.roles import TrainingRoles
+from controller.actors.launch import WorkerGroups
 from controller.actors.worker_group import GroupMethod
 from controller.checkpoints.progress import (
     FOLDER,
@@ -33,7 +33,7 @@ SAVE_SECONDS = 1800.0  # an interrupt may have reached ranks unequally: then a s
 class CheckpointWriter:
     """Saves every role that learns. A failed save, as on a full disk, is logged and counted in `failures`."""
 
-    def __init__(self, roles: TrainingRoles, run_folder: Path, keep: int, log: Callable[[str], None]) -> None:
+    def __init__(self, roles: WorkerGroups, run_folder: Path, keep: int, log: Callable[[str], None]) -> None:
         self.failures = 0
         self._roles, self._folder, self._keep, self._log = roles, run_folder.resolve(), keep, log
         self._begun = 0
@@ -88,7 +88,7 @@ class CheckpointWriter:
             prune(self._folder / FOLDER.parent / role, self._keep)
 
 
-def resume(config: TrainingConfig, roles: TrainingRoles, log: Callable[[str], None], data: dict[str, Any]) -> Progress:
+def resume(config: TrainingConfig, roles: WorkerGroups, log: Callable[[str], None], data: dict[str, Any]) -> Progress:
     """Load the newest good checkpoint for run.resume; return a fresh Progress without any.
 
     data: identity of the training data, see run.on_data_change. Raises CheckpointError if there are checkpoints and
@@ -120,7 +120,7 @@ def resume(config: TrainingConfig, roles: TrainingRoles, log: Callable[[str], No
     return Progress(data=data)
 
 
-def _remove_later(roles: TrainingRoles, path: Path, step: int) -> None:
+def _remove_later(roles: WorkerGroups, path: Path, step: int) -> None:
     # They failed to load or lack a role, and new ones will have their names.
     for role in roles.trained:
         for found, manifest in complete(role_path(path, role).parent):

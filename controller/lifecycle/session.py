@@ -1,8 +1,8 @@
-"""Common parts of every training command: exit codes, Ray, run folder, recovery.
+"""Common parts of every command: exit codes, preparation, Ray, run folder, recovery.
 
-    read, check --wrong: 2--> Ray --> roles, trackers, folder --> train --failed, stopped: 1--> report, hub --> 0
-                                  ^                                 |
-                                  '-- run.resume=auto <--LostError--'
+    prepare --wrong: 2--> Ray --> roles, trackers, folder --> train --failed, stopped: 1--> report, hub --> 0
+                              ^                                 |
+                              '-- run.resume=auto <--LostError--'
 
 After losing an actor, a run resumes from its last checkpoint in the same process. All roles restart, because surviving
 ranks cannot reuse their process group. Data order follows from the seed, so repeated steps equal the lost ones.
@@ -14,22 +14,26 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from balancing import BalancingError
-from controller.actors.cluster_address import cluster_address
+from controller.actors.cluster_address import check_cluster, cluster_address
 from controller.actors.layout import idle_gpus, reserved
 from controller.checkpoints.progress import checkpoints_at
+from controller.checkpoints.run_lock import locked
 from controller.config import TrainingConfig, to_yaml
 from controller.engines.fleet import RestartBudget
 from controller.lifecycle.interrupts import heeded, in_main_thread
+from controller.lifecycle.model_checks import check_models
 from controller.observability.run_folder import RunFolder
 from controller.observability.run_log import rays_logging_in, run_log
-from controller.observability.slow_work import log_if_slow
+from controller.observability.slow_work import Log, log_if_slow
+from controller.preflight.cluster import check_machine
 from workers.errors import (
     BallastError,
     ConfigError,
@@ -42,14 +46,12 @@ from workers.errors import (
 )
 
 if TYPE_CHECKING:
-    from controller.actors.roles import TrainingRoles
+    from controller.actors.launch import WorkerGroups
     from controller.checkpoints.progress import Progress
     from controller.observability.console import Console
-    from controller.observability.live_metrics import LiveMetrics
     from controller.observability.run_record import RunRecord
 
-Roles = TypeVar("Roles", bound="TrainingRoles")
-Result = TypeVar("Result")
+Found = TypeVar("Found")
 Settings = TypeVar("Settings", bound=TrainingConfig)
 
 BESIDE = ("adapters", "critic")  # the model, in a repository of the hub
@@ -77,26 +79,42 @@ def exit_code(prepare: Callable[[], Callable[[], None] | None]) -> int:
     return 0
 
 
-@dataclass(frozen=True)
-class Session(Generic[Roles]):
-    """A trainer's surroundings: roles, progress and run record."""
+def prepare_start(
+    config: TrainingConfig, read: Callable[[Log], Found], start: Callable[[Found, "Console"], None]
+) -> Callable[[], None]:
+    """Check machine, cluster and models, read the inputs, and lock the run's folder; return what starts the run.
 
-    roles: Roles
+    read: returns the inputs, given where to tell of slow work. start: runs with them. Raises ResourceError,
+    ConfigError, and as `read`.
+    """
+    check_machine(config, dry_run=False)
+    check_cluster(config)
+    from controller.observability.console import Console
+
+    console = Console(verbose=config.tracking.verbose)
+    with console.waiting("the models"):
+        check_models(config)
+    with console.waiting("the data"):
+        inputs = read(console.note)
+    return locked(config, partial(start, inputs, console))
+
+
+@dataclass(frozen=True)
+class Session:
+    """A run's surroundings: roles, progress and run record."""
+
+    roles: "WorkerGroups"
     progress: "Progress"
     record: "RunRecord"
 
 
 @contextmanager
-def session(
-    config: TrainingConfig,
-    start: Callable[["LiveMetrics"], AbstractContextManager[Roles]],
-    console: "Console",
-    data: dict[str, Any],
-) -> Iterator[Session[Roles]]:
-    """Start the roles on a connected Ray, resume by run.resume, and open the run's folder; close all afterwards.
+def session(config: TrainingConfig, console: "Console", data: dict[str, Any], **launched: Any) -> Iterator[Session]:
+    """Launch the roles on a connected Ray, resume by run.resume, and open the run's folder; close all afterwards.
 
-    start: starts the roles. data: identity of the training data, see `controller.data.identity`.
+    data: identity of the training data, see `controller.data.identity`. launched: arguments of `launch`.
     """
+    from controller.actors.launch import launch
     from controller.checkpoints.checkpoint_writer import resume
     from controller.observability.live_metrics import LiveMetrics
     from controller.observability.ray_metrics import RayMetrics
@@ -108,7 +126,7 @@ def session(
     live = LiveMetrics(exported.export)
     with exported, ExitStack() as stack:
         with live.phase("start"):
-            roles = stack.enter_context(start(live))
+            roles = stack.enter_context(launch(config, console, live=live, **launched))
         with console.waiting("the checkpoint that run.resume names, or the models"):
             progress = resume(config, roles, console.log, data)
         trackers, ids = open_trackers(config, progress.trackers, progress.step, console.log, exported)
@@ -120,20 +138,17 @@ def session(
             yield Session(roles, progress, RunRecord(console, live, writer, samples=config.samples))
 
 
-def finished(config: TrainingConfig, last_step: int, setting: str) -> str:
-    """Return a message if the resumed run has no steps left, else "". setting: `key=value` that determines
-    `last_step`."""
+def finished(config: TrainingConfig, last_step: int, setting: str) -> bool:
+    """Whether a resumed run has no steps left, and say so. setting: `key=value` that determines `last_step`."""
     steps = RunFolder(config.run_folder).finished_steps if config.run.resume == "auto" else 0
     if steps < last_step:
-        return ""
-    return f"{config.run_folder} has ended after step {steps}; raise {setting} to go on with it"
+        return False
+    print(f"{config.run_folder} has ended after step {steps}; raise {setting} to go on with it")
+    return True
 
 
 def run_training(
-    config: Settings,
-    console: "Console",
-    lines: Iterable[str],
-    attempt: Callable[[Settings, RestartBudget], object],
+    config: Settings, console: "Console", lines: Iterable[str], attempt: Callable[[Settings, RestartBudget], object]
 ) -> None:
     """Start Ray, train, write `runs/NAME/`, push the model, and stop everything started.
 
@@ -149,8 +164,8 @@ def run_training(
 
 
 def recovering(
-    attempt: Callable[[Settings, RestartBudget], Result], config: Settings, log: Callable[[str], None]
-) -> Result:
+    attempt: Callable[[Settings, RestartBudget], Found], config: Settings, log: Callable[[str], None]
+) -> Found:
     """Return `attempt(config, budget)`, repeated after each LostError with a config that resumes.
 
     Raises LostError, the cause first, if run.checkpoint_every is 0 or run.max_restarts are used up.
@@ -213,9 +228,9 @@ def report(config: TrainingConfig, console: "Console") -> None:
 
 
 def push_to_hub(config: TrainingConfig, log: Callable[[str], None]) -> None:
-    """Upload the run's model, adapters and critic if run.push_to_hub is set.
+    """Upload the run's model, adapters and critic to run.push_to_hub, created as private if missing.
 
-    Creates a missing repository, private. Raises OutputError with the command for a later upload.
+    Raises OutputError with the command for a later upload.
     """
     repository = config.run.push_to_hub
     if not repository:

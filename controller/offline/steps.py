@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import numpy as np
 
 from balancing import CostModel, Plan
-from controller.actors.roles import TrainingRoles
 from controller.config.offline import OfflineConfig, PreferencesConfig, SftConfig
 from controller.lifecycle.session import Session
 from controller.observability.step_metrics import update_throughput
@@ -23,13 +22,13 @@ from workers.remote_batch import RemoteBatch
 Settings = TypeVar("Settings", bound=OfflineConfig)
 
 
-class OfflineRun(TrainingRun[Settings, TrainingRoles]):
+class OfflineRun(TrainingRun[Settings]):
     """A run that trains on records. dataset: its records. position: index of the next one in their stream."""
 
     def __init__(
         self,
         config: Settings,
-        session: Session[TrainingRoles],
+        session: Session,
         train: SequenceDataset,
         validation: SequenceDataset | None,
         *,
@@ -122,5 +121,5 @@ def losses_of_pairs(run: OfflineRun[PreferencesConfig], batch: RemoteBatch) -> P
     reference = None
     if run.config.uses_reference:
         plan = run.planner.whole(batch, "reference.log_probs")
-        reference = run.roles.reference_sequence_log_probs(batch, plan)
+        reference = run.roles.of_reference("sequence_log_probs")(batch, plan)
     return pair_loss(run.config.loss, log_probs, reference, batch["response_tokens"])

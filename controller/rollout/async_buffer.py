@@ -15,7 +15,7 @@ import numpy as np
 import ray
 from ray import ObjectRef
 
-from controller.actors.roles import Roles
+from controller.actors.launch import WorkerGroups
 from controller.algorithm import advantages
 from controller.checkpoints.progress import Progress
 from controller.config import Config
@@ -51,7 +51,7 @@ class AsyncRolloutBuffer(RolloutBuffer):
     def __init__(
         self,
         config: Config,
-        roles: Roles,
+        roles: WorkerGroups,
         prompts: Prompts,
         planner: Planner,
         record: RunRecord,
@@ -70,7 +70,7 @@ class AsyncRolloutBuffer(RolloutBuffer):
         self._saved = progress.samples
         self._scoring = roles.rewards.begin()
         self._generation = roles.rollouts.begin(config.rollout.sampling, self._score)
-        for group in roles.groups:
+        for group in roles.groups.values():
             group.meanwhile = self.read
 
     @property

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from ray import ObjectRef
 
-from controller.actors.roles import Roles
+from controller.actors.launch import WorkerGroups
 from controller.algorithm import advantages
 from controller.checkpoints.progress import Progress
 from controller.config import Config
@@ -34,7 +34,7 @@ class RolloutBuffer:
     def __init__(
         self,
         config: Config,
-        roles: Roles,
+        roles: WorkerGroups,
         prompts: Prompts,
         planner: Planner,
         record: RunRecord,

@@ -17,6 +17,7 @@ from controller.config.training import counted
 from controller.data.prompts import Prompt
 from controller.lifecycle.inputs import Inputs, prompt_lines, read_inputs, tokenized, try_inputs
 from controller.lifecycle.model_checks import check_models
+from controller.observability.slow_work import Log
 from controller.preflight.checks import check_sampler
 from controller.preflight.cluster import check_machine
 from controller.preflight.describe import warnings
@@ -59,21 +60,20 @@ class Job:
         return [(uid, sample) for uid in self.prompts for sample in range(self.config.rollout.samples_per_prompt)]
 
 
-def read_job(schema: type[SamplerConfig], request: Request) -> Job:
-    """Read and check everything before anything starts.
+def read_job(config: SamplerConfig, model: Model, given: GivenFunctions, prompts: int, log: Log = print) -> Job:
+    """Read data and rewards, and check that the output holds no other job. prompts: see `Request`.
 
     Raises ConfigError, DataError or CheckpointError for what cannot work.
     """
-    config, model, given = checked_settings(schema, request)
-    inputs = read_inputs(config, given=given)
+    inputs = read_inputs(config, log, given)
     identity = job_identity(model, config, inputs.identity, given)
     check_same_job(config.run_folder, identity)
-    first = islice(chain.from_iterable(inputs.sources), request.prompts or config.first_prompts or None)
-    prompts = {str(uid): replace(prompt, uid=str(uid)) for uid, prompt in enumerate(first)}
+    first = islice(chain.from_iterable(inputs.sources), prompts or config.first_prompts or None)
+    by_uid = {str(uid): replace(prompt, uid=str(uid)) for uid, prompt in enumerate(first)}
     told = (*warnings(config), *inputs.warnings)
     # Until here model.path was that of the settings: a checkpoint may not be a model's folder yet.
     config = replace(config, model=replace(config.model, path=model.path or config.model.path))
-    return Job(config, model, inputs, prompts, identity, told)
+    return Job(config, model, inputs, by_uid, identity, told)
 
 
 def checked_settings(schema: type[SamplerConfig], request: Request) -> tuple[SamplerConfig, Model, GivenFunctions]:
@@ -83,7 +83,6 @@ def checked_settings(schema: type[SamplerConfig], request: Request) -> tuple[Sam
     config, model = job_settings(schema, request)
     given = give_rewards(config.reward, request.reward)
     check_sampler(config, given)
-    check_models(config)
     return config, model, given
 
 
@@ -121,6 +120,7 @@ def described(schema: type[SamplerConfig], request: Request) -> str:
     """Describe the job for a dry run: read and tokenize the data, try users' code. Raises as `read_job`."""
     config, model, given = checked_settings(schema, request)
     check_machine(config, dry_run=True)
+    check_models(config)
     tried = try_inputs(config, given=given)
     check_same_job(config.run_folder, job_identity(model, config, tried.identity, given))
     sampling, samples = config.rollout.sampling, config.rollout.samples_per_prompt

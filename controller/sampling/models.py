@@ -45,11 +45,11 @@ class Model:
     def write(self, config: SamplerConfig, console: "Console") -> None:
         """Write the checkpoint as a model, if it is missing, with the ranks of policy.* on a connected Ray.
 
-        Raises CheckpointError if it cannot be loaded, and as `start_policy`.
+        Raises CheckpointError if it cannot be loaded, and as `launch`.
         """
         if not self.is_missing or self.checkpoint is None or self.run is None:
             return
-        from controller.actors.sampling_roles import start_policy
+        from controller.actors.launch import launch
 
         trained = load_recorded(self.run / OF_RUN)
         settings: Any = replace(trained, policy=config.policy, resources=config.resources)  # type: ignore[type-var]
@@ -58,9 +58,9 @@ class Model:
         folder, begun = Path(self.path), unfinished_folder(Path(self.path))
         console.log(f"writing {self.checkpoint} as a model to {folder}")
         try:
-            with start_policy(settings, console) as policy:
-                policy.load_checkpoint(str(self.checkpoint.resolve()))
-                policy.save_pretrained(str(begun.resolve()))
+            with launch(settings, console, only=("policy",)) as roles:
+                roles.policy.load_checkpoint(str(self.checkpoint.resolve()))
+                roles.policy.save_pretrained(str(begun.resolve()))
             begun.rename(folder)
         finally:
             shutil.rmtree(begun, ignore_errors=True)

@@ -13,24 +13,21 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from controller.actors.cluster_address import check_cluster
-from controller.checkpoints.run_lock import locked
 from controller.config import to_yaml
 from controller.config.sampler import SamplerConfig
 from controller.config.training import counted
-from controller.lifecycle.session import ray_session
+from controller.lifecycle.session import prepare_start, ray_session
 from controller.observability.run_folder import writing
 from controller.observability.run_log import run_log
 from controller.preflight.arguments import OneLineParser
-from controller.preflight.cluster import check_machine
-from controller.sampling.jobs import Job, Request, described, read_job
+from controller.sampling.jobs import Job, Request, checked_settings, described, read_job
 from controller.sampling.output import Key, Line, SamplesFile, as_line, token_columns
 from workers.errors import RolloutError
 
 if TYPE_CHECKING:
     from ray import ObjectRef
 
-    from controller.actors.sampling_roles import SamplingRoles
+    from controller.actors.launch import WorkerGroups
     from controller.observability.console import Console
     from workers.dataproto import DataProto
     from workers.rollout.requests import SampleRequest, SampleResult
@@ -91,18 +88,17 @@ def _parser(schema: type[SamplerConfig]) -> argparse.ArgumentParser:
     return parser
 
 
-def prepare_job(schema: type[SamplerConfig], finish: Finish, request: Request) -> tuple[Job, Callable[[], None]]:
-    """Return the job and the function that starts it. Raises as `read_job`, and ResourceError for a missing cluster."""
-    job = read_job(schema, request)
-    check_machine(job.config, dry_run=False)
-    check_cluster(job.config)
-    return job, locked(job.config, partial(_run, job, finish))
+def prepare_job(
+    schema: type[SamplerConfig], finish: Finish, request: Request
+) -> tuple[SamplerConfig, Callable[[], None]]:
+    """Return the narrowed settings and the function that starts the job. Raises as `read_job` and `prepare_start`."""
+    config, model, given = checked_settings(schema, request)
+    read = partial(read_job, config, model, given, request.prompts)
+    return config, prepare_start(config, read, partial(_run, finish))
 
 
-def _run(job: Job, finish: Finish) -> None:
-    from controller.observability.console import Console
-
-    console, folder = Console(), job.config.run_folder
+def _run(finish: Finish, job: Job, console: "Console") -> None:
+    folder = job.config.run_folder
     with run_log(folder, console):
         for warning in job.warnings:
             console.log(f"warning: {warning}")
@@ -134,12 +130,12 @@ def _complete(job: Job, file: SamplesFile, console: "Console") -> list["SampleRe
 
 def sample_missing(job: Job, file: SamplesFile, missing: Sequence[Key], console: "Console") -> list["SampleResult"]:
     """Start the roles on a connected Ray and append the missing samples to the file; returns as `_complete`."""
-    from controller.actors.sampling_roles import start_sampling_roles
+    from controller.actors.launch import launch
 
     config, inputs, given_up = job.config, job.inputs, list["SampleResult"]()
     told = time.monotonic()
     with (
-        start_sampling_roles(config, inputs.reward_functions, console, environment=inputs.environment) as roles,
+        launch(config, console, rewards=inputs.reward_functions, environment=inputs.environment) as roles,
         console.samples(len(missing)) as advance,
     ):
         for done, sampled in enumerate(_sampled(job, roles, _requests(job, set(missing)), given_up), start=1):
@@ -160,7 +156,7 @@ def _requests(job: Job, missing: set[Key]) -> Iterator["SampleRequest"]:
 
 
 def _sampled(
-    job: Job, roles: "SamplingRoles", requests: Iterable["SampleRequest"], given_up: list["SampleResult"]
+    job: Job, roles: "WorkerGroups", requests: Iterable["SampleRequest"], given_up: list["SampleResult"]
 ) -> Iterator[Sampled]:
     """Yield the scored samples of the requests as they finish. given_up: receives the requests without a sample.
 
@@ -176,7 +172,7 @@ def _sampled(
 
 
 def _scored(
-    job: Job, roles: "SamplingRoles", requests: Iterable["SampleRequest"], given_up: list["SampleResult"]
+    job: Job, roles: "WorkerGroups", requests: Iterable["SampleRequest"], given_up: list["SampleResult"]
 ) -> Iterator[Sampled]:
     """As `_sampled`, before the scores of a reward model."""
     from controller.engines.engine_calls import POLL_SECONDS
@@ -202,7 +198,7 @@ def _scored(
             yield Sampled(*unscored.pop(key), found)
 
 
-def _with_model_scores(job: Job, roles: "SamplingRoles", samples: list[Sampled]) -> list[Sampled]:
+def _with_model_scores(job: Job, roles: "WorkerGroups", samples: list[Sampled]) -> list[Sampled]:
     """Add the reward model's scores to the rewards."""
     from controller.planning.planner import Planner
     from controller.rollout.samples import assemble

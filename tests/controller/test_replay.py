@@ -11,22 +11,34 @@ import pytest
 import ray
 
 from balancing import CostModel
-from controller.actors.roles import RolesWithoutEngines
-from controller.checkpoints.progress import Progress, checkpoint_path
+from controller.checkpoints.progress import checkpoint_path
 from controller.config import Config, load, to_yaml
+from controller.engines.engine_pool import EnginePool
 from controller.observability.console import Console
 from controller.observability.run_folder import recorded_steps, step_file
 from controller.preflight.checks import check_layout
-from controller.replay import Request, Start, comparison, main, prepared, settings, start_before
-from controller.replayer import Replayer, replay
+from controller.replay import (
+    Start,
+    comparison,
+    main,
+    prepared,
+    recorded_run,
+    replay,
+    settings,
+    start_before,
+    train_again,
+)
+from controller.run import Run
+from controller.step import step
 from tests.controller.checkpoints.test_progress import write
 from tests.controller.stand_ins.roles import TOKENS, LocalRun
 from tests.controller.stand_ins.run import StandInRun, StandIns
+from workers.config import RolloutConfig
 from workers.dataproto import DataProto
 from workers.errors import DataError, MismatchError
 from workers.remote_batch import RemoteBatch
 
-Run = Callable[..., LocalRun]
+NewRun = Callable[..., LocalRun]
 Replay = Callable[..., "LocalReplay"]
 RECORDED = ("run.record_samples=true", "batch.mini_batches=2")
 
@@ -58,19 +70,17 @@ def block(number: int) -> DataProto:
 
 
 class LocalReplay(LocalRun):
-    """A replayer on roles that answer at once."""
+    """A replay on roles that answer at once."""
 
-    def _run(self, config: Config) -> Replayer:
+    def _run(self, config: Config) -> Run:
         config = prepared(config, Start(None, range(1, 2)))
-        session = self._session(config, RolesWithoutEngines, Progress())
-        return Replayer(config, session, self.folder, cost_model=CostModel(1.0, 0.0))
+        session = self._session(config, EnginePool(lambda replica, attempt: None, RolloutConfig(replicas=0)))
+        return recorded_run(config, session, self.folder, CostModel(1.0, 0.0))
 
     def all_of(self, run: LocalRun) -> None:
         """Every step that the run has recorded."""
-        assert isinstance(self.run, Replayer)
-        self.run.buffer.folder = run.folder
-        for step in recorded_steps(run.folder):
-            self.run.replay(step)
+        self.run.buffer.folder = run.folder  # type: ignore[attr-defined]
+        train_again(self.run, recorded_steps(run.folder), step)
 
 
 @pytest.fixture
@@ -83,7 +93,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Store:
 
 @pytest.fixture
 def local_replay(store: Store, tmp_path: Path) -> Iterator[Callable[..., LocalReplay]]:
-    """A replayer of runs, from overrides."""
+    """A replay of runs, from overrides."""
     with ExitStack() as stack:
         yield lambda *overrides: stack.enter_context(closing(LocalReplay(tmp_path / "replay", *overrides)))
 
@@ -103,7 +113,7 @@ def local_replay(store: Store, tmp_path: Path) -> Iterator[Callable[..., LocalRe
     ids=lambda overrides: overrides[0] if overrides else "plain",
 )
 def test_every_step_gets_the_rows_columns_and_mini_batches_that_it_had(
-    local_run: Run, local_replay: Replay, store: Store, overrides: tuple[str, ...]
+    local_run: NewRun, local_replay: Replay, store: Store, overrides: tuple[str, ...]
 ) -> None:
     found = local_run(*RECORDED, *overrides)
     found.rewards.reward = lambda uid, sample, greedy: float(sample * (int(uid) % 3))  # some groups have no signal
@@ -123,7 +133,7 @@ def test_every_step_gets_the_rows_columns_and_mini_batches_that_it_had(
     assert again.of("generate", "weights") == []
 
 
-def test_a_mismatch_stops_a_run_and_is_told_by_its_replay(local_run: Run, local_replay: Replay) -> None:
+def test_a_mismatch_stops_a_run_and_is_told_by_its_replay(local_run: NewRun, local_replay: Replay) -> None:
     found = local_run(*RECORDED)
     found.policy.mismatch = 9.0
     with pytest.raises(MismatchError):
@@ -135,7 +145,7 @@ def test_a_mismatch_stops_a_run_and_is_told_by_its_replay(local_run: Run, local_
     assert "step 1: log-probs of engines and trainer differ by 9 nats" in again.said
 
 
-def test_a_run_keeps_no_samples_unless_it_is_asked_to(local_run: Run) -> None:
+def test_a_run_keeps_no_samples_unless_it_is_asked_to(local_run: NewRun) -> None:
     found = local_run("run.steps=1")
     found.fit()
     assert not (found.folder / "samples").exists()
@@ -150,8 +160,8 @@ def test_on_gpus_a_replay_starts_the_roles_that_train_alone(
     stand_ins.begin_anew()
     found.world.ray.actors.clear()
     folder = found.config.run_folder
-    given = settings(Request(folder, 2, ("policy.data_parallel=1",)))
-    config = prepared(given, start_before(Request(folder, 2), "never"))
+    given = settings(folder, ("policy.data_parallel=1",))
+    config = prepared(given, start_before(folder, 2, "never"))
     check_layout(config)
     metrics = replay(config, folder, range(2, 3), Console())
     assert {name.split()[0] for name in found.world.ray.actors} == {"policy", "reference", "critic"}
@@ -163,31 +173,31 @@ def test_on_gpus_a_replay_starts_the_roles_that_train_alone(
 
 
 def recorded(folder: Path, *steps: int) -> Path:
-    for step in steps:
-        step_file(folder, step).parent.mkdir(parents=True, exist_ok=True)
-        step_file(folder, step).touch()
+    for number in steps:
+        step_file(folder, number).parent.mkdir(parents=True, exist_ok=True)
+        step_file(folder, number).touch()
     return folder
 
 
 def test_a_replay_begins_at_the_checkpoint_before_the_step(tmp_path: Path) -> None:
     recorded(tmp_path, 1, 2, 3)
-    for step in (1, 2, 3):
-        write(checkpoint_path(tmp_path, step), step)
-    start = start_before(Request(tmp_path, 3), "never")
+    for number in (1, 2, 3):
+        write(checkpoint_path(tmp_path, number), number)
+    start = start_before(tmp_path, 3, "never")
     assert (start.checkpoint, start.steps) == (checkpoint_path(tmp_path, 2), range(3, 4))
     assert start.describe() == ""
 
 
 def test_steps_without_a_checkpoint_are_trained_again_on_the_way(tmp_path: Path) -> None:
     recorded(tmp_path, 1, 2, 3, 4)
-    start = start_before(Request(tmp_path, 3), "auto")
+    start = start_before(tmp_path, 3, "auto")
     assert (start.checkpoint, start.steps) == (None, range(1, 4))
     assert start.describe() == (
         "there is no checkpoint of step 2: steps 1 to 2 are trained again first, from the models that the run began "
         "with"
     )
     write(checkpoint_path(tmp_path, 1), 1)
-    start = start_before(Request(tmp_path, 3), "never")
+    start = start_before(tmp_path, 3, "never")
     assert (start.checkpoint, start.steps) == (checkpoint_path(tmp_path, 1), range(2, 4))
     assert "step 2 is trained again first, from the checkpoint of step 1" in start.describe()
 
@@ -195,7 +205,7 @@ def test_steps_without_a_checkpoint_are_trained_again_on_the_way(tmp_path: Path)
 def test_a_run_that_began_at_another_runs_checkpoint_is_replayed_from_there(tmp_path: Path) -> None:
     first, run = tmp_path / "first", recorded(tmp_path / "run", 5, 6)
     write(checkpoint_path(first, 4), 4)
-    start = start_before(Request(run, 6), str(first))
+    start = start_before(run, 6, str(first))
     assert (start.checkpoint, start.steps) == (checkpoint_path(first, 4), range(5, 7))
 
 
@@ -212,7 +222,7 @@ def test_what_a_replay_would_need_and_is_not_there_is_said(
     tmp_path: Path, steps: tuple[int, ...], step: int, resume: str, message: str
 ) -> None:
     with pytest.raises(DataError, match=message):
-        start_before(Request(recorded(tmp_path, *steps), step), resume)
+        start_before(recorded(tmp_path, *steps), step, resume)
 
 
 # The command

@@ -19,9 +19,8 @@ from controller.lifecycle.inputs import loss_trial
 from controller.observability.console import Console
 from controller.planning.planner import draw_mini_batches
 from controller.preflight.data_checks import OF_A_BATCH
-from controller.replay import Request, Start, prepared, start_before
+from controller.replay import Start, prepared, replay, start_before
 from controller.replay import settings as settings_of
-from controller.replayer import replay
 from examples.addition.warm_start import tokenizer
 from tests.controller.stand_ins.run import StandInRun, StandIns, write_stand_in_workspace
 from tests.workers.model.tiny import files_beside, tiny_config, unpacked_log_probs
@@ -298,9 +297,8 @@ def test_ppo_warms_its_critic_up_adapts_the_kl_and_saves_both_models(run: Run, t
 def test_a_recorded_step_trained_again_comes_out_the_same_and_leaves_the_run_as_it_is(run: Run, tmp_path: Path) -> None:
     """Step 2, with the adapted weight of the KL and the optimiser's state of the checkpoint of step 1."""
     recorded, folder = run(*PPO).outcome.steps[1], tmp_path / "run"
-    request, files = Request(folder, 2), times_of_change(folder)
-    config = settings_of(request)
-    start = start_before(request, config.run.resume)
+    config, files = settings_of(folder), times_of_change(folder)
+    start = start_before(folder, 2, config.run.resume)
     assert start == Start(folder / "checkpoints" / "policy" / "step-1", range(2, 3))
     replayed = replay(prepared(config, start), folder, start.steps, Console())
     for name in ("policy/loss", "policy/grad_norm", "critic/loss", "critic/grad_norm", "reward/kl_coefficient"):

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from balancing import CostModel, Plan
-from controller.actors.roles import _learning, _model_arguments
+from controller.actors.launch import worker_arguments
 from controller.config import Config, load
 from controller.planning.planner import Planner, draw_mini_batches, with_group_tokens
 from controller.preflight.checks import check
@@ -177,8 +177,8 @@ def build_worker(config: Config) -> PolicyWorker:
         parallel.tensor_parallel,
     )
     pp, dp, cp, tp = list(itertools.product(*map(range, shape)))[rank]
-    arguments = _model_arguments(config, replace(config.model, dtype="float64"), config.policy)
-    arguments |= _learning(config, config.policy.optimizer, config.total_optimizer_steps) | {"threads": 1}
+    arguments = worker_arguments(config, "policy", config.total_optimizer_steps) | {"threads": 1}
+    arguments["model"] = replace(arguments["model"], dtype="float64")
     worker = PolicyWorker("policy", RankCoordinates(rank, dp, tp, cp, pp), dist.get_world_size(), **arguments)
     worker.build()
     return worker

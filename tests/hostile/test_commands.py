@@ -77,8 +77,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     patch.setattr("controller.lifecycle.inputs.render_isolated", lambda *_, **__: "a chat")
     for name in ("find_class", "try_environment", "check_loss"):
         patch.setattr(f"controller.lifecycle.inputs.{name}", _out_of_reach)
-    for module in ("fit", "offline.running", "replay", "sampling.running"):
-        patch.setattr(f"controller.{module}.locked", _nothing, raising=module != "replay")
+    patch.setattr("controller.lifecycle.session.locked", _nothing)
+    for module in ("lifecycle.session", "replay"):
         patch.setattr(f"controller.{module}.check_cluster", _nothing)
     patch.setattr("controller.replay.run", _nothing)
     patch.setattr("controller.doctor.examine", lambda options, _: doctor.configuration(options, Report()) and None)

@@ -1,14 +1,13 @@
 """Ranks that belong together share a node, in whatever order Ray has put equal bundles there."""
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.actors import roles
+from controller.actors import launch
 from controller.actors.layout import Pool, role_requests, training_pool
 from controller.actors.placement import bundle_of_rank, groups_on_several_nodes
 from controller.actors.resources import Reservation
@@ -186,11 +185,11 @@ def test_an_engine_lives_with_its_first_rank(monkeypatch: pytest.MonkeyPatch) ->
     config = gpu_config(ranks=4)
     config.rollout.replicas = config.rollout.tensor_parallel = 2
     requests = {request.role: request for request in role_requests(config)}
-    starter = SimpleNamespace(requests=requests, bundles={"training": Reservation(object(), (3, 1, 2, 0))})
+    bundles = {"training": Reservation(object(), (3, 1, 2, 0))}
     asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(roles.ray, "remote", lambda actor_class: Recorder(asked))
-    devices = roles._shared_devices([{"gpus": str(gpu)} for gpu in (5, 4, 7, 6)], *config.colocated_engines)
-    make = roles._engine_maker(config, starter, devices, b"")
+    monkeypatch.setattr(launch.ray, "remote", lambda actor_class: Recorder(asked))
+    devices = launch.shared_devices([{"gpus": str(gpu)} for gpu in (5, 4, 7, 6)], *config.colocated_engines)
+    make = launch.engine_maker(config, bundles, requests["rollout"], devices, b"")
     for replica in range(2):
         make(replica, 0)
     assert [options["scheduling_strategy"].placement_group_bundle_index for options in asked] == [3, 2]

@@ -3,17 +3,16 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from controller.config import load_as
-from controller.offline.running import OfflineCommand
-from controller.preferences import PREFERENCES
+from controller.config.offline import OfflineConfig, PreferencesConfig, SftConfig
+from controller.offline.running import read_inputs, training
+from controller.offline.steps import STEPS
 from controller.preflight.offline_checks import check_offline
-from controller.sft import SFT
-from controller.training_loop import Outcome
+from controller.training_loop import Outcome, train
 from examples.addition import data
 from examples.addition.warm_start import create_model, pairs
 from tests.controller.stand_ins.local_ray import LocalRay
@@ -21,7 +20,7 @@ from tests.controller.stand_ins.run import LocalReservation, NoMetrics
 from tests.end_to_end.faults import Listening
 from tests.workers.model.ranks import forget_meshes
 
-COMMANDS: dict[str, OfflineCommand[Any]] = {"sft": SFT, "preferences": PREFERENCES}
+SCHEMAS: dict[str, type[OfflineConfig]] = {"sft": SftConfig, "preferences": PreferencesConfig}
 SETTINGS = (
     "run.steps=3",
     "model.path=model",
@@ -51,7 +50,7 @@ class LocalRuns:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         LocalRay({}).install(monkeypatch)
-        monkeypatch.setattr("controller.actors.roles.reserve", lambda pool, timeout_s: LocalReservation([[]]))
+        monkeypatch.setattr("controller.actors.launch.reserve", lambda pool, timeout_s: LocalReservation([[]]))
         monkeypatch.setattr("controller.observability.ray_metrics.RayMetrics", NoMetrics)
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
         start = torch.distributed.init_process_group  # policy and reference are of one process
@@ -68,12 +67,10 @@ class LocalRuns:
 
 def run_offline(name: str, run: str, *overrides: str) -> Outcome:
     """One run in the working directory, from its configuration to its outcome, written to `runs/RUN`."""
-    command = COMMANDS[name]
-    given = [*SETTINGS, *OF_COMMAND[name], f"run.name={run}", *overrides]
-    config = load_as(command.schema, None, given)
+    config = load_as(SCHEMAS[name], None, [*SETTINGS, *OF_COMMAND[name], f"run.name={run}", *overrides])
     check_offline(config)
-    with command.training(config, command.read_inputs(config), Listening()) as started:
-        return command.train(started)
+    with training(config, read_inputs(config), Listening()) as started:
+        return train(started, STEPS[SCHEMAS[name]])
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from controller.algorithm.logprob_check import compares_exactly
 from controller.config import Config, load
 from controller.preflight.checks import check, check_layout
 from controller.preflight.engine_checks import COLDEST
-from controller.replay import Request, settings
+from controller.replay import settings
 from tests.controller.config_workspace import refusal
 from tests.refusals import refused
 from workers.config import SamplingConfig
@@ -73,4 +73,4 @@ def test_a_temperature_that_vllm_would_raise_is_refused(workspace: Path, section
 def test_a_replay_does_not_take_another_sampling(workspace: Path) -> None:
     """Its samples, and their log-probs, are those of the run."""
     with refused("rollout.sampling.temperature=0.7"):
-        settings(Request(workspace, 1, ("rollout.sampling.temperature=0.7",)))
+        settings(workspace, ("rollout.sampling.temperature=0.7",))

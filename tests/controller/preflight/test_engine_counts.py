@@ -16,7 +16,7 @@ from controller.preflight.arguments import parse_arguments
 from controller.preflight.checks import check_sampler
 from controller.preflight.cluster import run_on
 from controller.preflight.describe import describe
-from controller.replay import Request, settings
+from controller.replay import settings
 from tests.controller.config_workspace import refusal
 from tests.end_to_end.faults import Listening
 from workers.errors import ConfigError
@@ -110,7 +110,7 @@ def test_where_their_gpus_are_not_known_engines_apart_need_a_number(workspace: P
 
 
 def test_a_replay_has_no_engines(workspace: Path) -> None:
-    assert settings(Request(workspace, 1, (GPUS, "policy.data_parallel=1"))).engines == 0
+    assert settings(workspace, (GPUS, "policy.data_parallel=1")).engines == 0
 
 
 @pytest.mark.parametrize("command", ["fit", "sft"])

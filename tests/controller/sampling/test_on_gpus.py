@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from controller.config.sampler import GenerateConfig
-from controller.sampling.jobs import Request, read_job
+from controller.sampling.jobs import Request, checked_settings, read_job
 from controller.sampling.output import SamplesFile
 from controller.sampling.running import sample_missing
 from tests.controller.stand_ins.run import StandIns
@@ -23,7 +23,8 @@ SETTINGS = (
 
 
 def generate(folder: Path, *overrides: str) -> list[dict[str, Any]]:
-    job = read_job(GenerateConfig, Request(output=folder, settings=(*SETTINGS, *overrides)))
+    request = Request(output=folder, settings=(*SETTINGS, *overrides))
+    job = read_job(*checked_settings(GenerateConfig, request), prompts=0)
     file = SamplesFile(folder, job.identity)
     assert sample_missing(job, file, job.keys, Listening()) == []
     file.close()

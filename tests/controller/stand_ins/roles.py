@@ -16,7 +16,7 @@ import numpy as np
 import rich.console
 
 from balancing import CostModel, Plan
-from controller.actors.roles import Roles
+from controller.actors.launch import WorkerGroups
 from controller.algorithm.logprob_check import LARGEST, MEAN
 from controller.checkpoints.progress import Progress
 from controller.config import Config, load
@@ -154,7 +154,7 @@ class Engines:
     """
 
     def __init__(self, log: list[str]) -> None:
-        self.log, self.asleep, self.fleet = log, False, Fleet(0, RestartBudget(0))
+        self.log, self.actors, self.asleep, self.fleet = log, {0: None}, False, Fleet(0, RestartBudget(0))
         self._sleep_told = False
         self.rounds: list[tuple[list[SampleRequest], SamplingConfig]] = []
         self._generating = Lock()
@@ -254,8 +254,8 @@ class Numbered:
         return [Prompt(str(i), ids, {"prompt": str(i), "level": i}) for i in range(start, start + count)]
 
 
-class LocalRoles(Roles):
-    """`Roles` of which no engine is an actor that could be asked."""
+class LocalRoles(WorkerGroups):
+    """`WorkerGroups` of which no engine is an actor that could be asked."""
 
     def take_weight_loads(self) -> dict[str, Any]:
         return {}
@@ -276,22 +276,15 @@ class LocalRun:
 
     def _run(self, config: Config) -> Run:
         held_out: Any = Numbered().take(1000, 2) if config.data.validation else None
-        session = self._session(config, LocalRoles, Progress())
+        session = self._session(config, self.engines)
         return Run(config, session, Numbered(), held_out, cost_model=CostModel(1.0, 0.0))
 
-    def _session(self, config: Config, roles_class: type[Roles], progress: Progress) -> Session[Roles]:
-        roles: Any = roles_class(
-            self.policy,
-            self.reference if config.starts_reference else None,
-            self.engines,
-            self.rewards,
-            self.critic if config.uses_critic else None,
-            self.reward_model if config.uses_reward_model else None,
-        )
+    def _session(self, config: Config, engines: Any) -> Session:
+        roles: Any = LocalRoles({role: getattr(self, role) for role in config.training_roles}, engines, self.rewards)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._writer = RunWriter(self.folder, "", [])
         console = Console(rich.console.Console(file=self._terminal, width=200))
-        return Session(roles, progress, RunRecord(console, LiveMetrics(), self._writer))
+        return Session(roles, Progress(), RunRecord(console, LiveMetrics(), self._writer))
 
     def fit(self, callbacks: Sequence[Callback] = (), step: Step = step) -> Outcome:
         return train(self.run, step, callbacks)

@@ -79,7 +79,7 @@ class StandIns:
         self.world = world = World()
         world.ray = LocalRay({RewardWorker: StandInReward})
         world.ray.install(monkeypatch)
-        monkeypatch.setattr("controller.actors.roles.reserve", self._reserve)
+        monkeypatch.setattr("controller.actors.launch.reserve", self._reserve)
         monkeypatch.setattr("controller.observability.ray_metrics.RayMetrics", NoMetrics)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "empty_cache", world.empty_cache)
@@ -143,7 +143,7 @@ class StandIns:
         def attempt(config: Config, budget: RestartBudget) -> Outcome:
             self.begin_anew()
             with training(config, inputs, console, budget) as started:
-                return train(started, step_of(inputs))
+                return train(started, step_of(inputs.step))
 
         return StandInRun(self.world, config, recovering(attempt, config, console.log), console.said)
 

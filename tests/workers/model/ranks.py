@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-PRELOADED = ["pytest", "hypothesis", "workers.model.engine", "controller.actors.roles"]
+PRELOADED = ["pytest", "hypothesis", "workers.model.engine", "controller.actors.launch"]
 PRELOADED += ["transformers.models.qwen2.modeling_qwen2", "transformers.processing_utils"]  # of most tests' models
 GRACE_S = 5.0  # for the other ranks to fail too, after which they are taken to wait for the one that did
 TIMEOUT_S = 240.0

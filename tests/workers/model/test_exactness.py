@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from controller.actors.roles import _model_arguments
+from controller.actors.launch import worker_arguments
 from controller.config import load
 from tests.controller.config_workspace import write_workspace
 from tests.workers.model.cases import OPTIMIZER, Case, Way, random_plan, way
@@ -208,7 +208,7 @@ def test_a_configuration_says_when_gradients_are_reduced(
 ):
     """By default in each of four micro-steps, and between copies of the model in the last."""
     config = load(write_workspace(tmp_path), ("policy.data_parallel=4", "model.share_prefixes=never", *overrides))
-    settings = _model_arguments(config, config.model, config.policy)
+    settings = worker_arguments(config, "policy")
     arguments = {name: settings[name] for name in ("device", "parallel")}
     units = 3  # two layers and the root
     for counts in ranks.run(collectives, 4, model(folder), arguments):

@@ -1,0 +1,350 @@
+"""Launch a run's worker groups, engines and reward workers, which start and end together.
+
+layout -> reserve pools -> engines | policy, reference, critic, reward model | rewards -> WorkerGroups -> end all
+"""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from controller.actors.layout import Pool, RoleRequest, pools, role_requests, training_pool
+from controller.actors.resources import Reservation, reserve
+from controller.actors.rewards import RewardPool
+from controller.actors.worker_group import GroupMethod, Share, WorkerGroup
+from controller.config import Config, TrainingConfig
+from controller.config.file import value_of
+from controller.config.sections import RewardConfig
+from controller.config.training import counted
+from controller.engines.engine_calls import MakeActor
+from controller.engines.engine_pool import EnginePool
+from controller.engines.fleet import RestartBudget
+from controller.observability.console import Console
+from controller.observability.live_metrics import LiveMetrics
+from workers.config import RolloutConfig
+from workers.errors import LostError, WorkerError
+from workers.model.timing import MicroStepTime
+from workers.roles.base import Worker
+from workers.roles.critic import CriticWorker
+from workers.roles.model_worker import ReferenceWorker, RewardModelWorker
+from workers.roles.policy import PolicyWorker
+from workers.rollout.engine_actor import VllmEngineActor
+from workers.rollout.placement import ranks_of_engine
+from workers.rollout.requests import WeightLoad
+from workers.user_code.rewards import RewardFunction
+
+ANSWER_SECONDS = 5.0  # for facts that are only recorded
+CLASSES: dict[str, type[Worker]] = {
+    "policy": PolicyWorker,
+    "reference": ReferenceWorker,
+    "critic": CriticWorker,
+    "reward_model": RewardModelWorker,
+}
+LEARNING = ("policy", "critic")
+
+
+@dataclass(frozen=True)
+class WorkerGroups:
+    """All actors of a run. groups: those that hold a model, by role. rollouts, rewards: empty without sampling."""
+
+    groups: dict[str, WorkerGroup]
+    rollouts: EnginePool
+    rewards: RewardPool
+    device_to_device: bool = False
+    transfer_timeout_s: float = math.inf
+
+    @property
+    def policy(self) -> WorkerGroup:
+        return self.groups["policy"]
+
+    @property
+    def reference(self) -> WorkerGroup | None:
+        return self.groups.get("reference")
+
+    @property
+    def critic(self) -> WorkerGroup | None:
+        return self.groups.get("critic")
+
+    @property
+    def reward_model(self) -> WorkerGroup | None:
+        return self.groups.get("reward_model")
+
+    @property
+    def trained(self) -> dict[str, WorkerGroup]:
+        return {role: group for role, group in self.groups.items() if role in LEARNING}
+
+    def of_reference(self, method: str) -> GroupMethod:
+        """Return a method of the reference, or else of the policy without adapters."""
+        found: GroupMethod = getattr(self.reference or self.policy, method if self.reference else f"reference_{method}")
+        return found
+
+    def send_weights(self, version: int) -> None:
+        """Send the policy's weights to every engine as `version`: through the object store, or between GPUs.
+
+        Wakes sleeping engines. Raises LostError if an engine or a rank is lost meanwhile.
+        """
+        if not self.rollouts.actors:
+            return
+        if self.device_to_device:
+            self.rollouts.receive_weights(lambda: self._with_engines("send_weights", version), version)
+            return
+        weights, _ = self.policy.export_weights()
+        self.rollouts.update_weights(weights, version)
+
+    def sleep_engines(self) -> None:
+        """Free the weights and KV caches of engines that share GPUs; call before a training pass."""
+        self.rollouts.sleep()
+
+    def wake_engines(self) -> None:
+        """Wake sleeping engines with the weights of their version; call before generation."""
+        if self.rollouts.asleep:
+            self.send_weights(self.rollouts.fleet.version)
+
+    def connect_engines(self, placement: str, tensor_parallel: int) -> None:
+        """Connect the policy's ranks to the engines for transfers between GPUs. Raises LostError as `send_weights`."""
+        self._with_engines("connect_engines", list(self.rollouts.actors.values()), placement, tensor_parallel)
+
+    def _with_engines(self, method: str, *args: Any) -> None:
+        """Call a method of the policy in which ranks and engines wait for each other.
+
+        The transfer has no watchdog: a rank would wait for a dead engine for ever. So engines are polled meanwhile.
+        """
+        deadline = time.monotonic() + self.transfer_timeout_s
+
+        def poll() -> None:
+            self.rollouts.check_alive()
+            if time.monotonic() > deadline:
+                raise LostError(
+                    f"policy.{method} did not finish within resources.collective_timeout_s={self.transfer_timeout_s:g} "
+                    "s, and no engine says why."
+                )
+
+        try:
+            getattr(self.policy, method).remote(*args).result(meanwhile=poll)
+        except WorkerError:
+            self.rollouts.check_alive()  # a dead engine is the cause, the error of a rank its consequence
+            raise
+
+    def take_micro_step_times(self) -> dict[str, list[MicroStepTime]]:
+        """Return every micro-step's time since the last call, in order, by the rank's actor."""
+        taken = [(group, group.take_micro_step_times.remote()) for group in self.groups.values()]
+        return {
+            name: times for group, future in taken for name, times in zip(group.names, future.result(), strict=True)
+        }
+
+    def take_weight_loads(self) -> dict[str, list[WeightLoad]]:
+        """Return weight updates since the last call, by actor; skip engines that do not answer in time."""
+        asked = {actor.take_weight_loads.remote(): f"rollout {i}" for i, actor in self.rollouts.actors.items()}
+        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_SECONDS)
+        loads = {}
+        for ref in answered:
+            with suppress(RayError):  # the next call that needs the engine reports it
+                loads[asked[ref]] = ray.get(ref)
+        return loads
+
+
+@contextmanager
+def launch(
+    config: TrainingConfig,
+    console: Console,
+    *,
+    only: Sequence[str] = (),
+    policy_class: type[Worker] = PolicyWorker,
+    total_steps: int = 1,
+    rewards: Sequence[RewardFunction] = (),
+    environment: bytes = b"",
+    budget: RestartBudget | None = None,
+    live: LiveMetrics | None = None,
+) -> Iterator[WorkerGroups]:
+    """Start all actors of a run and yield them; always end all actors and release all bundles.
+
+    only: training roles to start, without engines and rewards; empty starts everything. total_steps: optimiser steps of
+    the policy. environment: see `EnvironmentPool`; empty for one turn. budget: for engines; None allows
+    run.max_restarts. live: receives engines' states and queues.
+
+    Raises ResourceError if the cluster is too small, WorkerError or RolloutError if an actor cannot start.
+    """
+    with ExitStack() as stack:
+        start = _Launch(stack, config, console, only, policy_class, total_steps)
+        if only or not isinstance(config, Config):
+            groups = start.load_models()
+            no_engines = EnginePool(lambda replica, attempt: None, RolloutConfig(replicas=0))
+            yield WorkerGroups(groups, no_engines, RewardPool([], "", RewardConfig(workers=0), cpus=0.0))
+            return
+        colocated, timeout_s = config.rollout_placement == "colocated", config.resources.start_timeout_s
+        between_gpus = config.uses_gpus and "policy" in config.training_roles
+        # Engines take longest to start: unless they share GPUs, they start while the training roles load.
+        devices = shared_devices(start.group("policy").facts(), *config.colocated_engines) if colocated else []
+        rollouts = EnginePool(
+            engine_maker(config, start.bundles, start.requests["rollout"], devices, environment),
+            replace(config.rollout, replicas=config.engines),
+            budget or RestartBudget(config.run.max_restarts),
+            live or LiveMetrics(),
+            replaceable=not between_gpus,  # sender and engines have met once and for all
+            colocated=colocated,
+            start_timeout_s=timeout_s,
+            log=console.log,
+        )
+        stack.callback(rollouts.stop)
+        rollouts.start()
+        reward_pool = RewardPool(rewards, config.model.path, config.reward, start.requests["reward"].cpus)
+        stack.callback(reward_pool.stop)
+        if colocated:
+            # An engine sizes its cache by the free memory: on a shared GPU it must start before models are loaded.
+            # It sleeps until the policy sends its weights for the first round of generation.
+            with start.waiting("engines, which load the model"):
+                rollouts.wait_started(timeout_s)
+            rollouts.sleep()
+        groups = start.load_models()
+        with start.waiting("reward workers"):
+            reward_pool.wait_ready(timeout_s)
+        with start.waiting("engines, which load the model"):
+            rollouts.wait_started(timeout_s)
+        found = WorkerGroups(groups, rollouts, reward_pool, between_gpus, config.resources.collective_timeout_s)
+        if between_gpus:
+            with start.waiting("ranks and engines that meet", "resources.collective_timeout_s"):
+                found.connect_engines(config.rollout_placement, config.rollout.tensor_parallel)
+        yield found
+
+
+class _Launch:
+    """Starts the training roles of one run, each in its bundles; `stack` ends them."""
+
+    def __init__(
+        self,
+        stack: ExitStack,
+        config: TrainingConfig,
+        console: Console,
+        only: Sequence[str],
+        policy_class: type[Worker],
+        total_steps: int,
+    ) -> None:
+        """Reserve all bundles, or the training pool's for `only`. Raises ResourceError."""
+        self.stack, self.config, self.console = stack, config, console
+        self.roles = only or config.training_roles
+        self.classes = CLASSES | {"policy": policy_class}
+        self.total_steps = {"policy": total_steps}
+        if isinstance(config, Config):
+            self.total_steps["critic"] = config.critic_optimizer_steps
+        self.groups: dict[str, WorkerGroup] = {}
+        self.bundles = {pool.name: self._reserve(pool) for pool in ([training_pool(config)] if only else pools(config))}
+        self.requests = {request.role: request for request in role_requests(config)}
+        if only:
+            self.requests = {role: self.requests[role] for role in only}
+        console.log("starting actors: " + ", ".join(f"{r.actors} {r.role}" for r in self.requests.values()))
+
+    def _reserve(self, pool: Pool) -> Reservation:
+        with self.waiting(f"room for pool {pool.name}", "resources.placement_timeout_s"):
+            bundles = reserve(pool, self.config.resources.placement_timeout_s)
+        self.stack.callback(bundles.release)
+        return bundles
+
+    def waiting(self, what: str, setting: str = "resources.start_timeout_s") -> AbstractContextManager[None]:
+        """Log a slow wait, with the setting of its time limit."""
+        return self.console.waiting(f"{what} (at most {setting}={value_of(self.config, setting):g} s)")
+
+    def group(self, role: str) -> WorkerGroup:
+        """Start a role's actors and process group; `load_models` loads the model."""
+        config, request = self.config, self.requests[role]
+        with self.waiting(f"the processes of {role}"):
+            group = WorkerGroup(
+                role,
+                self.classes[role],
+                self.bundles[request.pool],
+                Share(request.cpus, request.gpus),
+                dp=config.policy.data_parallel,
+                cp=config.policy.parallel.context_parallel,
+                tp=config.policy.parallel.tensor_parallel,
+                pp=config.policy.parallel.pipeline_parallel,
+                arguments=worker_arguments(config, role, self.total_steps.get(role, 1)),
+                timeout_s=config.resources.start_timeout_s,
+                collective_timeout_s=config.resources.collective_timeout_s,
+            )
+        self.stack.callback(group.stop)
+        self.groups[role] = group
+        return group
+
+    def load_models(self) -> dict[str, WorkerGroup]:
+        """Start the remaining roles, load every model, and return the groups by role."""
+        for role in self.roles:
+            group = self.groups.get(role) or self.group(role)
+            with self.waiting(f"{role}, which loads its model"):
+                parameters = group.build.remote().result(self.config.resources.start_timeout_s)[0]
+            if role == "policy":
+                ranks = counted(self.config.policy.data_parallel, "rank")
+                self.console.log(f"policy: {parameters:,} parameters over {ranks} on {self.config.device}")
+        return self.groups
+
+
+def shared_devices(ranks: list[dict[str, Any]], engines: int, each: int) -> list[str]:
+    """CUDA_VISIBLE_DEVICES of each colocated engine: the GPUs, on one node, of its policy ranks.
+
+    ranks: `Worker.facts` of every policy rank. each: GPUs of an engine.
+    """
+    shared = [ranks_of_engine(replica, each) for replica in range(engines)]
+    return [",".join(ranks[rank]["gpus"] for rank in of_engine) for of_engine in shared]
+
+
+def engine_maker(
+    config: Config, bundles: dict[str, Reservation], request: RoleRequest, devices: list[str], environment: bytes
+) -> MakeActor:
+    """Return a function that makes a replica's actor; see `RolloutEngines`.
+
+    devices: of each colocated engine; otherwise empty.
+    """
+    actor_class = ray.remote(VllmEngineActor)
+
+    def make(replica: int, attempt: int) -> Any:
+        rank = ranks_of_engine(replica, config.rollout.tensor_parallel)[0] if devices else replica
+        # Ray hides all GPUs from an actor that reserves none, unless this variable is set.
+        variables = {
+            "CUDA_VISIBLE_DEVICES": devices[replica] if devices else "",
+            "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        }
+        options = {
+            "name": f"rollout {replica}" + (f" restart {attempt}" if attempt else ""),
+            "num_cpus": request.cpus,
+            "num_gpus": request.gpus,
+            "max_concurrency": 1000,
+            "scheduling_strategy": bundles[request.pool].strategy(rank),
+        } | ({"runtime_env": {"env_vars": variables}} if devices else {})
+        return actor_class.options(**options).remote(
+            config.model,
+            config.rollout,
+            index=replica,
+            placement=config.rollout_placement,
+            max_model_tokens=config.max_model_tokens,
+            seed=config.run.seed,
+            environment=environment,
+            environment_timeout_s=config.reward.timeout_s,
+        )
+
+    return make
+
+
+def worker_arguments(config: TrainingConfig, role: str, total_steps: int = 1) -> dict[str, Any]:
+    """Return a training role's constructor arguments; all roles share the policy's ranks, parallelism and threads.
+
+    total_steps: optimiser steps, if the role learns.
+    """
+    settings = value_of(config, "reward.model" if role == "reward_model" else role)
+    arguments = {
+        "model": config.decided(config.model_of(role)),
+        "device": config.device,
+        "temperature": config.temperature,
+        "threads": config.policy.threads,
+        "parallel": config.policy.parallel,
+        "cpu_offload": settings.cpu_offload,
+    }
+    if role in LEARNING:
+        arguments |= {
+            "optimizer": settings.optimizer,
+            "total_steps": total_steps,
+            "reshard_after_forward": config.policy.reshard_after_forward,
+        }
+    return arguments
