@@ -30,7 +30,6 @@ ROW = "{:32}{:>10}  {:>18}  {}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code."""
     return exit_code(partial(prepare, EvaluateConfig, finish, arguments))
 
 
@@ -48,10 +47,10 @@ def finish(job: Job, lines: list[Line], given_up: int, console: "Console") -> No
 
 
 def evaluation(job: Job, lines: list[Line], given_up: int) -> dict[str, Any]:
-    """Return the content of metrics.json.
+    """Content of metrics.json.
 
-    metrics: by name {value, low, high, method}, null if there is no interval. samples, prompts: counts. given_up:
-    samples that no engine could make. failed_rewards: samples whose reward failed.
+    metrics: by name {value, low, high, method}, null if there is no interval. given_up: samples that no engine could
+    make. failed_rewards: samples whose reward failed.
     """
     config = job.config
     kept = [line for line in lines if config.reward.on_failure != "drop" or "failure" not in line]

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code."""
     return exit_code(partial(_prepare, arguments))
 
 
@@ -77,7 +76,7 @@ def prepare(
 
 
 def dry_run(config: Config, request: Arguments) -> None:
-    """Print what would run and where, then try its inputs; raises as that and `print_cluster` do."""
+    """Print what would run and where, then try its inputs."""
     print(describe(config, everything=request.everything))
     if request.cluster:
         print_cluster(config, request.cluster, measured=request.measure)
@@ -88,7 +87,7 @@ def dry_run(config: Config, request: Arguments) -> None:
 
 
 def _input_lines(config: Config) -> Iterator[str]:
-    """Try a run's inputs, line by line; on a described cluster, only those found here."""
+    """Try a run's inputs; on a described cluster, only those found here."""
     elsewhere = [path for path in [*config.data.weights, config.data.validation] if path and is_elsewhere(config, path)]
     if elsewhere:
         yield f"{', '.join(elsewhere)}: not on this machine, so neither read nor scored"
@@ -107,10 +106,7 @@ def run(
     callbacks: Sequence["Callback"] = (),
     step: "Step | None" = None,
 ) -> None:
-    """Start Ray and the roles, train, write `runs/NAME/`, and stop everything started.
-
-    step: see `training_loop.Step`; None uses the settings'.
-    """
+    """Start Ray and the roles, train, write `runs/NAME/`, and stop everything started."""
     from controller.training_loop import train
 
     make_step = step or step_of(inputs.step)
@@ -128,7 +124,6 @@ def run(
 
 
 def step_of(pickled: bytes) -> "Step":
-    """Return the function of run.step, or the usual one."""
     from controller.step import step
 
     return cloudpickle.loads(pickled) if pickled else step
@@ -138,10 +133,7 @@ def step_of(pickled: bytes) -> "Step":
 def training(
     config: Config, inputs: Inputs, console: "Console", budget: RestartBudget | None = None
 ) -> Iterator["Run"]:
-    """Start a run's roles on a connected Ray, resume by run.resume and yield the run; then end them.
-
-    budget: the run's restarts so far; None is a fresh budget.
-    """
+    """Start a run's roles on a connected Ray, resume by run.resume and yield the run; then end them."""
     from controller.run import Run
 
     with session(

@@ -22,12 +22,10 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code."""
     return exit_code(partial(prepare, GenerateConfig, finish, arguments))
 
 
 def finish(job: Job, lines: list[Line], given_up: int, console: "Console") -> None:
-    """Print the file and its number of samples."""
     del given_up
     console.log(f"{job.config.run_folder / SAMPLES}: {counted(len(lines), 'sample')}")
 

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def distribution() -> str:
-    """Return the name under which our packages are installed."""
+    """The name under which our packages are installed."""
     return importlib.metadata.packages_distributions()["balancing"][0]
 
 
@@ -32,7 +32,6 @@ def check_packages(names: Iterable[str] = ("workers", "balancing"), root: Path =
 
 
 def _places(name: str) -> list[str]:
-    """Return folders of the imported or importable package, or a module's file."""
     module = sys.modules.get(name)
     if module is not None:
         return [*getattr(module, "__path__", [str(module.__file__)])]

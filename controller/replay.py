@@ -50,8 +50,6 @@ ROW = "{:30}{:>16}{:>16}{:>14}"
 
 @dataclass
 class ReplayConfig(Config):
-    """Settings of a run whose samples exist already."""
-
     engines = 0
 
 
@@ -63,7 +61,6 @@ class Start:
     steps: range
 
     def describe(self) -> str:
-        """Describe the work before the requested step."""
         *before, last = self.steps
         if not before:
             return ""
@@ -73,7 +70,6 @@ class Start:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code."""
     return exit_code(partial(_prepare, arguments))
 
 
@@ -141,7 +137,7 @@ def _check_recorded(folder: Path, step: int, steps: range) -> None:
 
 
 def prepared(config: Config, start: Start) -> Config:
-    """Return the replay's settings: load the checkpoint, without sampling, scoring or recording."""
+    """The replay's settings: load the checkpoint, without sampling, scoring or recording."""
     resume = str(start.checkpoint) if start.checkpoint else "never"
     run = replace(config.run, record_samples=False, resume=resume, on_data_change="keep_place")
     reward = replace(config.reward, model=replace(config.reward.model, path=""))  # samples have their rewards
@@ -163,7 +159,7 @@ def run(config: Config, folder: Path, start: Start, recorded: Mapping[str, float
 def replay(config: Config, folder: Path, steps: Iterable[int], console: "Console") -> dict[str, float]:
     """Train a run's steps again on a connected Ray, from the state of run.resume; return the last one's metrics.
 
-    folder: of the recorded run. The replay's own files go to a temporary folder. Raises as `find_step`, `launch` and
+    folder: of the recorded run; the replay writes to a temporary one. Raises as `find_step`, `launch` and
     `train_again`.
     """
     make_step = step_of(find_step(config) if config.run.step else b"")
@@ -176,7 +172,7 @@ def replay(config: Config, folder: Path, steps: Iterable[int], console: "Console
 
 
 def recorded_run(config: Config, started: Session, folder: Path, cost_model: CostModel) -> "Run":
-    """Return a run that reads its samples from `folder`, and logs where engines and trainer differ."""
+    """A run that reads its samples from `folder`, and logs where engines and trainer differ."""
     from controller.algorithm.logprob_check import LogProbCheck
     from controller.rollout.recorded_buffer import RecordedBuffer, RecordedPrompts
     from controller.run import Run
@@ -188,7 +184,7 @@ def recorded_run(config: Config, started: Session, folder: Path, cost_model: Cos
 
 
 def train_again(run: "Run", steps: Iterable[int], make_step: "Step") -> dict[str, float]:
-    """Make the steps and return the metrics of the last. Raises DataError as `read_step`, and what a step raises."""
+    """Make the steps; return the last one's metrics. Raises DataError as `read_step`, and what a step raises."""
     from controller.training_loop import advance
 
     for number in steps:
@@ -213,7 +209,7 @@ def comparison(recorded: Mapping[str, float | None], replayed: Mapping[str, floa
 
 
 def _number(metrics: Mapping[str, float | None], name: str) -> float | None:
-    """Return the value, NaN for null, None if missing."""
+    """NaN for null, None if missing."""
     value = metrics.get(name, None)
     return math.nan if value is None and name in metrics else value
 

@@ -11,7 +11,6 @@ from controller.preflight.arguments import OneLineParser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return 0, or 2 with one line about the problem."""
     return exit_code(partial(_report, arguments))
 
 

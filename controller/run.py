@@ -25,8 +25,11 @@ from workers.rollout.requests import VALIDATION_STEP
 
 
 class Run(TrainingRun[Config]):
-    """buffer: makes the steps' samples. logprob_check: compares engines and trainer. weight_version: of the policy.
-    kl_coefficient: KL weight in the next step's reward, if adapted."""
+    """A reinforcement learning run.
+
+    buffer: makes the steps' samples. logprob_check: compares engines and trainer. weight_version: of the policy.
+    kl_coefficient: KL weight in the next step's reward, if adapted.
+    """
 
     def __init__(
         self,
@@ -52,13 +55,11 @@ class Run(TrainingRun[Config]):
         self.buffer.begin()
 
     def step_finished(self) -> None:
-        """Let the buffer continue with the step's weights, and show completions."""
         super().step_finished()
         self.record.completions(self.config.run.log_completions)
         self.buffer.weights_updated()
 
     def state(self) -> dict[str, Any]:
-        """Return position in the prompt stream, and state of weights and rewards."""
         return {
             "position": self.buffer.position,
             "active": self.buffer.active,
@@ -68,13 +69,12 @@ class Run(TrainingRun[Config]):
         }
 
     def save_models(self) -> None:
-        """Save the policy, and the critic if any."""
         super().save_models()
         if self.roles.critic is not None:
             self.roles.critic.save_pretrained(str(self.folder / "critic"))
 
     def save(self, name: str) -> None:
-        """Save as `TrainingRun.save`; colocated engines sleep first, because whole weights are gathered."""
+        """Colocated engines sleep first, because whole weights are gathered."""
         self.roles.sleep_engines()
         super().save(name)
 
@@ -129,13 +129,12 @@ class Run(TrainingRun[Config]):
                 write_step(step_file(self.folder, self.number), rollout)
 
     def prompt_text(self, uid: str) -> dict[str, str]:
-        """Return a uid's training prompt as text: `prompt`, and `record`, its other columns."""
+        """A training prompt as text: `prompt`, and `record`, its other columns."""
         key = self.config.data.prompt_key
         (found,) = self.buffer.prompts.take(int(uid), 1)
         return {"prompt": shown_prompt(found.columns[key]), "record": other_columns(found.columns, key)}
 
     def measure(self) -> dict[str, float]:
-        """Return seconds, tokens/s, and the engines' share of the step."""
         record, engines = self.record, self.roles.rollouts
         record.timeline.weight_loads(self.roles.take_weight_loads())
         found = record.times() | waiting(engines.take_idle_seconds(), engines.queued, record.seconds)

@@ -16,7 +16,6 @@ COMMAND = Command("controller.sft", "Train a policy on given responses.", SftCon
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code."""
     return exit_code(partial(prepare_command, COMMAND, arguments))
 
 

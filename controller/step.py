@@ -12,10 +12,9 @@ lengths, ids and rewards; tokens stay in the object store (see `workers.remote_b
 B sequences.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import wraps
-from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -32,15 +31,12 @@ from workers.model.losses.returns import KlPenalty
 from workers.remote_batch import RemoteBatch
 from workers.rollout.requests import PROOF_STEP
 
-Arguments = ParamSpec("Arguments")
-Found = TypeVar("Found")
 # `with_advantages` reports values before the update; after it they have seen the returns.
 CRITIC_METRICS = ("loss", "value_clip_fraction", "grad_norm", "learning_rate", "skipped_steps")
 PROOF_TOKENS = 32  # of samples that are compared and not trained
 
 
 def step(run: Run) -> None:
-    """Make one step as shown above."""
     batch = collect(run)
     if len(batch):
         learn(run, batch)
@@ -66,21 +62,12 @@ class Epoch:
     plan: Plan
 
 
-def on_training_roles(
-    phase: str,
-) -> Callable[[Callable[Concatenate[Run, Arguments], Found]], Callable[Concatenate[Run, Arguments], Found]]:
-    """Mark a part that computes on training roles: colocated engines sleep, and `phase` is timed."""
-
-    def mark(part: Callable[Concatenate[Run, Arguments], Found]) -> Callable[Concatenate[Run, Arguments], Found]:
-        @wraps(part)
-        def marked(run: Run, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Found:
-            with run.record.phase(phase):
-                run.roles.sleep_engines()
-                return part(run, *args, **kwargs)
-
-        return marked
-
-    return mark
+@contextmanager
+def on_training_roles(run: Run, phase: str) -> Iterator[None]:
+    """Let colocated engines sleep, and time the block, which computes on training roles, as `phase`."""
+    with run.record.phase(phase):
+        run.roles.sleep_engines()
+        yield
 
 
 def collect(run: Run) -> RemoteBatch:
@@ -108,7 +95,6 @@ def plan_updates(run: Run, batch: RemoteBatch) -> list[Epoch]:
     return epochs
 
 
-@on_training_roles("log_probs")
 def with_old_log_probs(run: Run, batch: RemoteBatch, *, recompute: bool = False) -> RemoteBatch:
     """Add the tokens `old_log_probs`, the loss ratios' denominator, if needed before the update.
 
@@ -123,11 +109,12 @@ def with_old_log_probs(run: Run, batch: RemoteBatch, *, recompute: bool = False)
     proof = check.proof(batch["weight_version"], batch["newest_weight_version"], run.weight_version)
     if config.old_log_probs == "sampler" and not recompute:
         batch = batch.with_tokens(old_log_probs=batch.tokens["rollout_log_probs"])
-    if not needed and proof is Proof.NONE:
-        return batch
     entropies = config.algorithm.loss.old_entropies
-    read = run.roles.policy.log_probs_and_entropies if entropies else run.roles.policy.log_probs
-    passed = read(batch, run.planner.whole(batch, "policy.log_probs"))
+    with on_training_roles(run, "log_probs"):
+        if not needed and proof is Proof.NONE:
+            return batch
+        read = run.roles.policy.log_probs_and_entropies if entropies else run.roles.policy.log_probs
+        passed = read(batch, run.planner.whole(batch, "policy.log_probs"))
     check.judge(run.number, passed.metrics, proof)
     if needed:
         run.record.add(prefixed("policy", check.keep(run.number, passed.metrics)))
@@ -136,17 +123,15 @@ def with_old_log_probs(run: Run, batch: RemoteBatch, *, recompute: bool = False)
     return batch.with_tokens(old_entropies=passed.tokens["entropies"]) if entropies else batch
 
 
-@on_training_roles("log_probs")
 def with_reference_log_probs(run: Run, batch: RemoteBatch) -> RemoteBatch:
     """Add the tokens `reference_log_probs` if a KL needs them."""
     if not run.config.uses_reference:
         return batch
-    plan = run.planner.whole(batch, "reference.log_probs")
-    found = run.roles.of_reference("log_probs")(batch, plan)
+    with on_training_roles(run, "log_probs"):
+        found = run.roles.of_reference("log_probs")(batch, run.planner.whole(batch, "reference.log_probs"))
     return batch.with_tokens(reference_log_probs=found.tokens["log_probs"])
 
 
-@on_training_roles("advantages")
 def with_advantages(run: Run, batch: RemoteBatch) -> RemoteBatch:
     """Add `advantages` by algorithm.advantage: a column [B], or tokens; with a critic also tokens `returns`,
     `old_values`.
@@ -156,22 +141,24 @@ def with_advantages(run: Run, batch: RemoteBatch) -> RemoteBatch:
     rewards, KL to the reference --REINFORCE++: discounted returns, also there--> tokens
     """
     algorithm, planner, critic = run.config.algorithm, run.planner, run.roles.critic
-    weight, kl = _kl_in_reward(run, batch)
-    penalty = KlPenalty(weight, algorithm.kl_in_reward.estimator) if weight else None
-    if run.config.uses_token_returns:
-        centred = algorithm.advantage == "reinforce_plus_plus_baseline"
-        credited = batch.with_columns(reward=advantages.dr_grpo(batch["reward"], batch["uid"])) if centred else batch
-        plan = planner.whole(batch, "policy.log_probs")
-        found = run.roles.policy.token_advantages(credited, plan, algorithm.gamma, penalty)
-        batch = batch.with_tokens(**found.tokens)
-    elif critic is None:
-        rewards = batch["reward"] - weight * kl
-        batch = batch.with_columns(advantages=advantages.sequence_advantages(algorithm, batch, rewards))
-    else:
-        plan = planner.whole(batch, "critic.values")
-        found = critic.advantages(batch, plan, algorithm.gae, penalty)
-        run.record.add(prefixed("critic", advantages.value_metrics(found.metrics)))
-        batch = batch.with_tokens(**found.tokens)
+    with on_training_roles(run, "advantages"):
+        weight, kl = _kl_in_reward(run, batch)
+        penalty = KlPenalty(weight, algorithm.kl_in_reward.estimator) if weight else None
+        if run.config.uses_token_returns:
+            credited = batch
+            if algorithm.advantage == "reinforce_plus_plus_baseline":
+                credited = batch.with_columns(reward=advantages.dr_grpo(batch["reward"], batch["uid"]))
+            plan = planner.whole(batch, "policy.log_probs")
+            found = run.roles.policy.token_advantages(credited, plan, algorithm.gamma, penalty)
+            batch = batch.with_tokens(**found.tokens)
+        elif critic is None:
+            rewards = batch["reward"] - weight * kl
+            batch = batch.with_columns(advantages=advantages.sequence_advantages(algorithm, batch, rewards))
+        else:
+            plan = planner.whole(batch, "critic.values")
+            found = critic.advantages(batch, plan, algorithm.gae, penalty)
+            run.record.add(prefixed("critic", advantages.value_metrics(found.metrics)))
+            batch = batch.with_tokens(**found.tokens)
     run.record.trains_on(batch)
     return batch
 
@@ -227,7 +214,6 @@ def update_policy(
     return metrics
 
 
-@on_training_roles("update")
 def _update(
     run: Run,
     group: WorkerGroup,
@@ -236,13 +222,14 @@ def _update(
     plans: Sequence[Plan],
     loss: LossConfig | ValueLossConfig,
 ) -> Metrics:
-    run.interrupts.hold()
     parts = []
-    for number, (epoch, plan) in enumerate(zip(epochs, plans, strict=True)):
-        part = with_group_tokens(batch, epoch.mini_batches).with_meta(epoch=number)
-        updated = group.update(part, plan, loss)
-        # A sum over ranks and micro-batches, but a mean over mini-batches, and so over epochs.
-        parts.append(updated | {"loss": Metric.sum(updated["loss"].value / len(plans))})
+    with on_training_roles(run, "update"):
+        run.interrupts.hold()
+        for number, (epoch, plan) in enumerate(zip(epochs, plans, strict=True)):
+            part = with_group_tokens(batch, epoch.mini_batches).with_meta(epoch=number)
+            updated = group.update(part, plan, loss)
+            # A sum over ranks and micro-batches, but a mean over mini-batches, and so over epochs.
+            parts.append(updated | {"loss": Metric.sum(updated["loss"].value / len(plans))})
     return merge(parts)
 
 

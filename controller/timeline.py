@@ -1,7 +1,4 @@
-"""`python -m controller.timeline runs/NAME [--steps 3-5] [--output trace.json]`: trace a run for Perfetto or Chrome.
-
-`controller.observability.timeline` builds the trace.
-"""
+"""`python -m controller.timeline runs/NAME [--steps 3-5] [--output trace.json]`: trace a run for Perfetto or Chrome."""
 
 import re
 import sys
@@ -23,7 +20,6 @@ def parse_steps(text: str) -> range:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return 0, or 2 with one line about the problem."""
     return exit_code(partial(_trace, arguments))
 
 

@@ -46,8 +46,8 @@ class StopTraining(Exception):  # noqa: N818 - no error, as StopIteration is non
 class RunView:
     """The run, for callbacks.
 
-    folder: runs/NAME. model: folder of the policy saved last, or model.path. samples: the step's, a dictionary each:
-    prompt, record, response, reward, response_tokens and others; none if none are made.
+    model: folder of the policy saved last, or model.path. samples: the step's, a dictionary each: prompt, record,
+    response, reward, response_tokens and others.
     """
 
     folder: Path
@@ -57,8 +57,7 @@ class RunView:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of a run. before, after: validation metrics. steps: metrics of this process's steps. last_step: its
-    number."""
+    """Result of a run. before, after: validation metrics. steps: metrics of this process's steps."""
 
     before: dict[str, float]
     after: dict[str, float]
@@ -66,7 +65,7 @@ class Outcome:
     last_step: int
 
     def summary(self) -> dict[str, Any]:
-        """Return the content of summary.json; seconds and tokens/s are medians over steps."""
+        """Content of summary.json; seconds and tokens/s are medians over steps."""
         speed = {}
         if self.steps:
             speed = {
@@ -106,11 +105,11 @@ class TrainingRun(ABC, Generic[Settings]):
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """Return the `Progress` fields that this kind of step changes."""
+        """The `Progress` fields that this kind of step changes."""
 
     @abstractmethod
     def measure(self) -> dict[str, float]:
-        """Return metrics of a complete step, in addition to its parts'."""
+        """Metrics of a complete step, in addition to its parts'."""
 
     def begin(self) -> None:
         """Prepare for the first validation, or the first step of a resumed run."""
@@ -127,7 +126,6 @@ class TrainingRun(ABC, Generic[Settings]):
         """Write a checkpoint's files besides models and `progress`; called before the models are saved."""
 
     def save_models(self) -> None:
-        """Save the result of the run."""
         self.save("model")
 
     def save(self, name: str) -> None:
@@ -143,8 +141,8 @@ class TrainingRun(ABC, Generic[Settings]):
 def train(run: TrainingRun[Any], step: Step, callbacks: Sequence[Callback] = ()) -> Outcome:
     """Validate, make all remaining steps, validate, save the model and write summary.json.
 
-    An interrupt leaves a checkpoint of the last complete step, if run.checkpoint_every is set. callbacks: see
-    `Callback`. An exception in one ends the run after the step is recorded and saved, see `StopTraining`.
+    An interrupt leaves a checkpoint of the last complete step, if run.checkpoint_every is set. An exception in a
+    callback ends the run after the step is recorded and saved, see `StopTraining`.
     """
     tell = partial(run.record.console.note, "compiling the planner, once")
     rows = list[dict[str, float]]()
@@ -251,7 +249,7 @@ def takes_run(callback: Callback) -> bool:
 
 
 def as_metric(name: str, value: Any) -> float:
-    """Return a metric's value. Raises ConfigError unless it is a number."""
+    """Raises ConfigError unless the value is a number."""
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
@@ -259,5 +257,4 @@ def as_metric(name: str, value: Any) -> float:
 
 
 def prefixed(role: str, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics under `role/`."""
     return {f"{role}/{name}": value for name, value in metrics.items()}

@@ -1,13 +1,12 @@
 """Checks that a Ray cluster answers at the run's address; Ray itself would wait for minutes.
 
-resources.ray_address, RAY_ADDRESS --TCP--> answers? --gRPC health--> Ray's? --cluster id--> takes our token?
+resources.ray_address, RAY_ADDRESS --gRPC health--> Ray's? --cluster id--> takes our token?
 """
 
 import os
 import re
-import socket
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from controller.config import TrainingConfig
 from workers.errors import ConfigError, ResourceError
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
     import grpc
 
 LOCAL, AUTO = "local", "auto"
-CONNECT_SECONDS, ANSWER_SECONDS = 4.0, 2.0
+ANSWER_SECONDS = 4.0
 HEALTH, CLUSTER_ID = "/grpc.health.v1.Health/Check", "/ray.rpc.NodeInfoGcsService/GetClusterId"
 HOST_AND_PORT = re.compile(r"(\[[0-9a-fA-F:]+\]|[^:/\s]+):(\d{1,5})")
 
@@ -38,75 +37,41 @@ def check_address(config: TrainingConfig) -> None:
 
 
 def check_cluster(config: TrainingConfig) -> None:
-    """Check that a Ray cluster answers at the address and accepts our token; skip `local` and `auto`.
-
-    Raises ResourceError within seconds, naming the address.
-    """
+    """Raise ResourceError within seconds unless a Ray cluster answers and accepts our token."""
     address = cluster_address(config)
     if address in (LOCAL, AUTO):
         return
     where = f"{_key(config)}={address}"
-    _connect(address, where)
     import grpc  # here, because it takes half a second
 
     with grpc.insecure_channel(address) as channel:
-        _check_is_ray(channel, where)
-        _check_token(channel, where)
+        if error := _error(channel, HEALTH):
+            raise ResourceError(
+                f"{where}: no Ray head node answers ({error.code().name}: {error.details()}). Give the port of "
+                "`ray start --head`, 6379 unless set otherwise; check the host, firewalls, and `ray status` there."
+            )
+        token, source = _token()
+        refused = _error(channel, CLUSTER_ID, (("authorization", f"Bearer {token}"),) if token else ())
+        if refused and refused.code() is grpc.StatusCode.UNAUTHENTICATED:
+            raise ResourceError(
+                f"{where}: the cluster wants its token, and {source}; set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN to "
+                "what `ray get-auth-token` prints on its head node."
+            )
 
 
 def _key(config: TrainingConfig) -> str:
     return "resources.ray_address" if config.resources.ray_address else "RAY_ADDRESS"
 
 
-def _connect(address: str, where: str) -> None:
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
-    except socket.gaierror as error:
-        raise ResourceError(f"{where}: the host is not known ({error.strerror}); check its name.") from None
-    except TimeoutError:
-        raise ResourceError(
-            f"{where}: nothing answered within {CONNECT_SECONDS:g} s; check the address, and that no firewall is "
-            "between."
-        ) from None
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ResourceError(
-            f"{where}: no connection ({reason}); check the port, and that the cluster runs (`ray status` there)."
-        ) from None
-
-
-def _check_is_ray(channel: "grpc.Channel", where: str) -> None:
-    import grpc
-
-    code = _answer(channel, HEALTH)
-    if code is not grpc.StatusCode.OK:
-        raise ResourceError(
-            f"{where}: what answers there is not a Ray head node ({code.name}); give the port of `ray start --head` "
-            "(6379 unless set otherwise), not that of its dashboard or of Ray Client."
-        )
-
-
-def _check_token(channel: "grpc.Channel", where: str) -> None:
-    import grpc
-
-    token, source = _token()
-    sent = (("authorization", f"Bearer {token}"),) if token else ()
-    if _answer(channel, CLUSTER_ID, sent) is grpc.StatusCode.UNAUTHENTICATED:
-        raise ResourceError(
-            f"{where}: the cluster wants its token, and {source}; set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN to what "
-            "`ray get-auth-token` prints on its head node."
-        )
-
-
-def _answer(channel: "grpc.Channel", method: str, metadata: tuple[tuple[str, str], ...] = ()) -> "grpc.StatusCode":
+def _error(channel: "grpc.Channel", method: str, metadata: tuple[tuple[str, str], ...] = ()) -> Any:
+    """The `grpc.RpcError` of an empty call, or None."""
     import grpc
 
     try:
         channel.unary_unary(method)(b"", timeout=ANSWER_SECONDS, metadata=metadata)
     except grpc.RpcError as error:
-        return error.code()
-    return grpc.StatusCode.OK
+        return error
+    return None
 
 
 def _token() -> tuple[str, str]:

@@ -61,7 +61,6 @@ def training_pool(config: TrainingConfig) -> Pool:
 
 
 def rollout_pool(config: TrainingConfig) -> Pool | None:
-    """One bundle per engine; None if engines share the training pool, or there are none."""
     if not isinstance(config, Config) or config.rollout_placement == "colocated":
         return None
     bundle = {"CPU": config.resources.cpus_per_worker}
@@ -77,7 +76,6 @@ def pools(config: TrainingConfig) -> list[Pool]:
 
 
 def role_requests(config: TrainingConfig) -> list[RoleRequest]:
-    """Every role of the run, in the picture's order."""
     cpus, workers = config.resources.cpus_per_worker, config.training_workers
     training_gpus = 1.0 / max(1, len(config.training_roles)) if config.uses_gpus else 0.0
     requests = [RoleRequest(role, workers, cpus, training_gpus, "training") for role in config.training_roles]
@@ -94,7 +92,7 @@ def _sampling_requests(config: Config, cpus: float) -> list[RoleRequest]:
 
 
 def reserved(config: TrainingConfig, resource: str) -> float:
-    """Total of a Ray resource ("CPU", "GPU") over all pools and other actors."""
+    """Total of a Ray resource ("CPU", "GPU") over all actors."""
     in_pools = sum(bundle.get(resource, 0.0) for pool in pools(config) for bundle in pool.bundles)
     outside = [request for request in role_requests(config) if not request.pool]
     return in_pools + sum(r.actors * {"CPU": r.cpus, "GPU": r.gpus}[resource] for r in outside)

@@ -25,8 +25,8 @@ def bundle_of_rank(pool: Pool, nodes: Sequence[Hashable]) -> tuple[int, ...]:
     several nodes.
     """
     rooms = _rooms(nodes)
-    deals = [_deal([len(room) for room in rooms], sizes) for sizes in _sizes(pool)]
-    node_of_rank = min(deals, key=lambda deal: _split(pool, deal))
+    found = [_assign([len(room) for room in rooms], sizes) for sizes in _sizes(pool)]
+    node_of_rank = min(found, key=lambda nodes: _split(pool, nodes))
     _check_engines(pool, node_of_rank, rooms)
     bundles = [iter(room) for room in rooms]
     return tuple(next(bundles[node]) for node in node_of_rank)
@@ -39,7 +39,7 @@ def groups_on_several_nodes(nodes: Sequence[Hashable], size: int) -> list[int]:
 
 
 def _rooms(nodes: Sequence[Hashable]) -> list[list[int]]:
-    """Bundles of every node, fullest nodes first, so that large groups span few nodes."""
+    """Bundles of every node, fullest first, so that large groups span few nodes."""
     rooms: dict[Hashable, list[int]] = {}
     for bundle, node in enumerate(nodes):
         rooms.setdefault(node, []).append(bundle)
@@ -57,19 +57,17 @@ def _sizes(pool: Pool) -> Iterator[list[int]]:
     yield sorted(pool.groups)
 
 
-def _deal(rooms: list[int], sizes: list[int]) -> list[int]:
-    """The node of every rank, as an index of `rooms`, the nodes' numbers of bundles."""
-    left, dealt = list(rooms), []
+def _assign(rooms: list[int], sizes: list[int]) -> list[int]:
+    left, assigned = list(rooms), list[int]()
     for size in [*reversed(sizes), 1]:
         for node, room in enumerate(left):
             taken = room // size * size
-            dealt += [node] * taken
+            assigned += [node] * taken
             left[node] -= taken
-    return dealt
+    return assigned
 
 
 def _split(pool: Pool, nodes: list[int]) -> list[int]:
-    """Numbers of engines, and of groups of each size from the smallest, that span several nodes."""
     groups = [len(groups_on_several_nodes(nodes, size)) for size in sorted(pool.groups)]
     return [len(_split_engines(pool, nodes)), *groups]
 

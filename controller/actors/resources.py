@@ -30,11 +30,9 @@ class Reservation:
     bundle_of_rank: tuple[int, ...]
 
     def strategy(self, rank: int) -> PlacementGroupSchedulingStrategy:
-        """Scheduling strategy of this rank's actors, of any role."""
         return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.bundle_of_rank[rank])
 
     def release(self) -> None:
-        """Return the bundles; Ray ends the actors in them."""
         remove_placement_group(self.group)
 
 
@@ -52,7 +50,6 @@ def reserve(pool: Pool, timeout_s: float) -> Reservation:
 
 
 def nodes_of(group: PlacementGroup) -> list[str]:
-    """Ray's node id of every bundle of a placed group."""
     nodes = placement_group_table(group)["bundles_to_node_id"]
     return [nodes[index] for index in range(len(nodes))]
 
@@ -88,13 +85,12 @@ def _shortage_message(pool: Pool, timeout_s: float) -> str:
     if not missing:
         largest = max(pool.bundles, key=lambda bundle: sum(bundle.values()))
         where, lacks = "one node", f"room for a bundle of {largest}"
-    counts = {resource: f"{free.get(resource, 0):g} free of {cluster.get(resource, 0):g}" for resource in _names(pool)}
+    counts = {
+        resource: f"{free.get(resource, 0):g} free of {cluster.get(resource, 0):g}"
+        for resource in sorted(pool.bundles[0])
+    }
     return (
         f"placement group {pool.name!r} ({len(pool.bundles)} bundles of {pool.bundles[0]}) was not placed within "
         f"{timeout_s:g} s: {lacks} missing in {where} ({counts}); start more nodes, lower policy.data_parallel or "
         f"rollout.replicas, or raise resources.placement_timeout_s."
     )
-
-
-def _names(pool: Pool) -> list[str]:
-    return sorted({resource for bundle in pool.bundles for resource in bundle})

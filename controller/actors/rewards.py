@@ -4,7 +4,6 @@ begin --> Scoring: block of finished samples --submit--> actor --collect, ready-
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import ray
 
@@ -27,7 +26,6 @@ class RewardPool:
     def __init__(
         self, functions: Sequence[RewardFunction], tokenizer_path: str, config: RewardConfig, cpus: float
     ) -> None:
-        """`cpus`: of each actor."""
         self._columns = sorted({name for function in functions for name in function.columns})
         self._on_failure, self._has_functions = config.on_failure, bool(functions)
         actor_class = ray.remote(RewardWorker)
@@ -53,52 +51,46 @@ class RewardPool:
             raise WorkerError(f"a reward worker could not start: {error}") from error
 
     def begin(self) -> "Scoring":
-        """Start a separate set of samples to score."""
         return Scoring(self)
 
     def score(
         self, results: Sequence[SampleResult], block: ray.ObjectRef, prompts: Mapping[str, Prompt]
     ) -> ray.ObjectRef:
         """Score the samples that have a row in the block, on the next actor; returns a reference to a list of Score."""
+        rows = [prompts[result.uid].columns for result in results]
         requests = [
-            ScoreRequest(result.row, result.prompt_tokens, self._columns_of(prompts[result.uid])) for result in results
+            ScoreRequest(result.row, result.prompt_tokens, {name: row[name] for name in self._columns if name in row})
+            for result, row in zip(results, rows, strict=True)
         ]
         actor = self._actors[self._next % len(self._actors)]
         self._next += 1
         return actor.score.options(name="reward.score").remote(block, requests)
 
     def joined(self, results: Sequence[SampleResult], scores: Sequence[Score]) -> dict[tuple[str, int], Score]:
-        """Scores by (uid, sample), with environments' scores. Raises WorkerError for a failure with
-        reward.on_failure=stop.
-        """
-        pairs = zip(results, scores, strict=True)
-        found = {result.key: self._joined(score, result.environment) for result, score in pairs}
-        if self._on_failure == "stop":
-            _refuse_failures(found)
+        """Scores by key, with environments' scores. Raises WorkerError for a failure with reward.on_failure=stop."""
+        found = {}
+        for result, score in zip(results, scores, strict=True):
+            if result.environment is not None:
+                score = beside_environment(score, result.environment, has_functions=self._has_functions)
+            if score.failure and self._on_failure == "stop":
+                raise WorkerError(
+                    f"the reward of sample {result.sample} of prompt {result.uid} failed ({score.failure}); "
+                    "reward.on_failure=zero or drop would go on without it."
+                )
+            found[result.key] = score
         return found
-
-    def _joined(self, score: Score, environment: Score | None) -> Score:
-        if environment is None:
-            return score
-        return beside_environment(score, environment, has_functions=self._has_functions)
 
     def stop(self) -> None:
         for actor in self._actors:
             ray.kill(actor)
 
-    def _columns_of(self, prompt: Prompt) -> dict[str, Any]:
-        return {name: prompt.columns[name] for name in self._columns if name in prompt.columns}
-
 
 class Scoring:
-    """Samples on their way through the reward actors."""
-
     def __init__(self, pool: RewardPool) -> None:
         self._pool = pool
         self._pending: dict[ray.ObjectRef, list[SampleResult]] = {}
 
     def submit(self, results: Sequence[SampleResult], block: ray.ObjectRef, prompts: Mapping[str, Prompt]) -> None:
-        """Score one block's samples; returns at once."""
         finished = [result for result in results if result.row >= 0]
         if finished:
             self._pending[self._pool.score(finished, block, prompts)] = finished
@@ -127,12 +119,3 @@ class Scoring:
                 raise LostError(f"a reward worker was lost: {cause_of(error)}") from error
             scores |= self._pool.joined(self._pending.pop(ref), found)
         return scores
-
-
-def _refuse_failures(scores: Mapping[tuple[str, int], Score]) -> None:
-    for (uid, sample), score in scores.items():
-        if score.failure:
-            raise WorkerError(
-                f"the reward of sample {sample} of prompt {uid} failed ({score.failure}); reward.on_failure=zero or "
-                "drop would go on without it."
-            )

@@ -37,8 +37,6 @@ MEANWHILE_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Share:
-    """Resources of one actor within its bundle."""
-
     cpus: float
     gpus: float = 0.0
 
@@ -54,18 +52,15 @@ class GroupFuture:
         join: Callable[[], Any],
         meanwhile: Callable[[], None] | None = None,
     ) -> None:
-        """`refs`: one small result per rank, which arrives when its call ends. meanwhile: see `result`."""
+        """refs: one small result per rank, which arrives when its call ends. meanwhile: see `result`."""
         self._label, self._names, self._join = label, dict(zip(refs, names, strict=True)), join
         self._meanwhile = meanwhile
 
     def result(self, timeout_s: float | None = None, meanwhile: Callable[[], None] | None = None) -> Any:
-        """Wait for every rank, then join.
-
-        meanwhile: called every MEANWHILE_SECONDS instead of the group's; its errors end the wait.
+        """Wait for every rank, then join. meanwhile: called every MEANWHILE_SECONDS; its errors end the wait.
 
         Raises at the first failed rank, because others may be stuck in a collective: LostError for a lost actor, our
-        errors unchanged, WorkerError with the remote traceback otherwise; and WorkerError if no rank finishes for
-        `timeout_s`.
+        errors unchanged, WorkerError with the remote traceback otherwise, and if no rank finishes for `timeout_s`.
         """
         waiting = list(self._names)
         while waiting:
@@ -81,7 +76,6 @@ class GroupFuture:
     def _wait_for_one(
         refs: list[ray.ObjectRef], timeout_s: float | None, meanwhile: Callable[[], None] | None
     ) -> tuple[list[ray.ObjectRef], list[ray.ObjectRef]]:
-        """`ray.wait` for one of `refs`, calling `meanwhile`."""
         if meanwhile is None:
             return ray.wait(refs, num_returns=1, timeout=timeout_s)
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
@@ -120,17 +114,13 @@ class GroupFuture:
 
 
 class GroupMethod:
-    """A dispatched method of all workers of a group."""
-
     def __init__(self, group: "WorkerGroup", name: str, mode: DispatchMode) -> None:
         self._group, self._name, self._mode = group, name, mode
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call every rank, wait, join."""
         return self.remote(*args, **kwargs).result()
 
     def remote(self, *args: Any, **kwargs: Any) -> GroupFuture:
-        """Start the call on every rank; returns at once."""
         group, mode = self._group, self._mode
         arguments = split_arguments(mode, group.ranks, args, kwargs, ray.put)
         label = f"{group.role}.{self._name}"
@@ -183,8 +173,8 @@ class WorkerGroup:
     ) -> None:
         """Start pp * dp * cp * tp actors and their process group, in the order of `ParallelRanks`.
 
-        arguments: further ones of the worker class. collective_timeout_s: of waits within a collective. Raises
-        WorkerError if a worker cannot be built or the process group is not up within `timeout_s`.
+        collective_timeout_s: of waits within a collective. Raises WorkerError if a worker cannot be built or the
+        process group is not up within `timeout_s`.
         """
         self.role = role
         self.meanwhile: Callable[[], None] | None = None

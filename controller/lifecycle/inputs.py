@@ -44,7 +44,7 @@ from workers.rendering import Renderer, render_isolated, template_of
 from workers.rollout.requests import COUNTS
 from workers.score import Score
 from workers.user_code.environments import Answered, try_environment
-from workers.user_code.functions import TIMEOUT_SETTING, check_loss, find_class, find_function
+from workers.user_code.functions import TIMEOUT_SETTING, UserFunction, check_loss, find_class, find_function
 from workers.user_code.rewards import RAW, RewardFunction, try_rewards
 
 Records = dict[str, list[Record]]
@@ -58,8 +58,8 @@ class Tried:
     """Inputs that need no tokenizer.
 
     train, held_out: records by path. environment, step: pickled class of rollout.environment and function of run.step;
-    may be empty. score: reward of an empty response to the first record, or None. answered: the environment's answer to
-    the first record, or None.
+    may be empty. identity: of the training data, for checkpoints. score, answered: of the reward and the environment,
+    for an empty response to the first record.
     """
 
     train: Records
@@ -75,34 +75,24 @@ class Tried:
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """Inputs of a run.
-
-    identity: of the training data, for checkpoints. environment, step: as in `Tried`. first_prompt: its decoded ids.
-    warnings: lines for the user.
-    """
+class Inputs(Tried):
+    """Inputs of a run. weights: of the sources, by path. first_prompt: its decoded ids. warnings: for the user."""
 
     sources: list[PromptDataset]
     validation: PromptDataset | None
-    reward_functions: list[RewardFunction]
-    cost_model: CostModel
     weights: dict[str, float]
-    environment: bytes
-    step: bytes
-    identity: DataIdentity
     first_prompt: str
     warnings: tuple[str, ...]
 
     @property
     def prompts(self) -> Prompts:
-        """Training prompts: of the only source, or a mixture."""
         return self.sources[0] if len(self.sources) == 1 else PromptMixture(self.sources, list(self.weights.values()))
 
 
 def try_inputs(config: Config, log: Log = print, given: GivenFunctions = NONE_GIVEN) -> Tried:
     """Read all data, and try users' code and the chat template in separate processes.
 
-    log: called with a line if a trial takes long. given: functions passed to the call. Raises ConfigError or DataError.
+    given: functions passed to the call. Raises ConfigError or DataError.
     """
     data = config.data
     train = {path: read_records(path, data.prompt_key, log) for path in data.weights}
@@ -148,7 +138,6 @@ def loss_trial(config: Config, records: Sequence[Record]) -> tuple[Any, ...]:
 
 
 def tried_lines(config: Config, tried: Tried) -> list[str]:
-    """Write the dry run's lines about trials."""
     code = [*config.reward.weights, *filter(None, [config.rollout.environment])]
     return [
         *(f"{path}: {counted(len(rows), 'record')}" for path, rows in (tried.train | tried.held_out).items()),
@@ -160,7 +149,6 @@ def tried_lines(config: Config, tried: Tried) -> list[str]:
 
 
 def _episode_lines(answered: Answered) -> list[str]:
-    """Show an episode's first observation, and the environment's answer to an empty response."""
     observation = answered.observation
     parts = "".join(f", {name} {value:g}" for name, value in observation.parts.items())
     end = ", which ends the episode" if observation.done else ""
@@ -184,7 +172,6 @@ def _score_line(score: Score) -> str:
 
 
 def prompt_lines(inputs: Inputs) -> list[str]:
-    """Write the dry run's lines about tokenized prompts."""
     datasets = [*inputs.sources, *([inputs.validation] if inputs.validation else [])]
     shown = quoted("the first prompt, as engines read it:", inputs.first_prompt)
     return [*shown, *(_tokens_line(dataset) for dataset in datasets), *(f"warning: {line}" for line in inputs.warnings)]
@@ -208,8 +195,10 @@ def tokenized(config: Config, tried: Tried, log: Log = print) -> Inputs:
     """Tokenize the inputs. Raises ConfigError or DataError for unusable prompts."""
     data = config.data
     renderer = replace(load_renderer(config, log), continue_last=data.continue_last_message)
-    if config.rollout.environment:
-        _check_continuing(config, renderer, tried.train)
+    if config.rollout.environment and isinstance(next(iter(tried.train.values()))[0][data.prompt_key], list):
+        from workers.rollout.conversation import check_template
+
+        check_template(renderer, config.model.path)
     rules = PromptRules(
         data.prompt_key, data.max_prompt_tokens, data.overlong_prompts, data.system_prompt, data.source_key
     )
@@ -222,16 +211,12 @@ def tokenized(config: Config, tried: Tried, log: Log = print) -> Inputs:
     identity = tried.identity | {"prompts": [len(source) for source in sources]}
     check_same_data(config, identity)
     return Inputs(
-        sources,
-        validation[0] if validation else None,
-        tried.reward_functions,
-        tried.cost_model,
-        data.weights,
-        tried.environment,
-        tried.step,
-        identity,
-        renderer.tokenizer.decode(next(iter(sources[0])).ids),
-        turn_end_warnings(config, renderer) if _first_chats(config, tried.train) else (),
+        **vars(tried) | {"identity": identity},
+        sources=sources,
+        validation=validation[0] if validation else None,
+        weights=data.weights,
+        first_prompt=renderer.tokenizer.decode(next(iter(sources[0])).ids),
+        warnings=turn_end_warnings(config, renderer) if _first_chats(config, tried.train) else (),
     )
 
 
@@ -245,8 +230,7 @@ def reward_functions(
     functions, score = [], None
     key = "reward.functions" if config.reward.functions else "reward.function"
     for name, weight in config.reward.weights.items():
-        with _waiting(log, f"the import of {name}, {key}", config):
-            found = given.get(name) or find_function(key, name, timeout_s=config.resources.user_code_timeout_s)
+        found = given.get(name) or _imported(config, log, key, name)
         columns = requested_columns(found.signature, example, name)
         functions.append(RewardFunction(name.rpartition(":")[2], weight, found.packed, columns))
     if functions:
@@ -257,7 +241,6 @@ def reward_functions(
 
 
 def _environment(config: Config, example: Record, log: Log) -> tuple[bytes, Answered | None]:
-    """Try the environment on the first record; return it pickled with its answer, or empty and None."""
     key, name = "rollout.environment", config.rollout.environment
     if not name:
         return b"", None
@@ -270,25 +253,28 @@ def _environment(config: Config, example: Record, log: Log) -> tuple[bytes, Answ
 
 def find_step(config: Config, log: Log = print, given: GivenFunctions = NONE_GIVEN) -> bytes:
     """Pickle the function of run.step. Raises ConfigError unless it takes only the run."""
-    key, name, timeout_s = "run.step", config.run.step, config.resources.user_code_timeout_s
-    with _waiting(log, f"the import of {name}, {key}", config):
-        found = given.get(name) or find_function(key, name, timeout_s=timeout_s)
+    key, name = "run.step", config.run.step
+    found = given.get(name) or _imported(config, log, key, name)
     if not found.signature.names or len(found.signature.required) > 1:
         raise ConfigError(f"{key}={name!r}: must take one parameter, the run. Write `def step(run)`.")
     return found.packed
 
 
 def _curriculum(config: Config, train: Records, log: Log) -> IsolatedCurriculum | None:
-    """Try the curriculum on the first epoch of every source."""
-    key, name, timeout_s = "data.curriculum", config.data.curriculum, config.resources.user_code_timeout_s
+    key, name = "data.curriculum", config.data.curriculum
     if not name:
         return None
-    with _waiting(log, f"the import of {name}, {key}", config):
-        curriculum = IsolatedCurriculum(find_function(key, name, timeout_s=timeout_s).packed, timeout_s)
+    found = _imported(config, log, key, name)
+    curriculum = IsolatedCurriculum(found.packed, config.resources.user_code_timeout_s)
     with _waiting(log, f"{key}, tried on the first epoch", config):
         for rows in train.values():
             curriculum(rows, 0)
     return curriculum
+
+
+def _imported(config: Config, log: Log, key: str, name: str) -> UserFunction:
+    with _waiting(log, f"the import of {name}, {key}", config):
+        return find_function(key, name, timeout_s=config.resources.user_code_timeout_s)
 
 
 def _check_records(path: str, rows: list[Record], functions: Sequence[RewardFunction]) -> None:
@@ -299,7 +285,7 @@ def _check_records(path: str, rows: list[Record], functions: Sequence[RewardFunc
 
 
 def _check_lengths(config: Config, path: str, rows: list[Record]) -> None:
-    """Apply data.overlong_prompts to prompts that are too long with any tokenizer. May raise DataError."""
+    """Apply data.overlong_prompts to prompts that are too long with any tokenizer."""
     data = config.data
     short = [not is_too_long(row[data.prompt_key], data.max_prompt_tokens) for row in rows]
     if data.overlong_prompts != "truncate" and not any(short):
@@ -316,7 +302,6 @@ def _check_lengths(config: Config, path: str, rows: list[Record]) -> None:
 
 
 def _first_chats(config: Config, data: Mapping[str, list[Record]]) -> list[Any]:
-    """Return each data set's first prompts that are chat messages."""
     found: list[Any] = []
     for path, rows in data.items():
         chats = [row[config.data.prompt_key] for row in rows if isinstance(row[config.data.prompt_key], list)]
@@ -344,10 +329,7 @@ def try_template(config: TrainingConfig, chats: Sequence[Any], log: Log = print,
 
 
 def load_renderer(config: TrainingConfig, log: Log = print) -> Renderer:
-    """Load model.path's tokenizer, with resources.user_code_timeout_s for its template.
-
-    log: called with a line if loading takes long, for example while torch is first imported.
-    """
+    """Load model.path's tokenizer, with resources.user_code_timeout_s for its template."""
     with log_if_slow(log, f"loading torch, and the tokenizer of model.path={config.model.path}"):
         from workers.model.model import load_tokenizer
 
@@ -370,16 +352,7 @@ def turn_end_warnings(config: TrainingConfig, renderer: Renderer) -> tuple[str, 
     )
 
 
-def _check_continuing(config: Config, renderer: Renderer, train: Records) -> None:
-    """Raise ConfigError if prompts need a chat template that cannot continue a turn."""
-    from workers.rollout.conversation import check_template
-
-    if isinstance(next(iter(train.values()))[0][config.data.prompt_key], list):
-        check_template(renderer, config.model.path)
-
-
 @contextmanager
 def _waiting(log: Log, what: str, config: TrainingConfig, setting: str = TIMEOUT_SETTING) -> Iterator[None]:
-    """Log what is awaited, with its time limit's setting, if the block is slow."""
     with log_if_slow(log, f"waiting for {what} (at most {setting}={value_of(config, setting):g} s)"):
         yield

@@ -16,12 +16,11 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def heeded() -> list[signal.Signals]:
-    """Return `SIGNALS` except those ignored on purpose, as `nohup` ignores SIGHUP."""
+    """`SIGNALS` except those ignored on purpose, as `nohup` ignores SIGHUP."""
     return [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def in_main_thread() -> bool:
-    """Whether signals are delivered here and handlers may be set."""
     return threading.current_thread() is threading.main_thread()
 
 
@@ -40,11 +39,11 @@ def handlers_kept() -> Iterator[None]:
 class Interrupts:
     """Turn interrupts into KeyboardInterrupt; between `hold` and `release`, delay them until `release`.
 
-    Has no effect outside the main thread, where Python delivers no signals.
+    No effect outside the main thread, where Python delivers no signals.
     """
 
     def __init__(self, log: Callable[[str], None]) -> None:
-        """log: called when a run will stop after its step, in a new thread: the main thread may hold the log's lock."""
+        """log: called in a new thread, because the main thread may hold the log's lock."""
         self.held = False
         self._pending = False
         self._log = log
@@ -52,10 +51,7 @@ class Interrupts:
         self._handlers: dict[signal.Signals, Any] = {}
 
     def hold(self) -> None:
-        """Call before the first model changes; until `release`, the state is between two steps.
-
-        Raises KeyboardInterrupt if one was lost, because Python drops exceptions in destructors and callbacks.
-        """
+        """Call before the first model changes. Raises an interrupt that Python dropped in a destructor or callback."""
         self._raise_pending()
         self.held = True
 

@@ -84,8 +84,7 @@ def prepare_start(
 ) -> Callable[[], None]:
     """Check machine, cluster and models, read the inputs, and lock the run's folder; return what starts the run.
 
-    read: returns the inputs, given where to tell of slow work. start: runs with them. Raises ResourceError,
-    ConfigError, and as `read`.
+    read: returns the inputs, and logs slow work. Raises ResourceError, ConfigError, and as `read`.
     """
     check_machine(config, dry_run=False)
     check_cluster(config)
@@ -101,8 +100,6 @@ def prepare_start(
 
 @dataclass(frozen=True)
 class Session:
-    """A run's surroundings: roles, progress and run record."""
-
     roles: "WorkerGroups"
     progress: "Progress"
     record: "RunRecord"
@@ -150,10 +147,7 @@ def finished(config: TrainingConfig, last_step: int, setting: str) -> bool:
 def run_training(
     config: Settings, console: "Console", lines: Iterable[str], attempt: Callable[[Settings, RestartBudget], object]
 ) -> None:
-    """Start Ray, train, write `runs/NAME/`, push the model, and stop everything started.
-
-    lines: printed at the start. attempt: see `recovering`.
-    """
+    """Start Ray, train, write `runs/NAME/`, push the model, and stop everything started. lines: printed first."""
     with run_log(config.run_folder, console):
         for line in (f"the run is written to {config.run_folder}", *lines):
             console.log(line)
@@ -185,7 +179,7 @@ def recovering(
 
 
 def resuming(config: Settings) -> Settings:
-    """Return the configuration to resume from the run's last checkpoint, or to start again without one."""
+    """The configuration to resume from the run's last checkpoint, or to start again without one."""
     if not checkpoints_at(config.run_folder):
         return config
     going_on = copy(config)
@@ -194,7 +188,6 @@ def resuming(config: Settings) -> Settings:
 
 
 def what_is_left(config: TrainingConfig) -> str:
-    """Describe the last checkpoint and saved models of a stopped run."""
     checkpoints = checkpoints_at(config.run_folder)
     models = sorted(path.parent.name for path in config.run_folder.glob("model*/config.json"))
     kept = f"saved are {', '.join(models)}" if models else "no model is saved"
@@ -215,7 +208,7 @@ def naming_what_is_left(config: TrainingConfig) -> Iterator[None]:
 
 
 def report(config: TrainingConfig, console: "Console") -> None:
-    """Write the run's report; a failure is logged, and the run still succeeds."""
+    """Write the run's report; a failure is logged."""
     from controller.observability.report import write_report
 
     try:
@@ -309,7 +302,6 @@ def _shut_down(console: "Console") -> None:
 
 
 def _warn_of_idle_gpus(config: TrainingConfig, console: "Console") -> None:
-    """Count only GPUs that other jobs leave free."""
     import ray
 
     gpus = int(ray.available_resources().get("GPU", 0)) if config.uses_gpus else 0
@@ -369,6 +361,6 @@ def _fail(error: Exception, code: int) -> int:
 
 
 def interrupt(signum: int, frame: Any) -> None:
-    """Treat SIGTERM (`ray job stop`) and SIGHUP (closed terminal) like Ctrl-C."""
+    """Handle SIGTERM (`ray job stop`) and SIGHUP (closed terminal) like Ctrl-C."""
     del signum, frame
     raise KeyboardInterrupt

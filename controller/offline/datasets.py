@@ -77,7 +77,6 @@ class SequenceDataset:
 
     @property
     def first_ids(self) -> list[int]:
-        """The first sequence."""
         return [int(token) for token in self._items[0][0]["input_ids"]]
 
     @property

@@ -50,7 +50,7 @@ class OfflineInputs:
 
 
 def prepare_command(command: Command, arguments: Sequence[str] | None) -> Callable[[], None] | None:
-    """Parse a command line, and return the function that starts the run; None after a dry run. Raises as `prepare`."""
+    """Return the function that starts the run; None after a dry run. Raises as `prepare`."""
     request = parse_arguments(arguments, command)
     config: Any = load_as(command.schema, request.config, request.overrides)
     if not request.dry_run:
@@ -102,7 +102,7 @@ def _dataset_lines(dataset: SequenceDataset) -> list[str]:
 
 
 def _read_examples(config: OfflineConfig) -> tuple[Examples, DataIdentity]:
-    """Read the examples of every record, and data.train's identity, without a tokenizer.
+    """Examples of every record, and data.train's identity.
 
     Raises DataError for unreadable data, ConfigError if run.resume has other data or the chat template fails.
     """
@@ -167,7 +167,6 @@ def run(config: OfflineConfig, inputs: OfflineInputs, console: "Console", callba
 
 @contextmanager
 def training(config: OfflineConfig, inputs: OfflineInputs, console: "Console") -> Iterator["OfflineRun[Any]"]:
-    """Start the roles on a connected Ray and yield a run, resumed by run.resume."""
     from controller.offline.steps import OfflineRun
     from workers.roles.policy import OfflinePolicyWorker
 

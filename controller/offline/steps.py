@@ -38,17 +38,14 @@ class OfflineRun(TrainingRun[Settings]):
         self.dataset, self.held_out, self.position = train, validation, self.progress.position
 
     def state(self) -> dict[str, Any]:
-        """Return the position in the record stream."""
         return {"position": self.position}
 
     def measure(self) -> dict[str, float]:
-        """Return seconds, tokens/s, and progress through the data."""
         found = self.record.times() | update_throughput(self.record.trained, self.record.seconds)
         epoch = self.position / len(self.dataset)
         return found | {"data/epoch": epoch, "data/dropped": float(self.dataset.dropped)}
 
     def validate(self, step: int) -> dict[str, float]:
-        """Validate on data.validation and show the result; empty without it."""
         if self.held_out is None:
             return {}
         with self.record.phase("validation"):

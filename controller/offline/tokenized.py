@@ -116,7 +116,6 @@ def _text_row(renderer: Renderer, prompt: str, response: str, where: str) -> Row
 
 
 def _chat_row(renderer: Renderer, messages: Messages, first: int, where: str) -> Row:
-    """Assistant turns from message `first` on are learned."""
     if not MARKS.search(str(renderer.tokenizer.chat_template)):
         return _row_by_prefixes(renderer, messages, first, where)
     ids, learned = renderer.marked(messages, where)

@@ -42,10 +42,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Job:
-    """config: narrowed; its run folder is the output, and model.path the sampled model. prompts: by uid.
-
-    identity: see `job_identity`. warnings: lines for the user.
-    """
+    """config: narrowed; its run folder is the output, and model.path the sampled model. prompts: by uid."""
 
     config: SamplerConfig
     model: Model
@@ -87,7 +84,6 @@ def checked_settings(schema: type[SamplerConfig], request: Request) -> tuple[Sam
 
 
 def job_settings(schema: type[SamplerConfig], request: Request) -> tuple[SamplerConfig, Model]:
-    """Return the narrowed settings and their model. Raises as `read_job`."""
     model = choose_model(request.model)
     path = request.config or (None if request.settings else _of_run(model))
     config = load_as(schema, path, [*request.settings, *request.overrides, "run.resume=auto"])
@@ -106,7 +102,6 @@ def job_settings(schema: type[SamplerConfig], request: Request) -> tuple[Sampler
 
 
 def _of_run(model: Model) -> Path:
-    """Return the settings that the model's run has recorded."""
     if model.path and model.run is None and not Path(model.path).exists():
         raise ConfigError(f"--model={model.path}: there is no such run. Name a run, or give --config FILE too.")
     if model.run is None:

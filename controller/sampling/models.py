@@ -26,7 +26,8 @@ OF_RUN = "config.yaml"
 @dataclass(frozen=True)
 class Model:
     """path: what an engine loads, empty for model.path of the settings. run: the folder of its run, if it has one.
-    checkpoint: what `path` is written from; None for a model that is not made here."""
+    checkpoint: what `path` is written from, if anything.
+    """
 
     path: str = ""
     run: Path | None = None
@@ -34,19 +35,14 @@ class Model:
 
     @property
     def name(self) -> str:
-        """The name of its folder of outputs."""
         return (self.checkpoint or Path(self.path)).name
 
     @property
     def is_missing(self) -> bool:
-        """Whether the checkpoint has not been written as a model yet."""
         return self.checkpoint is not None and not (Path(self.path) / "config.json").exists()
 
     def write(self, config: SamplerConfig, console: "Console") -> None:
-        """Write the checkpoint as a model, if it is missing, with the ranks of policy.* on a connected Ray.
-
-        Raises CheckpointError if it cannot be loaded, and as `launch`.
-        """
+        """Write the checkpoint as a model, if missing. Raises as `launch`, and CheckpointError."""
         if not self.is_missing or self.checkpoint is None or self.run is None:
             return
         from controller.actors.launch import launch

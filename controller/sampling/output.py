@@ -38,10 +38,10 @@ OF_EPISODES = ("rollout.max_turns", "rollout.max_episode_tokens")
 
 
 class SamplesFile:
-    """One job's samples by (uid, sample), and their file."""
+    """One job's samples by (uid, sample), and their file. Writing raises OutputError."""
 
     def __init__(self, folder: Path, job: Mapping[str, Any]) -> None:
-        """job: see `job_identity`. Raises as `check_same_job`, DataError for another kind of file, and OutputError."""
+        """job: see `job_identity`. Raises as `check_same_job`, and DataError for another kind of file."""
         self.path = folder / SAMPLES
         check_same_job(folder, job)
         with writing(folder):
@@ -51,14 +51,12 @@ class SamplesFile:
             self._file = self.path.open("a", encoding="utf-8")
 
     def append(self, line: Line) -> None:
-        """Write one more sample. Raises OutputError."""
         with writing(self.path):
             self._file.write(json.dumps(line, ensure_ascii=False, default=repr) + "\n")
             self._file.flush()
         self.lines[line["uid"], line["sample"]] = line
 
     def close(self) -> None:
-        """Close the file. Raises OutputError."""
         with writing(self.path):
             self._file.close()
 
@@ -86,7 +84,6 @@ def _parsed(text: bytes, where: str) -> Line:
 
 
 def as_line(result: SampleResult, score: Score, prompt: Prompt, prompt_key: str, *, rewarded: bool) -> Line:
-    """Return a sample's line, without tokens. rewarded: whether anything scores it."""
     line = {
         "uid": result.uid,
         "sample": result.sample,
@@ -122,7 +119,6 @@ def token_columns(result: SampleResult, row: Mapping[str, np.ndarray]) -> Line:
 
 
 def scored_response(line: Line) -> ScoredResponse:
-    """Convert a line for `controller.algorithm.validation_metrics`."""
     parts = {name: value for name, value in line["parts"].items() if value is not None}
     return ScoredResponse(line["uid"], line["source"], {"reward": line["reward"]} | parts, line.get("answer", ""))
 

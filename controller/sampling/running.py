@@ -174,7 +174,6 @@ def _sampled(
 def _scored(
     job: Job, roles: "WorkerGroups", requests: Iterable["SampleRequest"], given_up: list["SampleResult"]
 ) -> Iterator[Sampled]:
-    """As `_sampled`, before the scores of a reward model."""
     from controller.engines.engine_calls import POLL_SECONDS
 
     rollouts, scoring, waiting = roles.rollouts, roles.rewards.begin(), iter(requests)
@@ -199,7 +198,7 @@ def _scored(
 
 
 def _with_model_scores(job: Job, roles: "WorkerGroups", samples: list[Sampled]) -> list[Sampled]:
-    """Add the reward model's scores to the rewards."""
+    from controller.engines.engine_pool import RolloutBatch
     from controller.planning.planner import Planner
     from controller.rollout.samples import assemble
 

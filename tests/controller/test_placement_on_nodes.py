@@ -1,19 +1,16 @@
-"""On a real Ray cluster of nodes of 8 GPUs: groups and engines stay on a node, and Ray packs as its port."""
+"""On a real Ray cluster of nodes of 8 GPUs, groups and engines stay on a node."""
 
 import json
 import subprocess
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from controller.actors.layout import training_pool
 from controller.actors.placement import groups_on_several_nodes
-from tests.controller.fake_nodes import CPUS, GPUS, configurations
-from tests.controller.ray_packing import pack
+from tests.controller.fake_nodes import GPUS
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.alone
@@ -61,17 +58,3 @@ def test_actors_see_the_node_and_the_gpu_of_their_rank(placed: dict[str, Any]) -
     assert len({place for places in seen.values() for place in places}) == 3
     first, last = (seen[rank].copy().pop() for rank in (0, 3))
     assert first[0] == last[0]
-
-
-def test_ray_packs_as_its_port_does(nodes: int, placed: dict[str, Any]) -> None:
-    pool = training_pool(configurations(nodes)["colocated"])
-    ported = pack(pool.bundles, [{"CPU": float(CPUS), "GPU": float(GPUS)}] * nodes)
-    assert together(placed["colocated"]["bundles"]["training"]) == together(ported)
-
-
-def together(nodes: Sequence[Any]) -> set[frozenset[int]]:
-    """The bundles of each node, whatever the nodes are called."""
-    found = defaultdict(set)
-    for bundle, node in enumerate(nodes):
-        found[node].add(bundle)
-    return {frozenset(bundles) for bundles in found.values()}

@@ -15,10 +15,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from controller.config import load
 from tests.end_to_end.processes import MARK, ROOT, Cluster, living, settings_file, survivors
 from workers.model.checkpoint.checkpoint_folder import complete
-from workers.rollout.engine import engine_arguments
 
 ADDRESS = "--address=http://127.0.0.1:28265"
 STEPS = 2
@@ -142,25 +140,6 @@ def difference(first: Path, second: Path) -> float:
     with torch.no_grad():
         ours, others = (model(ids).logits.log_softmax(-1) for model in models)
     return float((ours - others).abs().mean())
-
-
-def test_it_validates_and_leaves_checkpoints(finished: Finished) -> None:
-    assert ["validation/reward" in line for line in finished.lines] == [True, False, True]
-    found = complete(finished.folder / "checkpoints" / "policy")
-    assert [path.name for path, _ in found] == ["step-1", "step-2"]
-
-
-def test_the_newer_model_runner_of_vllm_wants_triton_also_on_a_cpu(
-    settings: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """GPUs take that runner by themselves. With Triton at hand this fails: then `finished` can be run with it."""
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    config = load(None, settings)
-    arguments = engine_arguments(
-        config.model, config.rollout, placement="shared_memory", max_model_tokens=config.max_model_tokens, seed=0
-    )
-    with pytest.raises(ValueError, match=r"Model Runner V2 requires Triton\."):
-        arguments.create_engine_config()
 
 
 @pytest.mark.slow

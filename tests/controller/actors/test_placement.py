@@ -14,7 +14,6 @@ from controller.actors.resources import Reservation
 from controller.actors.worker_group import Share, WorkerGroup
 from controller.config import Config
 from controller.preflight.cluster import Cluster, place
-from tests.controller.ray_packing import pack
 from tests.refusals import refused
 from workers.errors import ResourceError
 
@@ -118,6 +117,11 @@ def test_groups_keep_their_nodes_where_a_few_engines_of_another_size_can_have_th
     assert len(set(found[:4])) == 1
 
 
+def test_groups_larger_than_a_node_span_as_few_nodes_as_they_can() -> None:
+    found = nodes_of_ranks(pool_of(32, 16), [0, 1, 2, 3] * 8)
+    assert [len(set(found[start : start + 16])) for start in (0, 16)] == [2, 2]
+
+
 def test_uneven_nodes_split_the_last_groups_alone() -> None:
     nodes = [0, 1, 0, 1, 0, 1, 0, 0]  # 5 and 3
     assert nodes_of_ranks(pool_of(8, 2), nodes) == [0, 0, 0, 0, 1, 1, 0, 1]
@@ -126,28 +130,8 @@ def test_uneven_nodes_split_the_last_groups_alone() -> None:
         bundle_of_rank(pool_of(8, engines=4, engine_ranks=2), nodes)
 
 
-def test_groups_larger_than_a_node_span_as_few_nodes_as_they_can() -> None:
-    nodes = pack([BUNDLE] * 32, [{"CPU": 8.0, "GPU": 8.0}] * 4)
-    found = nodes_of_ranks(pool_of(32, 16), nodes)
-    assert [len(set(found[start : start + 16])) for start in (0, 16)] == [2, 2]
-
-
 def splits(nodes: list[int], size: int) -> int:
     return len(groups_on_several_nodes(nodes, size))
-
-
-@pytest.mark.parametrize(("nodes", "gpus", "group"), [(4, 8, 2), (8, 8, 4), (8, 8, 8), (4, 6, 3), (3, 8, 8)])
-def test_groups_stay_on_a_node_under_rays_own_packing(nodes: int, gpus: int, group: int) -> None:
-    found = pack([BUNDLE] * nodes * gpus, [{"CPU": 64.0, "GPU": float(gpus)}] * nodes)
-    assert splits(found, group) > 0, "Ray's order of bundles keeps them together by itself: nothing is shown"
-    assert splits(nodes_of_ranks(pool_of(nodes * gpus, group), found), group) == 0
-
-
-def test_bundles_with_and_without_an_engine_would_lie_on_different_nodes() -> None:
-    """Why all bundles have an engine's CPUs: Ray takes those that ask for more first."""
-    with_engine, without = {"CPU": 0.5, "GPU": 1.0}, {"CPU": 0.25, "GPU": 1.0}
-    found = pack([with_engine, without] * 8, [{"CPU": 64.0, "GPU": 8.0}] * 2)
-    assert splits(found, 2) == 8
 
 
 def test_the_training_pool_knows_its_groups_and_engines() -> None:
@@ -158,19 +142,9 @@ def test_the_training_pool_knows_its_groups_and_engines() -> None:
     assert (pool.engines, pool.engine_ranks) == (16, 4)
     config.rollout.placement = "apart"
     assert training_pool(config).engines == 0
-
-
-def test_ranks_that_share_experts_are_a_group() -> None:
-    config = gpu_config(ranks=8, cp=2, replicate=2)
-    config.policy.parallel.expert_parallel = 4
-    assert training_pool(config).groups == (1, 2, 4, 8)
-
-
-def test_a_copy_of_the_sharded_model_stays_on_a_node() -> None:
-    config = gpu_config(ranks=32, replicate=4)
-    config.rollout.placement = "apart"
-    found = pack([BUNDLE] * 32, [{"CPU": 64.0, "GPU": 8.0}] * 4)
-    assert splits(nodes_of_ranks(training_pool(config), found), 8) == 0
+    experts = gpu_config(ranks=8, cp=2, replicate=2)
+    experts.policy.parallel.expert_parallel = 4
+    assert training_pool(experts).groups == (1, 2, 4, 8)
 
 
 def test_the_dry_run_places_ranks_as_a_run_does() -> None:
