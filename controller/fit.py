@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-import cloudpickle
-
 from controller.config import Config, load
 from controller.config.model_files import fetch_description, read_model_files
 from controller.config.python_rewards import NONE_GIVEN, GivenFunctions
@@ -76,7 +74,6 @@ def prepare(
 
 
 def dry_run(config: Config, request: Arguments) -> None:
-    """Print what would run and where, then try its inputs."""
     print(describe(config, everything=request.everything))
     if request.cluster:
         print_cluster(config, request.cluster, measured=request.measure)
@@ -87,7 +84,6 @@ def dry_run(config: Config, request: Arguments) -> None:
 
 
 def _input_lines(config: Config) -> Iterator[str]:
-    """Try a run's inputs; on a described cluster, only those found here."""
     elsewhere = [path for path in [*config.data.weights, config.data.validation] if path and is_elsewhere(config, path)]
     if elsewhere:
         yield f"{', '.join(elsewhere)}: not on this machine, so neither read nor scored"
@@ -106,7 +102,7 @@ def run(
     callbacks: Sequence["Callback"] = (),
     step: "Step | None" = None,
 ) -> None:
-    """Start Ray and the roles, train, write `runs/NAME/`, and stop everything started."""
+    from controller.step import step_of
     from controller.training_loop import train
 
     make_step = step or step_of(inputs.step)
@@ -121,12 +117,6 @@ def run(
             train(run, make_step, callbacks)
 
     run_training(config, console, lines, attempt)
-
-
-def step_of(pickled: bytes) -> "Step":
-    from controller.step import step
-
-    return cloudpickle.loads(pickled) if pickled else step
 
 
 @contextmanager

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def distribution() -> str:
-    """The name under which our packages are installed."""
+    """Return the name under which our packages are installed."""
     return importlib.metadata.packages_distributions()["balancing"][0]
 
 
@@ -42,5 +42,5 @@ def _places(name: str) -> list[str]:
 
 
 def _adds_nothing(place: Path, ours: Path) -> bool:
-    """True for a folder without modules; an editable installation then still finds `ours`."""
+    """Return True for a folder without modules; an editable installation then still finds `ours`."""
     return place.is_dir() and not any(place.glob("*.py")) and not (ours / "__init__.py").stat().st_size

@@ -22,7 +22,6 @@ from controller.checkpoints.progress import FOLDER, checkpoints_at
 from controller.config import Config, load_as
 from controller.config.recorded import check_trusted, load_recorded
 from controller.config.sections import TrackingConfig
-from controller.fit import step_of
 from controller.lifecycle.inputs import find_step
 from controller.lifecycle.model_checks import check_models
 from controller.lifecycle.session import Session, exit_code, ray_session, session
@@ -137,7 +136,7 @@ def _check_recorded(folder: Path, step: int, steps: range) -> None:
 
 
 def prepared(config: Config, start: Start) -> Config:
-    """The replay's settings: load the checkpoint, without sampling, scoring or recording."""
+    """Return the replay's settings: load the checkpoint, without sampling, scoring or recording."""
     resume = str(start.checkpoint) if start.checkpoint else "never"
     run = replace(config.run, record_samples=False, resume=resume, on_data_change="keep_place")
     reward = replace(config.reward, model=replace(config.reward.model, path=""))  # samples have their rewards
@@ -145,7 +144,6 @@ def prepared(config: Config, start: Start) -> Config:
 
 
 def run(config: Config, folder: Path, start: Start, recorded: Mapping[str, float | None]) -> None:
-    """Train the steps on Ray, and print the last one's metrics with the `recorded` ones."""
     from controller.observability.console import Console
 
     console = Console(verbose=True)
@@ -162,6 +160,8 @@ def replay(config: Config, folder: Path, steps: Iterable[int], console: "Console
     folder: of the recorded run; the replay writes to a temporary one. Raises as `find_step`, `launch` and
     `train_again`.
     """
+    from controller.step import step_of
+
     make_step = step_of(find_step(config) if config.run.step else b"")
     cost_model = CostModel.from_model_config(config.model_description())
     with tempfile.TemporaryDirectory(prefix="ballast-replay-") as written:
@@ -172,7 +172,7 @@ def replay(config: Config, folder: Path, steps: Iterable[int], console: "Console
 
 
 def recorded_run(config: Config, started: Session, folder: Path, cost_model: CostModel) -> "Run":
-    """A run that reads its samples from `folder`, and logs where engines and trainer differ."""
+    """Return a run that reads its samples from `folder`, and logs where engines and trainer differ."""
     from controller.algorithm.logprob_check import LogProbCheck
     from controller.rollout.recorded_buffer import RecordedBuffer, RecordedPrompts
     from controller.run import Run

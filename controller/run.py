@@ -85,7 +85,6 @@ class Run(TrainingRun[Config]):
         remove_old_samples(self.folder, progress.step)
 
     def validate(self, step: int) -> dict[str, float]:
-        """Score responses to held-out prompts, record and show them; empty without data.validation."""
         if self.validation is None:
             return {}
         settings = self.config.validation
@@ -112,8 +111,7 @@ class Run(TrainingRun[Config]):
             if step:  # at step 0 it is the model that the run was given
                 self.save("model-best")
 
-    def record_samples(self, rollout: RolloutBatch) -> None:
-        """Record a step's samples, and keep them with run.record_samples."""
+    def record_samples(self, rollout: Rollout) -> None:
         batch, record = rollout.trained, self.record
         samples, version = rollout.batch, self.weight_version
         record.samples(rollout, batch, self.prompt_text)
@@ -129,7 +127,7 @@ class Run(TrainingRun[Config]):
                 write_step(step_file(self.folder, self.number), rollout)
 
     def prompt_text(self, uid: str) -> dict[str, str]:
-        """A training prompt as text: `prompt`, and `record`, its other columns."""
+        """Return a training prompt as text: `prompt`, and `record`, its other columns."""
         key = self.config.data.prompt_key
         (found,) = self.buffer.prompts.take(int(uid), 1)
         return {"prompt": shown_prompt(found.columns[key]), "record": other_columns(found.columns, key)}

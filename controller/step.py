@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+import cloudpickle
 import numpy as np
 
 from balancing import Plan
@@ -24,7 +25,7 @@ from controller.algorithm import advantages
 from controller.algorithm.logprob_check import Proof
 from controller.planning.planner import group_numbers, with_group_tokens
 from controller.run import Run
-from controller.training_loop import prefixed
+from controller.training_loop import Step, prefixed
 from workers.config import LossConfig, ValueLossConfig
 from workers.metrics import Metric, Metrics, merge, results
 from workers.model.losses.returns import KlPenalty
@@ -40,6 +41,11 @@ def step(run: Run) -> None:
     batch = collect(run)
     if len(batch):
         learn(run, batch)
+
+
+def step_of(pickled: bytes) -> Step:
+    """Return the function of run.step, pickled by `find_step`; empty for the usual one."""
+    return cloudpickle.loads(pickled) if pickled else step
 
 
 def learn(run: Run, batch: RemoteBatch) -> None:
@@ -164,7 +170,7 @@ def with_advantages(run: Run, batch: RemoteBatch) -> RemoteBatch:
 
 
 def _kl_in_reward(run: Run, batch: RemoteBatch) -> tuple[float, np.ndarray]:
-    """Return (weight, KL of each sequence [B]), and set the next step's weight."""
+    """Return the weight and each sequence's KL [B], and set the next step's weight."""
     settings = run.config.algorithm.kl_in_reward
     if not settings.coefficient:
         return 0.0, np.zeros(len(batch))

@@ -12,7 +12,6 @@ from controller.preflight.arguments import OneLineParser
 
 
 def parse_steps(text: str) -> range:
-    """Parse `3-5` or `4` as an inclusive range; ValueError for anything else."""
     found = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
     if not found or int(found[2] or found[1]) < int(found[1]):
         raise ValueError(text)

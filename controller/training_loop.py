@@ -65,7 +65,7 @@ class Outcome:
     last_step: int
 
     def summary(self) -> dict[str, Any]:
-        """Content of summary.json; seconds and tokens/s are medians over steps."""
+        """Return the content of summary.json; seconds and tokens/s are medians over steps."""
         speed = {}
         if self.steps:
             speed = {
@@ -105,11 +105,11 @@ class TrainingRun(ABC, Generic[Settings]):
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """The `Progress` fields that this kind of step changes."""
+        """Return the `Progress` fields that this kind of step changes."""
 
     @abstractmethod
     def measure(self) -> dict[str, float]:
-        """Metrics of a complete step, in addition to its parts'."""
+        """Return metrics of a complete step, in addition to its parts'."""
 
     def begin(self) -> None:
         """Prepare for the first validation, or the first step of a resumed run."""
@@ -186,7 +186,6 @@ def _before_first_step(run: TrainingRun[Any], callbacks: Sequence[Callback]) -> 
 def _complete_step(
     run: TrainingRun[Any], number: int, rows: list[dict[str, float]], callbacks: Sequence[Callback]
 ) -> None:
-    """Do what is due after a step, and raise what a callback raised."""
     run.record.add(run.measure() | {"checkpoint/failures": float(run.checkpoints.failures)})
     every, scores = run.config.validation.every, run.progress.latest
     if number == run.last_step or (every and number % every == 0):
@@ -220,7 +219,7 @@ def _save_what_is_due(run: TrainingRun[Any], step: int) -> None:
 
 
 def _call(run: TrainingRun[Any], step: int, callbacks: Sequence[Callback]) -> Exception | None:
-    """Call the callbacks, record their numbers with the step, and return what one raised."""
+    """Call the callbacks, record their numbers, and return what one raised."""
     view = None
     try:
         for callback in callbacks:
@@ -249,7 +248,6 @@ def takes_run(callback: Callback) -> bool:
 
 
 def as_metric(name: str, value: Any) -> float:
-    """Raises ConfigError unless the value is a number."""
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):

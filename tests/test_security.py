@@ -50,7 +50,7 @@ ALLOWED = {
     ("workers/user_code/functions.py", "cloudpickle.loads"),
     ("workers/user_code/environments.py", "cloudpickle.loads"),
     ("workers/user_code/process.py", "pickle.loads"),
-    ("controller/fit.py", "cloudpickle.loads"),
+    ("controller/step.py", "cloudpickle.loads"),
 }
 """What a worker has pickled a moment before, in the process of its own that exists to run it; and the user's own step
 (run.step), pickled by such a process, which the driver runs. A replay asks for --trust-run before."""

@@ -21,7 +21,7 @@ HOST_AND_PORT = re.compile(r"(\[[0-9a-fA-F:]+\]|[^:/\s]+):(\d{1,5})")
 
 
 def cluster_address(config: TrainingConfig) -> str:
-    """`host:port`, `auto` for this machine's cluster, or `local` for a cluster that the run starts."""
+    """Return `host:port`, `auto` for this machine's cluster, or `local` for one that the run starts."""
     return config.resources.ray_address or os.environ.get("RAY_ADDRESS") or LOCAL
 
 
@@ -64,7 +64,6 @@ def _key(config: TrainingConfig) -> str:
 
 
 def _error(channel: "grpc.Channel", method: str, metadata: tuple[tuple[str, str], ...] = ()) -> Any:
-    """The `grpc.RpcError` of an empty call, or None."""
     import grpc
 
     try:
@@ -75,7 +74,7 @@ def _error(channel: "grpc.Channel", method: str, metadata: tuple[tuple[str, str]
 
 
 def _token() -> tuple[str, str]:
-    """(Ray's token, its origin in words), found as Ray finds it."""
+    """Return Ray's token and its origin in words, as Ray finds it."""
     mode = os.environ.get("RAY_AUTH_MODE", "")
     if mode.lower() != "token":
         return "", f"RAY_AUTH_MODE={mode} sends none" if mode else "without RAY_AUTH_MODE none is sent"

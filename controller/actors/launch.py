@@ -106,7 +106,7 @@ class WorkerGroups:
             self.send_weights(self.rollouts.fleet.version)
 
     def connect_engines(self, placement: str, tensor_parallel: int) -> None:
-        """Connect the policy's ranks to the engines for transfers between GPUs. Raises LostError as `send_weights`."""
+        """Connect ranks and engines for transfers between GPUs. Raises LostError as `send_weights`."""
         self._with_engines("connect_engines", list(self.rollouts.actors.values()), placement, tensor_parallel)
 
     def _with_engines(self, method: str, *args: Any) -> None:
@@ -131,7 +131,7 @@ class WorkerGroups:
             raise
 
     def take_micro_step_times(self) -> dict[str, list[MicroStepTime]]:
-        """Return every micro-step's time since the last call, in order, by the rank's actor."""
+        """Return every micro-step's time since the last call, by the rank's actor."""
         taken = [(group, group.take_micro_step_times.remote()) for group in self.groups.values()]
         return {
             name: times for group, future in taken for name, times in zip(group.names, future.result(), strict=True)
@@ -213,8 +213,6 @@ def launch(
 
 
 class _Launch:
-    """Starts the training roles of one run, each in its bundles; `stack` ends them."""
-
     def __init__(
         self,
         stack: ExitStack,
@@ -224,7 +222,6 @@ class _Launch:
         policy_class: type[Worker],
         total_steps: int,
     ) -> None:
-        """Reserve all bundles, or the training pool's for `only`. Raises ResourceError."""
         self.stack, self.config, self.console = stack, config, console
         self.roles = only or config.training_roles
         self.classes = CLASSES | {"policy": policy_class}
@@ -245,11 +242,9 @@ class _Launch:
         return bundles
 
     def waiting(self, what: str, setting: str = "resources.start_timeout_s") -> AbstractContextManager[None]:
-        """Log a slow wait, with the setting of its time limit."""
         return self.console.waiting(f"{what} (at most {setting}={value_of(self.config, setting):g} s)")
 
     def group(self, role: str) -> WorkerGroup:
-        """Start a role's actors and process group; `load_models` loads the model."""
         config, request = self.config, self.requests[role]
         with self.waiting(f"the processes of {role}"):
             group = WorkerGroup(
@@ -270,7 +265,7 @@ class _Launch:
         return group
 
     def load_models(self) -> dict[str, WorkerGroup]:
-        """Start the remaining roles, load every model, and return the groups by role."""
+        """Start the remaining roles, and load every model."""
         for role in self.roles:
             group = self.groups.get(role) or self.group(role)
             with self.waiting(f"{role}, which loads its model"):

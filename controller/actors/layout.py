@@ -45,7 +45,7 @@ class RoleRequest:
 
 
 def training_pool(config: TrainingConfig) -> Pool:
-    """One bundle per policy worker, shared by other roles' equal ranks and colocated engines."""
+    """Return one bundle per policy worker, shared by other roles' equal ranks and colocated engines."""
     parallel, (engines, engine_ranks) = config.policy.parallel, config.colocated_engines
     # Every bundle has room for an engine's actor, though not each holds one: bundles must be equal.
     bundle = {"CPU": config.resources.cpus_per_worker * (len(config.training_roles) + (engines > 0))}
@@ -70,7 +70,7 @@ def rollout_pool(config: TrainingConfig) -> Pool | None:
 
 
 def pools(config: TrainingConfig) -> list[Pool]:
-    """Everything that is reserved, training first: its groups need whole nodes; an engine's bundle fits anywhere."""
+    """Return everything that is reserved, training first: its groups need whole nodes; an engine's fits anywhere."""
     training = training_pool(config) if config.training_roles else None
     return [pool for pool in (training, rollout_pool(config)) if pool is not None]
 
@@ -92,14 +92,13 @@ def _sampling_requests(config: Config, cpus: float) -> list[RoleRequest]:
 
 
 def reserved(config: TrainingConfig, resource: str) -> float:
-    """Total of a Ray resource ("CPU", "GPU") over all actors."""
     in_pools = sum(bundle.get(resource, 0.0) for pool in pools(config) for bundle in pool.bundles)
     outside = [request for request in role_requests(config) if not request.pool]
     return in_pools + sum(r.actors * {"CPU": r.cpus, "GPU": r.gpus}[resource] for r in outside)
 
 
 def idle_gpus(config: TrainingConfig, gpus: int) -> list[str]:
-    """Warnings of GPUs without work. gpus: of the cluster, 0 if unknown."""
+    """Warn of GPUs without work. gpus: of the cluster, 0 if unknown."""
     if not config.uses_gpus:
         return []
     (engines, each), shared, used = config.colocated_engines, config.training_workers, int(reserved(config, "GPU"))

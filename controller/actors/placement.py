@@ -33,13 +33,12 @@ def bundle_of_rank(pool: Pool, nodes: Sequence[Hashable]) -> tuple[int, ...]:
 
 
 def groups_on_several_nodes(nodes: Sequence[Hashable], size: int) -> list[int]:
-    """Numbers of the groups of `size` consecutive ranks that span nodes; `nodes[i]` is rank i's."""
+    """Return the numbers of groups of `size` consecutive ranks that span nodes; `nodes[i]` is rank i's."""
     groups = [nodes[start : start + size] for start in range(0, len(nodes), size)]
     return [number for number, group in enumerate(groups) if len(set(group)) > 1]
 
 
 def _rooms(nodes: Sequence[Hashable]) -> list[list[int]]:
-    """Bundles of every node, fullest first, so that large groups span few nodes."""
     rooms: dict[Hashable, list[int]] = {}
     for bundle, node in enumerate(nodes):
         rooms.setdefault(node, []).append(bundle)

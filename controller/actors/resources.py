@@ -68,7 +68,6 @@ def _placed(pool: Pool, timeout_s: float) -> PlacementGroup:
 
 
 def shortage(pool: Pool, available: Mapping[str, Any]) -> Bundle:
-    """Amounts that the pool needs beyond `available`, by resource."""
     total: Bundle = {}
     for bundle in pool.bundles:
         for resource, amount in bundle.items():

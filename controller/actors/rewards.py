@@ -21,8 +21,6 @@ AGAIN = {"max_restarts": 3, "max_task_retries": 3}
 
 
 class RewardPool:
-    """Reward actors that take finished samples in turn."""
-
     def __init__(
         self, functions: Sequence[RewardFunction], tokenizer_path: str, config: RewardConfig, cpus: float
     ) -> None:
@@ -38,7 +36,6 @@ class RewardPool:
         self._next = 0
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Wait until every actor is built. Raises ResourceError after `timeout_s`."""
         ready = [actor.ready.remote() for actor in self._actors]
         try:
             ray.get(ready, timeout=timeout_s)
@@ -56,7 +53,7 @@ class RewardPool:
     def score(
         self, results: Sequence[SampleResult], block: ray.ObjectRef, prompts: Mapping[str, Prompt]
     ) -> ray.ObjectRef:
-        """Score the samples that have a row in the block, on the next actor; returns a reference to a list of Score."""
+        """Score samples that have a row in the block, on the next actor; return a reference to a list of Score."""
         rows = [prompts[result.uid].columns for result in results]
         requests = [
             ScoreRequest(result.row, result.prompt_tokens, {name: row[name] for name in self._columns if name in row})
@@ -67,7 +64,7 @@ class RewardPool:
         return actor.score.options(name="reward.score").remote(block, requests)
 
     def joined(self, results: Sequence[SampleResult], scores: Sequence[Score]) -> dict[tuple[str, int], Score]:
-        """Scores by key, with environments' scores. Raises WorkerError for a failure with reward.on_failure=stop."""
+        """Return scores by key, with environments'. Raises WorkerError for a failure with reward.on_failure=stop."""
         found = {}
         for result, score in zip(results, scores, strict=True):
             if result.environment is not None:

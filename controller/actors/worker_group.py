@@ -42,8 +42,6 @@ class Share:
 
 
 class GroupFuture:
-    """A call running on every rank of a group."""
-
     def __init__(
         self,
         label: str,
@@ -52,7 +50,7 @@ class GroupFuture:
         join: Callable[[], Any],
         meanwhile: Callable[[], None] | None = None,
     ) -> None:
-        """refs: one small result per rank, which arrives when its call ends. meanwhile: see `result`."""
+        """refs: one small result per rank, which arrives when its call ends."""
         self._label, self._names, self._join = label, dict(zip(refs, names, strict=True)), join
         self._meanwhile = meanwhile
 
@@ -130,32 +128,27 @@ class GroupMethod:
             .remote(*positional, **named)
             for actor, (positional, named) in zip(group.actors, arguments, strict=True)
         ]
-        if not mode.join.keeps_first:
-            return GroupFuture(label, group.names, calls, lambda: self._join(args, calls), group.meanwhile)
-        # The first return value stays in the object store; the second, small one shows that it is complete.
-        kept, metrics = [call[0] for call in calls], [call[1] for call in calls]
-        return GroupFuture(label, group.names, metrics, lambda: self._join_kept(args, kept, metrics), group.meanwhile)
+        # A kept first return value stays in the object store; the second, small one shows that it is complete.
+        done = [call[1] for call in calls] if mode.join.keeps_first else calls
+        return GroupFuture(label, group.names, done, lambda: self._join(args, calls, done), group.meanwhile)
 
-    def _join(self, args: tuple[Any, ...], refs: list[ray.ObjectRef]) -> Any:
-        if self._mode.join is Join.RANK_ZERO:
-            return ray.get(refs[0])
-        if self._mode.join is Join.METRICS:
-            return merge(ray.get([refs[i] for i in self._group.leaders]))
-        if self._mode.join is Join.ROWS:
-            return join_rows(args[1], len(args[0]), ray.get([refs[i] for i in self._group.leaders]))
-        return ray.get(refs)
-
-    def _join_kept(self, args: tuple[Any, ...], kept: list[ray.ObjectRef], metrics: list[ray.ObjectRef]) -> Any:
-        leaders = self._group.leaders
-        fetched = ray.get([metrics[i] for i in leaders])
-        if self._mode.join is Join.RANK_ZERO_REFERENCE:
-            return kept[0], merge(fetched)
-        return join_tokens(self._mode, args[1], len(args[0]), [kept[i] for i in leaders], fetched)
+    def _join(self, args: tuple[Any, ...], calls: list[Any], done: list[ray.ObjectRef]) -> Any:
+        join, leaders = self._mode.join, self._group.leaders
+        if join is Join.LIST:
+            return ray.get(done)
+        if join is Join.RANK_ZERO:
+            return ray.get(done[0])
+        found = ray.get([done[i] for i in leaders])
+        if join is Join.METRICS:
+            return merge(found)
+        if join is Join.ROWS:
+            return join_rows(args[1], len(args[0]), found)
+        if join is Join.RANK_ZERO_REFERENCE:
+            return calls[0][0], merge(found)
+        return join_tokens(self._mode, args[1], len(args[0]), [calls[i][0] for i in leaders], found)
 
 
 class WorkerGroup:
-    """The worker actors of one role, one per bundle of a pool."""
-
     def __init__(
         self,
         role: str,

@@ -160,7 +160,6 @@ def _episode_lines(answered: Answered) -> list[str]:
 
 
 def quoted(title: str, text: str) -> list[str]:
-    """Indent a text below its title; nothing for an empty text."""
     shown = shortened(redacted(text), LONGEST_SHOWN)
     return [title, *(f"    {line}" for line in shown.split("\n"))] if text else []
 
@@ -187,7 +186,7 @@ def _tokens_line(dataset: PromptDataset) -> str:
 
 
 def read_inputs(config: Config, log: Log = print, given: GivenFunctions = NONE_GIVEN) -> Inputs:
-    """Return tokenized inputs. Raises as `try_inputs`, and for prompts that cannot be tokenized."""
+    """Read, try and tokenize the inputs; raises as these do."""
     return tokenized(config, try_inputs(config, log, given), log)
 
 
@@ -285,7 +284,6 @@ def _check_records(path: str, rows: list[Record], functions: Sequence[RewardFunc
 
 
 def _check_lengths(config: Config, path: str, rows: list[Record]) -> None:
-    """Apply data.overlong_prompts to prompts that are too long with any tokenizer."""
     data = config.data
     short = [not is_too_long(row[data.prompt_key], data.max_prompt_tokens) for row in rows]
     if data.overlong_prompts != "truncate" and not any(short):
@@ -329,7 +327,6 @@ def try_template(config: TrainingConfig, chats: Sequence[Any], log: Log = print,
 
 
 def load_renderer(config: TrainingConfig, log: Log = print) -> Renderer:
-    """Load model.path's tokenizer, with resources.user_code_timeout_s for its template."""
     with log_if_slow(log, f"loading torch, and the tokenizer of model.path={config.model.path}"):
         from workers.model.model import load_tokenizer
 

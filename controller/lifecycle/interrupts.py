@@ -16,7 +16,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def heeded() -> list[signal.Signals]:
-    """`SIGNALS` except those ignored on purpose, as `nohup` ignores SIGHUP."""
+    """Return `SIGNALS` except those ignored on purpose, as `nohup` ignores SIGHUP."""
     return [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
 

@@ -179,7 +179,6 @@ def recovering(
 
 
 def resuming(config: Settings) -> Settings:
-    """The configuration to resume from the run's last checkpoint, or to start again without one."""
     if not checkpoints_at(config.run_folder):
         return config
     going_on = copy(config)
@@ -198,7 +197,6 @@ def what_is_left(config: TrainingConfig) -> str:
 
 @contextmanager
 def naming_what_is_left(config: TrainingConfig) -> Iterator[None]:
-    """Add what the run leaves behind to an OutputError or interrupt of the block."""
     try:
         yield
     except OutputError as error:
@@ -208,7 +206,6 @@ def naming_what_is_left(config: TrainingConfig) -> Iterator[None]:
 
 
 def report(config: TrainingConfig, console: "Console") -> None:
-    """Write the run's report; a failure is logged."""
     from controller.observability.report import write_report
 
     try:
@@ -323,7 +320,6 @@ def _on_loopback(address: str) -> Iterator[None]:
 
 
 def _keep_to_this_user(session: Path) -> None:
-    """Make Ray's folder of logs and sockets private, and prevent others from moving it."""
     session.chmod(0o700)
     with suppress(PermissionError):  # another user's
         session.parent.chmod(0o1777)
@@ -361,6 +357,5 @@ def _fail(error: Exception, code: int) -> int:
 
 
 def interrupt(signum: int, frame: Any) -> None:
-    """Handle SIGTERM (`ray job stop`) and SIGHUP (closed terminal) like Ctrl-C."""
     del signum, frame
     raise KeyboardInterrupt

@@ -18,7 +18,6 @@ Item = tuple[Row, ...]
 
 
 def record_name(path: str, index: int) -> str:
-    """Name the record at `index` (from 0) of a file; messages count from 1, as editors do."""
     return f"{path} record {index + 1}"
 
 
@@ -81,7 +80,6 @@ class SequenceDataset:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of every sequence, in file order."""
         return [len(row["input_ids"]) for item in self._items for row in item]
 
     def take(self, start: int, count: int) -> RemoteBatch:

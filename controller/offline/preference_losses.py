@@ -51,7 +51,6 @@ def pair_loss(
 
 
 def _dpo(settings: PreferenceLossConfig, difference: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Losses and their slopes by `difference`, beta h, [P] each."""
     logit, wrong = difference - settings.margin, settings.label_smoothing
     losses = (1 - wrong) * np.logaddexp(0, -logit) + wrong * np.logaddexp(0, logit)
     return losses, wrong - np.exp(-np.logaddexp(0, logit))  # e - sigmoid(-logit)

@@ -79,7 +79,6 @@ def prepare(config: OfflineConfig, callbacks: Sequence["Callback"] = ()) -> Call
 
 
 def dry_run(config: OfflineConfig, *, everything: bool) -> None:
-    """Print what would run and where, then read the data and load small models. everything: include defaults."""
     print(describe(config, everything=everything))
     print("\n== inputs ==", flush=True)
     inputs = read_inputs(config)
@@ -102,10 +101,6 @@ def _dataset_lines(dataset: SequenceDataset) -> list[str]:
 
 
 def _read_examples(config: OfflineConfig) -> tuple[Examples, DataIdentity]:
-    """Examples of every record, and data.train's identity.
-
-    Raises DataError for unreadable data, ConfigError if run.resume has other data or the chat template fails.
-    """
     read = {path: read_records(path) for path in (config.data.train, config.data.validation) if path}
     identity = offline_identity(config, read[config.data.train])
     check_same_data(config, identity)
@@ -127,7 +122,6 @@ def _examples_of(config: OfflineConfig, record: Record, where: str) -> tuple[Exa
 
 
 def read_inputs(config: OfflineConfig, log: Log = print) -> OfflineInputs:
-    """Read data and cost model. Raises ConfigError or DataError for unusable ones."""
     examples, identity = _read_examples(config)
     cost_model = CostModel.from_model_config(config.model_description())
     renderer, data, seed = load_renderer(config, log), config.data, config.run.seed
@@ -146,7 +140,6 @@ def read_inputs(config: OfflineConfig, log: Log = print) -> OfflineInputs:
 
 
 def run(config: OfflineConfig, inputs: OfflineInputs, console: "Console", callbacks: Sequence["Callback"] = ()) -> None:
-    """Start Ray and the roles, train, write `runs/NAME/`, and stop everything started."""
     from controller.offline.steps import STEPS
     from controller.training_loop import train
 

@@ -57,7 +57,6 @@ class OfflineRun(TrainingRun[Settings]):
 
 
 def sft_step(run: OfflineRun[SftConfig]) -> None:
-    """Maximise the likelihood of the tokens to learn."""
     batch, plan = next_batch(run)
     run.interrupts.hold()
     with run.record.phase("update"):

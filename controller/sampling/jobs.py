@@ -28,7 +28,7 @@ from workers.errors import ConfigError
 
 @dataclass(frozen=True)
 class Request:
-    """A user's request, see `ballast.generate`. settings: instead of a file's."""
+    """Request of a user, see `ballast.generate`. settings: instead of a file's."""
 
     config: Path | None = None
     model: str = ""
@@ -53,7 +53,7 @@ class Job:
 
     @property
     def keys(self) -> list[Key]:
-        """(uid, sample) of its samples, in prompt order."""
+        """Return (uid, sample) of its samples, in prompt order."""
         return [(uid, sample) for uid in self.prompts for sample in range(self.config.rollout.samples_per_prompt)]
 
 
@@ -74,7 +74,6 @@ def read_job(config: SamplerConfig, model: Model, given: GivenFunctions, prompts
 
 
 def checked_settings(schema: type[SamplerConfig], request: Request) -> tuple[SamplerConfig, Model, GivenFunctions]:
-    """Return the narrowed settings, their model, and functions passed to the call. Raises as `read_job`."""
     if request.prompts < 0:
         raise ConfigError(f"prompts={request.prompts}: must be at least 0, which takes all.")
     config, model = job_settings(schema, request)
@@ -112,7 +111,6 @@ def _of_run(model: Model) -> Path:
 
 
 def described(schema: type[SamplerConfig], request: Request) -> str:
-    """Describe the job for a dry run: read and tokenize the data, try users' code. Raises as `read_job`."""
     config, model, given = checked_settings(schema, request)
     check_machine(config, dry_run=True)
     check_models(config)

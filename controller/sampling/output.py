@@ -38,7 +38,7 @@ OF_EPISODES = ("rollout.max_turns", "rollout.max_episode_tokens")
 
 
 class SamplesFile:
-    """One job's samples by (uid, sample), and their file. Writing raises OutputError."""
+    """Hold one job's samples by (uid, sample), and their file. Writing raises OutputError."""
 
     def __init__(self, folder: Path, job: Mapping[str, Any]) -> None:
         """job: see `job_identity`. Raises as `check_same_job`, and DataError for another kind of file."""
@@ -62,7 +62,6 @@ class SamplesFile:
 
 
 def _whole_lines(path: Path) -> list[Line]:
-    """Read the file's lines, and remove one cut short by a crash."""
     if not path.exists():
         return []
     with path.open("rb+") as file:
@@ -124,7 +123,6 @@ def scored_response(line: Line) -> ScoredResponse:
 
 
 def check_same_job(folder: Path, job: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the samples in `folder` are of another job. job: see `job_identity`."""
     path = folder / JOB
     if not path.exists():
         return

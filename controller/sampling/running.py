@@ -50,7 +50,6 @@ class Sampled(NamedTuple):
 
 
 def prepare(schema: type[SamplerConfig], finish: Finish, arguments: Sequence[str] | None) -> Callable[[], None] | None:
-    """Parse a command line and return what starts the job; None after a dry run. Raises as `prepare_job`."""
     parsed = _parser(schema).parse_intermixed_args(arguments)
     request = Request(
         parsed.config,
@@ -91,7 +90,7 @@ def _parser(schema: type[SamplerConfig]) -> argparse.ArgumentParser:
 def prepare_job(
     schema: type[SamplerConfig], finish: Finish, request: Request
 ) -> tuple[SamplerConfig, Callable[[], None]]:
-    """Return the narrowed settings and the function that starts the job. Raises as `read_job` and `prepare_start`."""
+    """Return the narrowed settings and what starts the job. Raises as `read_job` and `prepare_start`."""
     config, model, given = checked_settings(schema, request)
     read = partial(read_job, config, model, given, request.prompts)
     return config, prepare_start(config, read, partial(_run, finish))
@@ -129,7 +128,6 @@ def _complete(job: Job, file: SamplesFile, console: "Console") -> list["SampleRe
 
 
 def sample_missing(job: Job, file: SamplesFile, missing: Sequence[Key], console: "Console") -> list["SampleResult"]:
-    """Start the roles on a connected Ray and append the missing samples to the file; returns as `_complete`."""
     from controller.actors.launch import launch
 
     config, inputs, given_up = job.config, job.inputs, list["SampleResult"]()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.controller.doctor.test_node_checks import NODE_LINES
-from tests.end_to_end.processes import MARK, all_end, begin, marked_environment
+from tests.end_to_end.processes import MARK, all_end, begin, marked_environment, settings_file
 
 LINES = (
     "configuration",
@@ -30,19 +30,10 @@ def doctor(environment: dict[str, str], *arguments: str) -> subprocess.Popen[str
     return begin([sys.executable, "-m", "controller.doctor", *arguments], environment)
 
 
-@pytest.fixture
-def file(settings: list[str], workspace: Path) -> Path:
-    """The settings of a run that would work here, but in a folder that is not there yet."""
-    file = workspace / "empty.yaml"
-    file.write_text("{}\n")
-    return file
-
-
-def test_a_machine_that_runs_work_on_has_every_line_and_exit_code_0(
-    settings: list[str], workspace: Path, file: Path
-) -> None:
+def test_a_machine_that_runs_work_on_has_every_line_and_exit_code_0(settings: list[str], workspace: Path) -> None:
+    """In a folder that is not there yet."""
     environment, folder = marked_environment(), workspace / "not" / "yet"
-    run = doctor(environment, "--config", str(file), *settings, f"run.dir={folder}", "run.name=examined")
+    run = doctor(environment, *settings_file(workspace), *settings, f"run.dir={folder}", "run.name=examined")
     output, errors = run.communicate(timeout=600)
     assert run.returncode == 0, output + errors
     found = dict(re.fullmatch(r"(?:ok  |warn)  ([^:]+): (.+)", line).groups() for line in output.splitlines())

@@ -1,6 +1,5 @@
 """Ranks that belong together share a node, in whatever order Ray has put equal bundles there."""
 
-import math
 from typing import Any
 
 import pytest
@@ -93,7 +92,7 @@ def test_as_many_groups_of_every_size_are_whole_as_the_nodes_have_room_for(
     engine=st.integers(1, 8),
     data=st.data(),
 )
-def test_an_engine_is_refused_only_where_no_deal_has_it_on_one_node(
+def test_an_engine_is_refused_only_where_no_assignment_has_it_on_one_node(
     counts: list[int], group: int, engine: int, data: st.DataObject
 ) -> None:
     """Also where its GPUs neither divide a group nor are made of whole ones."""
@@ -195,21 +194,3 @@ class Recorder:
 
     def remote(self, *args: Any, **kwargs: Any) -> "Recorder":
         return self
-
-
-def test_no_deal_of_small_pools_keeps_more_groups_whole() -> None:
-    """Against every deal there is, of pairs and fours on two nodes."""
-    for first in range(9):
-        counts = [first, 8 - first]
-        nodes = [0] * first + [1] * (8 - first)
-        found = nodes_of_ranks(pool_of(8, 2, 4), nodes)
-        ours = (splits(found, 2), splits(found, 4))
-        assert ours == min((splits(deal, 2), splits(deal, 4)) for deal in all_deals(counts))
-
-
-def all_deals(counts: list[int]) -> list[list[int]]:
-    """The node of every rank, in every way in which two nodes get so many."""
-    total = sum(counts)
-    chosen = [mask for mask in range(1 << total) if mask.bit_count() == counts[1]]
-    assert len(chosen) == math.comb(total, counts[1])
-    return [[mask >> rank & 1 for rank in range(total)] for mask in chosen]

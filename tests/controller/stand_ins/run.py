@@ -14,9 +14,10 @@ from transformers import AutoModelForSequenceClassification
 from controller.actors.layout import Pool
 from controller.config import Config, load
 from controller.engines.fleet import RestartBudget
-from controller.fit import Inputs, read_inputs, step_of, training
+from controller.fit import Inputs, read_inputs, training
 from controller.lifecycle.session import recovering
 from controller.preflight.checks import check
+from controller.step import step_of
 from controller.training_loop import Outcome, train
 from examples.addition.warm_start import create_model
 from tests.controller.stand_ins.gpus import StandInEngine, StandInReward, StandInSender, StandInVllm, World
