@@ -44,8 +44,7 @@ def sampled(schema: type[SamplerConfig], finish: object, request: Request) -> tu
     """In place of `controller.sampling.running.prepare_job`."""
     del finish
     described(schema, request)
-    job = SimpleNamespace(config=SimpleNamespace(run_folder=Path()))
-    return job, lambda: Path("samples.jsonl").write_text('{"response_tokens": 3}\n')
+    return SimpleNamespace(run_folder=Path()), lambda: Path("samples.jsonl").write_text('{"response_tokens": 3}\n')
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:

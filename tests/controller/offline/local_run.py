@@ -1,11 +1,7 @@
-"""Whole runs of `controller.sft` and `controller.preferences` in this process: engines are real, Ray has a stand-in."""
+"""Whole runs of `controller.sft` and `controller.preferences` in this process."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
-import torch
 
 from controller.config import load_as
 from controller.config.offline import OfflineConfig, PreferencesConfig, SftConfig
@@ -15,10 +11,7 @@ from controller.preflight.offline_checks import check_offline
 from controller.training_loop import Outcome, train
 from examples.addition import data
 from examples.addition.warm_start import create_model, pairs
-from tests.controller.stand_ins.local_ray import LocalRay
-from tests.controller.stand_ins.run import LocalReservation, NoMetrics
 from tests.end_to_end.faults import Listening
-from tests.workers.model.ranks import forget_meshes
 
 SCHEMAS: dict[str, type[OfflineConfig]] = {"sft": SftConfig, "preferences": PreferencesConfig}
 SETTINGS = (
@@ -45,43 +38,12 @@ def write_offline_workspace(folder: Path) -> None:
     data.write_records(folder / "held_out.jsonl", pairs(4, 1, held_out=True))
 
 
-class LocalRuns:
-    """Puts the stand-ins in their places, until the test ends."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        LocalRay({}).install(monkeypatch)
-        monkeypatch.setattr("controller.actors.launch.reserve", lambda pool, timeout_s: LocalReservation([[]]))
-        monkeypatch.setattr("controller.observability.ray_metrics.RayMetrics", NoMetrics)
-        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-        start = torch.distributed.init_process_group  # policy and reference are of one process
-        monkeypatch.setattr(
-            torch.distributed,
-            "init_process_group",
-            lambda *given, **named: torch.distributed.is_initialized() or start(*given, **named),
-        )
-
-    def run(self, name: str, run: str, *overrides: str) -> Outcome:
-        """See `run_offline`."""
-        return run_offline(name, run, *overrides)
-
-
 def run_offline(name: str, run: str, *overrides: str) -> Outcome:
     """One run in the working directory, from its configuration to its outcome, written to `runs/RUN`."""
     config = load_as(SCHEMAS[name], None, [*SETTINGS, *OF_COMMAND[name], f"run.name={run}", *overrides])
     check_offline(config)
     with training(config, read_inputs(config), Listening()) as started:
         return train(started, STEPS[SCHEMAS[name]])
-
-
-@pytest.fixture
-def local_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalRuns]:
-    """In a working directory of its own."""
-    monkeypatch.chdir(tmp_path)
-    write_offline_workspace(tmp_path)
-    yield LocalRuns(monkeypatch)
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-        forget_meshes()
 
 
 def recorded(run: str) -> list[dict[str, float]]:

@@ -1,6 +1,7 @@
 """Training on given sequences, from a configuration to what it leaves behind."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,10 +9,12 @@ import pytest
 from controller import sft
 from controller.observability.metric_table import spec_of
 from controller.observability.report import write_report
-from tests.controller.offline.local_run import OF_COMMAND, SETTINGS, LocalRuns, recorded
+from controller.training_loop import Outcome
+from tests.controller.offline.local_run import OF_COMMAND, SETTINGS, recorded
 from tests.workers.model.tiny import files_beside
 from workers.errors import ConfigError, DataError
 
+Run = Callable[..., Outcome]
 PLANS = {
     "one micro-batch": ["policy.max_tokens_per_micro_batch=4096"],
     "small caps": ["policy.max_tokens_per_micro_batch=96"],
@@ -21,11 +24,11 @@ PLANS = {
 
 
 @pytest.mark.parametrize("command", ["sft", "preferences"])
-def test_curves_do_not_depend_on_the_plan(local_runs: LocalRuns, command: str) -> None:
+def test_curves_do_not_depend_on_the_plan(run: Run, command: str) -> None:
     held_out = "data.validation=held_out.jsonl"
     curves = []
     for number, plan in enumerate(PLANS.values()):
-        outcome = local_runs.run(command, f"run-{number}", held_out, *plan)
+        outcome = run(command, f"run-{number}", held_out, *plan)
         losses = [step["policy/loss"] for step in outcome.steps]
         curves.append([*losses, outcome.before["loss"], outcome.after["loss"]])
     assert abs(curves[0][-1] - curves[0][-2]) > 1e-3, "the steps change what is to be compared"
@@ -33,8 +36,8 @@ def test_curves_do_not_depend_on_the_plan(local_runs: LocalRuns, command: str) -
         assert curve == pytest.approx(curves[0], abs=1e-6)
 
 
-def test_sft_leaves_a_model_and_metrics_that_are_declared_and_a_report(local_runs: LocalRuns) -> None:
-    outcome = local_runs.run("sft", "run", "data.validation=held_out.jsonl", "validation.every=2")
+def test_sft_leaves_a_model_and_metrics_that_are_declared_and_a_report(run: Run) -> None:
+    outcome = run("sft", "run", "data.validation=held_out.jsonl", "validation.every=2")
     steps = recorded("run")
     assert [step["step"] for step in steps] == [0, 1, 2, 3]
     assert [step["step"] for step in steps if "validation/loss" in step] == [0, 2, 3]
@@ -47,8 +50,8 @@ def test_sft_leaves_a_model_and_metrics_that_are_declared_and_a_report(local_run
     assert "supervised, 6 sequences a step" in page
 
 
-def test_preferences_begin_at_log_2_and_raise_the_chosen_over_the_rejected(local_runs: LocalRuns) -> None:
-    outcome = local_runs.run("preferences", "run", "run.steps=8")
+def test_preferences_begin_at_log_2_and_raise_the_chosen_over_the_rejected(run: Run) -> None:
+    outcome = run("preferences", "run", "run.steps=8")
     first, last = outcome.steps[0], outcome.steps[-1]
     assert first["policy/loss"] == pytest.approx(math.log(2), abs=1e-6), "policy and reference are the same at first"
     assert first["preferences/margin"] == pytest.approx(0, abs=1e-5)
@@ -58,42 +61,42 @@ def test_preferences_begin_at_log_2_and_raise_the_chosen_over_the_rejected(local
 
 
 @pytest.mark.parametrize("loss", ["ipo", "simpo"])
-def test_the_other_losses_learn_too_with_and_without_reference(local_runs: LocalRuns, loss: str) -> None:
-    steps = local_runs.run("preferences", "run", f"loss.name={loss}", "run.steps=6", "batch.pairs_per_step=20").steps
+def test_the_other_losses_learn_too_with_and_without_reference(run: Run, loss: str) -> None:
+    steps = run("preferences", "run", f"loss.name={loss}", "run.steps=6", "batch.pairs_per_step=20").steps
     assert steps[-1]["policy/loss"] < steps[0]["policy/loss"]
 
 
-def test_with_adapters_the_policy_is_its_own_reference(local_runs: LocalRuns) -> None:
-    steps = local_runs.run("preferences", "run", "model.lora.rank=2", "policy.optimizer.learning_rate=1e-2").steps
+def test_with_adapters_the_policy_is_its_own_reference(run: Run) -> None:
+    steps = run("preferences", "run", "model.lora.rank=2", "policy.optimizer.learning_rate=1e-2").steps
     assert steps[0]["policy/loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert steps[-1]["policy/loss"] != pytest.approx(math.log(2), abs=1e-4)
 
 
-def test_a_run_goes_on_from_a_checkpoint_as_if_it_had_not_been_stopped(local_runs: LocalRuns) -> None:
+def test_a_run_goes_on_from_a_checkpoint_as_if_it_had_not_been_stopped(run: Run) -> None:
     checkpoints = "run.checkpoint_every=2"
-    whole = local_runs.run("sft", "whole", "run.steps=4")
-    local_runs.run("sft", "parts", "run.steps=2", checkpoints)
-    resumed = local_runs.run("sft", "parts", "run.steps=4", checkpoints, "run.resume=auto")
+    whole = run("sft", "whole", "run.steps=4")
+    run("sft", "parts", "run.steps=2", checkpoints)
+    resumed = run("sft", "parts", "run.steps=4", checkpoints, "run.resume=auto")
     assert [step["data/epoch"] for step in resumed.steps] == [step["data/epoch"] for step in whole.steps[2:]]
     losses = [step["policy/loss"] for step in whole.steps[2:]]
     assert [step["policy/loss"] for step in resumed.steps] == pytest.approx(losses, abs=1e-6)
     assert [step["step"] for step in recorded("parts")] == [0, 1, 2, 3, 4]
 
 
-def test_epochs_pass_over_every_record_and_the_last_step_takes_what_is_left(local_runs: LocalRuns) -> None:
-    steps = local_runs.run("sft", "run", "run.steps=0", "run.epochs=2", "batch.sequences_per_step=12").steps
+def test_epochs_pass_over_every_record_and_the_last_step_takes_what_is_left(run: Run) -> None:
+    steps = run("sft", "run", "run.steps=0", "run.epochs=2", "batch.sequences_per_step=12").steps
     assert [step["data/epoch"] for step in steps] == pytest.approx([0.6, 1.2, 1.8, 2.0])
 
 
-def test_long_records_are_dropped_and_counted_or_refused(local_runs: LocalRuns) -> None:
-    steps = local_runs.run("sft", "run", "data.max_tokens=24", "run.steps=1").steps
+def test_long_records_are_dropped_and_counted_or_refused(run: Run) -> None:
+    steps = run("sft", "run", "data.max_tokens=24", "run.steps=1").steps
     assert 0 < steps[0]["data/dropped"] < 20
     with pytest.raises(DataError, match=r"pairs.jsonl record \d+ has \d+ tokens; raise data.max_tokens \(24\)"):
-        local_runs.run("sft", "other", "data.max_tokens=24", "data.overlong_records=error")
+        run("sft", "other", "data.max_tokens=24", "data.overlong_records=error")
 
 
-def test_a_checkpoint_of_other_data_is_refused_or_taken_as_run_other_data_says(local_runs: LocalRuns) -> None:
-    local_runs.run("sft", "run", "run.steps=2", "run.checkpoint_every=2")
+def test_a_checkpoint_of_other_data_is_refused_or_taken_as_run_other_data_says(run: Run) -> None:
+    run("sft", "run", "run.steps=2", "run.checkpoint_every=2")
     resumed = ("run.resume=runs/run", "run.steps=3")
     others = {
         "data.train=held_out.jsonl": "has 4 records of other content than the 20 then",
@@ -104,9 +107,9 @@ def test_a_checkpoint_of_other_data_is_refused_or_taken_as_run_other_data_says(l
     }
     for other, words in others.items():
         with pytest.raises(ConfigError, match=words):
-            local_runs.run("sft", "other", *resumed, other)
+            run("sft", "other", *resumed, other)
     for said, epoch in (("restart", 0.3), ("keep_place", 0.9)):
-        outcome = local_runs.run("sft", said, *resumed, "data.response_key=rejected", f"run.on_data_change={said}")
+        outcome = run("sft", said, *resumed, "data.response_key=rejected", f"run.on_data_change={said}")
         assert [step["data/epoch"] for step in outcome.steps] == pytest.approx([epoch])
 
 
@@ -114,7 +117,7 @@ def test_a_checkpoint_of_other_data_is_refused_or_taken_as_run_other_data_says(l
     ("length", "setting"), [(["run.steps=4"], "run.steps=4"), (["run.steps=0", "run.epochs=2"], "run.epochs=2")]
 )
 def test_a_finished_run_is_left_as_it_is(
-    local_runs: LocalRuns, capsys: pytest.CaptureFixture[str], length: list[str], setting: str
+    run: Run, capsys: pytest.CaptureFixture[str], length: list[str], setting: str
 ) -> None:
     """Two epochs of 20 records, 12 a step, are 4 steps."""
     folder = Path("runs") / "done"
