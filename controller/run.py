@@ -111,7 +111,7 @@ class Run(TrainingRun[Config]):
             if step:  # at step 0 it is the model that the run was given
                 self.save("model-best")
 
-    def record_samples(self, rollout: Rollout) -> None:
+    def record_samples(self, rollout: RolloutBatch) -> None:
         batch, record = rollout.trained, self.record
         samples, version = rollout.batch, self.weight_version
         record.samples(rollout, batch, self.prompt_text)

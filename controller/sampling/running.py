@@ -196,7 +196,6 @@ def _scored(
 
 
 def _with_model_scores(job: Job, roles: "WorkerGroups", samples: list[Sampled]) -> list[Sampled]:
-    from controller.engines.engine_pool import RolloutBatch
     from controller.planning.planner import Planner
     from controller.rollout.samples import assemble
 
