@@ -52,9 +52,9 @@ SHOWN = (
 )
 HEADER = """# Asynchronous training on two cores
 
-Written by `python -m tests.benchmarks.asynchronous`: an engine with one core and the trainer with the other, {steps}
-steps of 8 prompts with 4 samples each through a random model of 3M parameters, lengths geometric with mean 64 and at
-most 256, {rounds} times in turns; medians of steps, of the largest age the largest.
+Written by `python -m tests.benchmarks.asynchronous` on two cores: one for an engine, one for the trainer. A random
+model of 3M parameters makes {steps} steps of 8 prompts with 4 samples each. Lengths are geometric with mean 64 and at
+most 256. Each row ran {rounds} times in turns. Values are medians over steps, except the largest age.
 
 | `rollout.max_staleness` | seconds a step, in turns | steps an hour | of synchronous | {names} |
 | ---: | --- | ---: | ---: | {lines} |

@@ -35,8 +35,8 @@ from workers.model.rows.packing import pack, pad
 HEADER = """# Engine benchmark
 
 Written by `python -m tests.benchmarks.engine`: forward and backward in float32 on one core of an x86-64 processor with
-AVX2, medians of CPU seconds, the ways that are compared taking turns. Read the ratios: absolute times drift with the
-machine.
+AVX2. Times are medians of CPU seconds, with the compared ways in turns. Read the ratios, because absolute times drift
+with the machine.
 """
 CPU = torch.device("cpu")
 VOCABULARY = 10_000

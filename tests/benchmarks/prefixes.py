@@ -24,9 +24,9 @@ from workers.model.layout import RowLayout
 
 HEADER = """# Shared prompts
 
-Written by `python -m tests.benchmarks.prefixes`: one micro-batch of a group, or of several, forward and backward
-through a 20M model in float32 on one core, without and with `model.share_prefixes`, in turns; medians of CPU seconds.
-Memory: bytes that tensors hold at most, beyond the parameters.
+Written by `python -m tests.benchmarks.prefixes`: forward and backward of one micro-batch with one or several groups,
+through a 20M model in float32 on one core, without and with `model.share_prefixes` in turns. Times are medians of CPU
+seconds. Memory is the peak of bytes in tensors, without the parameters.
 
 | prompt / response / samples x groups | tokens | FLOPs | seconds without | with | faster | memory |
 | --- | --- | --- | --- | --- | --- | --- |

@@ -228,16 +228,16 @@ def report(
             f"first {arguments.until} steps, at a random moment of each, a process was killed with SIGKILL. It took "
             f"{seconds / 60:.0f} minutes.",
             "",
-            f"- Killed: {killed}. Engines started anew: {last['restarts/engines']:.0f}; goings-on from the last "
-            f"checkpoint: {last['restarts/recoveries']:.0f}. Reward workers are started anew by Ray.",
+            f"- Killed: {killed}. Engines restarted: {last['restarts/engines']:.0f}. Resumed from the last "
+            f"checkpoint: {last['restarts/recoveries']:.0f} times. Ray restarts reward workers.",
             "- Every step is in metrics.jsonl once, with all of its samples, and every prompt in one step: "
             f"{'no' if lost else 'yes'}.",
-            f"- Left behind when it had ended: {remains}. Most named actors at a time: {watch.most_actors}.",
+            f"- Left behind at the end: {remains}. Most named actors at once: {watch.most_actors}.",
             "",
             f"Resident memory, without shared pages, of processes that lived for {LEAST_STEPS} steps or more, in the "
-            "second half of their lives; the slope is the steepest of the role's processes, by least squares. With "
-            f"`{' '.join(f'{name}={value}' for name, value in SHAPES.items())}`: otherwise an engine on a CPU grows "
-            "for hundreds of steps, until oneDNN has filled its cache of 1,024 compiled shapes.",
+            "second half of their lives. The slope is the steepest of the role's processes, by least squares. With "
+            f"`{' '.join(f'{name}={value}' for name, value in SHAPES.items())}`, because otherwise an engine on a CPU "
+            "grows for hundreds of steps, until oneDNN has filled its cache of 1,024 compiled shapes.",
             "",
             "| process | processes | largest, MiB | slope, MiB a step |",
             "| --- | ---: | ---: | ---: |",

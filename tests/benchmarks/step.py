@@ -36,10 +36,10 @@ WAYS: dict[str, tuple[str, ...] | None] = {
 }
 HEADER = """# A step against a loop by hand
 
-Written by `python -m tests.benchmarks.step` on {cores} cores of a CPU: seconds of a step of the quickstart, medians of
+Written by `python -m tests.benchmarks.step` on {cores} CPU cores: seconds per step of the quickstart, medians of
 {steps} steps, {rounds} times in turns. By hand: vLLM and a transformers model in one process with all cores, padded
-micro-batches sorted by length, no Ray. Of a step, `update` is forward, backward and the optimizer's step.
-An update is faster where responses to a prompt begin alike, which depends on the warm start.
+micro-batches sorted by length, no Ray. `update` is forward, backward and the optimizer's step. An update is faster if
+responses to a prompt share a beginning, which depends on the warm start.
 
 | loop | seconds a step, in turns | median | of the loop by hand | update, s | tokens a step |
 | --- | --- | --- | --- | --- | --- |

@@ -36,11 +36,11 @@ UPDATES = 3
 KEPT = ("recompute", "keep")
 HEADER = """## What an update costs requests in flight
 
-Written by `python -m tests.benchmarks.update_pause` (part of `tests.benchmarks.step`): one engine on {cores} cores, a
-random model of 3M parameters, prompts of {prompt} tokens, responses of 64 on average and {longest} at most, all sent at
-once; {updates} updates, the last one half way, bring the weights that it has. `held`: seconds from the moment an engine
-is asked to hold its requests until they go on. `lost`: what the whole takes longer, for an update; medians of {rounds}
-rounds in turns. `tokens not sampled`: those that the engine would have sampled in this time.
+Written by `python -m tests.benchmarks.update_pause` (part of `tests.benchmarks.step`): one engine on {cores} cores with
+a random model of 3M parameters. Prompts of {prompt} tokens are sent at once. Responses have 64 tokens on average and
+{longest} at most. {updates} updates, the last one half way, send the weights that the engine has already. `held`:
+seconds for which an engine holds its requests. `lost`: extra seconds of the whole, per update. `tokens not sampled`: tokens that the engine
+would have sampled in this time. Values are medians of {rounds} rounds in turns.
 
 | requests | `rollout.kv_cache_after_update` | seconds without updates | held, s | lost, s | tokens not sampled |
 | ---: | --- | ---: | ---: | ---: | ---: |

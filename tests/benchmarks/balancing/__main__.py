@@ -24,7 +24,7 @@ MODULES = ("partitions", "plans", "shared_prompts", "pipelines")
 INTRODUCTION = """# Balancing: how good, how fast
 
 Made by `{command}` on {machine}. Seconds are medians of several repetitions with compiled code warm, and belong to
-that machine; ratios are of both sides in one process. Batches are seeded (`balancing/analysis/distributions.py`).
+that machine. Both sides of a ratio ran in one process. Batches are seeded (`balancing/analysis/distributions.py`).
 
 """
 

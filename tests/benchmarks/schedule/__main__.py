@@ -32,12 +32,12 @@ Made by `python -m tests.benchmarks.schedule --output docs/schedule-benchmark.md
 ![When the trainer is busy, and how full the engines are](schedule.png)
 
 """
-DESCRIBED = """It is a simulation: {engines} engines of {slots} samples, which decode a token of each in {a} + {c} x
-samples seconds; a trainer of {train_tokens_per_second:,.0f} tokens/s; updates of the weights of {update_seconds:.0f} s,
-in which both wait. Steps of {prompts_per_step} groups of {samples}; lengths of responses are log-normal, median
-{median_length:,}, sigma {sigma}, at most {longest:,} tokens, and the same in every row. Medians of {seeds} seeds. Our
-rows use the class of real runs (`controller/engines/staleness_schedule.py`). The picture has the first minutes after
-step {skipped} of one seed."""
+DESCRIBED = """This is a simulation. {engines} engines of {slots} samples decode one token of each in {a} + {c} x
+samples seconds. The trainer processes {train_tokens_per_second:,.0f} tokens/s. A weight update takes {update_seconds:.0f} s, in
+which both wait. A step has {prompts_per_step} groups of {samples}. Response lengths are log-normal with median
+{median_length:,}, sigma {sigma} and at most {longest:,} tokens, and the same in every row. Values are medians of
+{seeds} seeds. Our rows use the class of real runs (`controller/engines/staleness_schedule.py`). The picture has the first
+minutes after step {skipped} of one seed."""
 COMPARED = (
     "samples/s",
     "tokens/s",
@@ -51,13 +51,13 @@ COMPARED = (
     "groups discarded",
     "tokens wasted",
 )
-NOTE = """Speeds are relative to the synchronous run. They and the trainer's busy share are of the steady part: all
-steps but the first and the last {skipped} of {steps}. Every run is made to its end, so that all {groups:,} prompts are
-either trained or discarded; mean and 99th percentile of the trained lengths are over those of all prompts, which is 1
-by construction where nothing is discarded. `steady` tells whether long responses are put off until the end: the mean of
-what the steady part trained, over that of the prompts from its oldest group to the oldest of the step after it. Ages
-are of groups when they are taken, in versions of the weights since their admission; the oldest is over all seeds.
-Tokens wasted are of all that were decoded."""
+NOTE = """Speeds are relative to the synchronous run. They and the trainer's busy share cover the steady part: all
+steps except the first and the last {skipped} of {steps}. Every run continues to its end, so that all {groups:,} prompts
+are either trained or discarded. Mean and 99th percentile of the trained lengths are relative to all prompts, so they
+are 1 if nothing is discarded. `steady` shows whether long responses are delayed until the end. It is the mean length
+trained in the steady part, relative to the prompts from its oldest group to the oldest of the following step. The age
+of a group is the number of weight versions between its admission and its use. The oldest is over all seeds. Tokens
+wasted are a share of all decoded tokens."""
 
 
 def filled(text: str, **values: object) -> str:
