@@ -1,17 +1,17 @@
 """`python -m controller.doctor [--config FILE] [--model PATH] [key.sub=value ...]`: check a machine or a cluster.
 
-    settings --> Ray --node_checks--> every node --cluster_checks--> what Ray offers, the run's place
+    settings --> Ray --node_checks--> every node --cluster_checks--> what Ray offers
                      --smoke_test--> all-reduce; one engine and one rank: update, new weights
                           a line each (`report`): ok, warn or FAIL, what was found, what to change
 
-Checks the cluster in resources.ray_address or RAY_ADDRESS, else this machine. Exit code: 0, or 1 if a check failed.
-Later checks run anyway. Everything started is stopped.
+Checks the cluster in resources.ray_address or RAY_ADDRESS, else this machine. A failed check does not stop later ones.
+Exit code: 0, or 1 if a check failed. Everything started is stopped.
 """
 
 import tempfile
+from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import rich.console
@@ -27,42 +27,32 @@ from workers.errors import BallastError
 ANYWHERE = ("model.path=tiny", "run.name=doctor")  # settings without a default, unused here
 
 
-@dataclass(frozen=True)
-class Options:
-    """The command line."""
-
-    config: Path | None
-    model: str
-    overrides: tuple[str, ...]
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     report = Report()
     return exit_code(lambda: examine(_options(arguments), report)) or report.exit_code
 
 
-def examine(options: Options, report: Report) -> None:
+def examine(options: Namespace, report: Report) -> None:
     """Add every finding to the report."""
     config = configuration(options, report)
     with looking_at("loading torch, Ray and vLLM"):
-        from controller.doctor.cluster_checks import Examination
+        from controller.doctor.cluster_checks import check_cluster, check_this_machine
         from controller.observability.console import Console
 
+    checked, connected = config or load(None, ANYWHERE), False
     with tempfile.TemporaryDirectory(prefix="ballast-doctor-") as folder:
-        of_a_run = bool(config and options.config)
-        examination = Examination(config or load(None, ANYWHERE), report, of_a_run, options.model, Path(folder))
-        connected = False
         with report.guarding("Ray", "see docs/troubleshooting.md", told=False), ExitStack() as stack:
             with looking_at("Ray"):
-                stack.enter_context(ray_session(examination.config, Console(rich.console.Console(quiet=True))))
+                stack.enter_context(ray_session(checked, Console(rich.console.Console(quiet=True))))
             connected = True
-            examination.of_cluster()
+            of_a_run = bool(config and options.config)
+            check_cluster(checked, report, Path(folder), of_a_run=of_a_run, model=options.model)
         if not connected:
-            examination.of_this_machine()
+            check_this_machine(checked, report)
 
 
-def configuration(options: Options, report: Report) -> Config | None:
+def configuration(options: Namespace, report: Report) -> Config | None:
     """Read the run's settings, or only the overrides; None if unreadable. Refused settings count as a failure."""
     advice = "python -m controller.fit --config FILE --dry-run explains it"
     config = None
@@ -79,15 +69,14 @@ def configuration(options: Options, report: Report) -> Config | None:
     return config
 
 
-def _options(arguments: Sequence[str] | None) -> Options:
+def _options(arguments: Sequence[str] | None) -> Namespace:
     parser = OneLineParser(
         prog="python -m controller.doctor",
         usage="python -m controller.doctor [--config FILE] [--model PATH] [key.sub=value ...]",
         description="Check a machine or a cluster before the first run: a line for each finding, exit code 0 or 1.",
         allow_abbrev=False,
     )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="the run's settings: its models, folder and place")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="the run's settings: its models and its folder")
     parser.add_argument("--model", default="", metavar="PATH", help="for the engine and the rank (a tiny random one)")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings that replace the file's")
-    parsed = parser.parse_intermixed_args(arguments)
-    return Options(parsed.config, parsed.model, tuple(parsed.overrides))
+    return parser.parse_intermixed_args(arguments)

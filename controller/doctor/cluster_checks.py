@@ -1,14 +1,13 @@
-"""Examination: run all checks in order, on Ray's cluster, or on this machine without Ray.
+"""Run all checks in order, on Ray's cluster, or on this machine without Ray.
 
-every node (`node_checks`) --> what Ray offers --> the run's place --> `smoke_test`: all-reduce, engine and rank
+every node (`node_checks`) --> what Ray offers --> `smoke_test`: all-reduce, engine and rank
 """
 
 import importlib.metadata
-import io
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,6 @@ from controller.doctor import smoke_test
 from controller.doctor.node_checks import GIB, Asked, NodeReport, look
 from controller.doctor.report import Finding, Report, fail, joined, ok
 from controller.packages import distribution
-from controller.preflight.cluster import Cluster, run_on
-from controller.preflight.describe_cluster import print_cluster
-from workers.errors import ConfigError
 
 PACKAGES = ("torch", "ray", "transformers", "tensordict")
 LOOK_SECONDS = 180.0
@@ -32,88 +28,67 @@ Node = Mapping[str, Any]
 """A node as `ray.nodes` describes it."""
 
 
-@dataclass(frozen=True)
-class Examination:
-    """All checks for `config`.
+def check_cluster(config: Config, report: Report, folder: Path, *, of_a_run: bool, model: str) -> None:
+    """Run every check on a connected Ray.
 
-    of_a_run: also check its folder, models and placement. model: folder or name for engine and rank; empty creates a
-    tiny one in `folder`.
+    of_a_run: also check the run's folder and models. model: folder or name for engine and rank; empty creates a tiny
+    one in `folder`.
     """
+    nodes: list[Node] = [node for node in ray.nodes() if node["Alive"]]
+    gpus_seen = 0
+    with report.guarding("nodes", "look at Ray's session folder, logs/"):
+        gpus_seen = check_nodes(config, report, nodes, of_a_run)
+    report.add(offered(nodes, gpus_seen, config.uses_gpus))
+    with report.guarding("all-reduce", "the ranks do not reach each other: see the network's line, and firewalls"):
+        report.add(smoke_test.all_reduce(config, len(nodes), int(total(nodes, "GPU"))))
+    advice = "Ray's session folder has their logs, logs/worker-*; start containers with --ipc=host for CUDA IPC"
+    with report.guarding("engine and rank", advice):
+        model = model or smoke_test.tiny_model(folder / "model")
+        smoke_test.train_two_steps(smoke_test.settings_for(config, model, folder), report)
 
-    config: Config
-    report: Report
-    of_a_run: bool
-    model: str
-    folder: Path
 
-    def of_cluster(self) -> None:
-        """Run every check on a connected Ray."""
-        config, report = self.config, self.report
-        nodes: list[Node] = [node for node in ray.nodes() if node["Alive"]]
-        found: list[NodeReport] = []
-        with report.guarding("nodes", "look at Ray's session folder, logs/"):
-            found = self.of_nodes(nodes)
-        report.add(offered(nodes, sum(len(each.gpus) for each in found), config.uses_gpus))
-        if self.of_a_run and found:
-            with report.guarding("the run's place", "python -m controller.fit --config FILE --dry-run says more"):
-                report.add(fits(config, smallest(found, nodes)))
-        with report.guarding("all-reduce", "the ranks do not reach each other: see the network's line, and firewalls"):
-            report.add(smoke_test.all_reduce(config, len(nodes), int(total(nodes, "GPU"))))
-        advice = "Ray's session folder has their logs, logs/worker-*; start containers with --ipc=host for CUDA IPC"
-        with report.guarding("engine and rank", advice):
-            model = self.model or smoke_test.tiny_model(self.folder / "model")
-            smoke_test.train_two_steps(smoke_test.settings_for(config, model, self.folder), report)
+def check_this_machine(config: Config, report: Report) -> None:
+    """Run the checks that need no Ray."""
+    asked = Asked(requirements(config.uses_gpus), config.uses_gpus)
+    report.add(*look(asked, "127.0.0.1").findings)
 
-    def of_this_machine(self) -> None:
-        """Run the checks that need no Ray."""
-        self.report.add(*look(self.asked(1, "", {}), "127.0.0.1").findings)
 
-    def asked(self, nodes: int, marker: str, models: Mapping[str, str]) -> Asked:
-        """The requirements on every node."""
-        on_gpus = self.config.uses_gpus
-        return Asked(requirements(on_gpus), on_gpus, nodes, marker=marker, models=models)
-
-    def of_nodes(self, nodes: Sequence[Node]) -> list[NodeReport]:
-        """Add findings about all nodes; return the reports of those that answered."""
-        with self.marked_folder() as marker:
-            found = look_at(nodes, self.asked(len(nodes), marker, self.models()))
-        self.report.add(*joined({address: _findings(address, answer) for address, answer in found.items()}))
-        return [answer for answer in found.values() if isinstance(answer, NodeReport)]
-
-    def models(self) -> dict[str, str]:
-        """The run's models, by setting."""
-        config = self.config
-        paths = {
+def check_nodes(config: Config, report: Report, nodes: Sequence[Node], of_a_run: bool) -> int:
+    """Add findings about all nodes; return the number of GPUs on nodes that answered."""
+    on_gpus, models = config.uses_gpus, {}
+    if of_a_run:
+        models = {
             "model.path": config.model.path,
             "reference.path": config.reference.path,
             "critic.path": config.critic.path,
             "reward.model.path": config.reward.model.path,
         }
-        return {key: path for key, path in paths.items() if path and self.of_a_run}
+    with marked_folder(config.run.dir, report) if of_a_run else nullcontext("") as marker:
+        found = look_at(nodes, Asked(requirements(on_gpus), on_gpus, len(nodes), marker=marker, models=models))
+    report.add(*joined({address: _findings(address, answer) for address, answer in found.items()}))
+    return sum(answer.gpus for answer in found.values() if isinstance(answer, NodeReport))
 
-    @contextmanager
-    def marked_folder(self) -> Iterator[str]:
-        """Create run.dir and a marker file that other nodes look for; remove both afterwards. Yields the file."""
-        if not self.of_a_run:
-            yield ""
-            return
-        folder = Path(self.config.run.dir).resolve()
-        marker = folder / f".doctor-{uuid.uuid4().hex}"
-        made = [path for path in (folder, *folder.parents) if not path.exists()]
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            marker.touch()
-        except OSError as error:
-            advice = "set run.dir to a folder that can be written"
-            self.report.add(fail("run.dir", f"{folder}: {error.strerror or error}", advice))
-            yield ""
-            return
-        try:
-            yield str(marker)
-        finally:
-            marker.unlink(missing_ok=True)
-            for path in made:
-                path.rmdir()
+
+@contextmanager
+def marked_folder(run_dir: str, report: Report) -> Iterator[str]:
+    """Create run.dir and a marker file that other nodes look for; remove both afterwards. Yields the file."""
+    folder = Path(run_dir).resolve()
+    marker = folder / f".doctor-{uuid.uuid4().hex}"
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        marker.touch()
+    except OSError as error:
+        advice = "set run.dir to a folder that can be written"
+        report.add(fail("run.dir", f"{folder}: {error.strerror or error}", advice))
+        yield ""
+        return
+    try:
+        yield str(marker)
+    finally:
+        marker.unlink(missing_ok=True)
+        for path in made:
+            path.rmdir()
 
 
 def requirements(on_gpus: bool) -> tuple[str, ...]:
@@ -170,28 +145,3 @@ def offered(nodes: Sequence[Node], gpus_seen: int, on_gpus: bool) -> Finding:
     if on_gpus and total(nodes, "GPU") < max(1, gpus_seen):
         return fail("Ray", f"{text}, and torch sees {gpus_seen} GPUs", "start Ray with --num-gpus")
     return ok("Ray", text)
-
-
-def smallest(found: Sequence[NodeReport], nodes: Sequence[Node]) -> Cluster:
-    """Return a cluster of equally many nodes, each with the smallest one's resources."""
-    count = min(len(each.gpus) for each in found)
-    return Cluster(
-        nodes=len(found),
-        cpus=min(node["Resources"].get("CPU", 0.0) for node in nodes),
-        gpus=count,
-        gpu_gib=min((gpu.total_gib for each in found for gpu in each.gpus), default=0.0) if count else 0.0,
-        memory_gib=min(each.memory_gib for each in found),
-    )
-
-
-def fits(config: Config, cluster: Cluster) -> Finding:
-    """Check whether every role and its memory fit, as the dry run does."""
-    run_on(config, cluster)
-    try:
-        with redirect_stdout(io.StringIO()):  # the page is the dry run's
-            print_cluster(config, cluster)
-    except ConfigError as error:
-        gpus = f"gpus={cluster.gpus},gpu_gib={cluster.gpu_gib:.0f}," if cluster.gpus else ""
-        described = f"nodes={cluster.nodes},{gpus}cpus={cluster.cpus:g},memory_gib={cluster.memory_gib:.0f}"
-        return fail("the run's place", str(error).rstrip("."), f"see --dry-run --cluster {described}")
-    return ok("the run's place", f"{counted(cluster.nodes, 'node')} as these have room for all roles of the run")

@@ -1,11 +1,10 @@
 """Check one machine: `look` runs as a Ray task on every node, and returns a line per check.
 
-Facts that a test cannot create (a driver, GPUs, limits) are arguments.
+Facts that a test cannot create, such as a driver and GPUs, are arguments.
 """
 
 import importlib.metadata
 import os
-import resource
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,9 +18,7 @@ from controller.doctor.report import Finding, fail, ok, warn
 from workers.errors import ConfigError
 
 GIB = 2**30
-FEW_FILES = 8192  # Ray, vLLM and gloo open some hundreds of files and sockets a process
 SMALL_SHM_GIB = 1.0  # NCCL wants some tens of MiB for each GPU, and a container has 64 MiB by default
-LITTLE_MEMORY_GIB, NO_MEMORY_GIB = 4.0, 1.0
 LITTLE_DISK_GIB = 10.0
 OTHERS_SHARE = 0.1  # of a GPU's memory, used by other processes
 
@@ -53,32 +50,25 @@ class Gpu:
 
 @dataclass(frozen=True)
 class NodeReport:
-    """The findings about a machine, and its GPUs and memory."""
+    """gpus: number that torch sees."""
 
     findings: list[Finding]
-    gpus: tuple[Gpu, ...]
-    memory_gib: float
+    gpus: int
 
 
 def look(asked: Asked, address: str) -> NodeReport:
     """Check this machine, whose Ray address is `address`."""
     cards, problem = gpus()
-    ram = psutil.virtual_memory()
     shm_gib = shutil.disk_usage("/dev/shm").total / GIB if Path("/dev/shm").is_dir() else 0.0
-    infiniband = any(Path("/sys/class/infiniband").glob("*"))
-    open_files, locked = (resource.getrlimit(limit)[0] for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
     findings = [
         versions(asked.requirements),
         gpu_findings(cards, problem, asked.on_gpus),
-        peer_access(len(cards)),
         shared_memory(shm_gib, len(cards), asked.object_store_gib),
-        limits(open_files, locked, infiniband),
-        memory(ram.available / GIB, ram.total / GIB),
         network(address, asked.nodes),
         *run_folder(asked.marker),
         *models(asked.models or {}),
     ]
-    return NodeReport(findings, cards, ram.total / GIB)
+    return NodeReport(findings, len(cards))
 
 
 def versions(requirements: Sequence[str]) -> Finding:
@@ -132,19 +122,6 @@ def gpu_findings(cards: Sequence[Gpu], problem: str, on_gpus: bool) -> Finding:
     return ok("GPUs", text)
 
 
-def peer_access(count: int) -> Finding:
-    """Check whether the node's GPUs access each other's memory directly."""
-    import torch
-
-    pairs = [(i, j) for i in range(count) for j in range(i + 1, count)]
-    apart = [f"{i}-{j}" for i, j in pairs if not torch.cuda.can_device_access_peer(i, j)]
-    if apart:
-        text = f"GPUs {', '.join(apart[:8])} do not reach each other ({len(apart)} pairs)"
-        advice = "transfers between them go through host memory; see nvidia-smi topo -m, and switch IOMMU or ACS off"
-        return warn("peer access", text, advice)
-    return ok("peer access", f"all {count} GPUs reach each other" if pairs else "not needed")
-
-
 def shared_memory(shm_gib: float, gpu_count: int, object_store_gib: float) -> Finding:
     """Check /dev/shm, used by Ray's object store and NCCL."""
     name, text = "/dev/shm", f"{shm_gib:.1f} GiB"
@@ -155,30 +132,6 @@ def shared_memory(shm_gib: float, gpu_count: int, object_store_gib: float) -> Fi
         text += f", less than Ray's object store of {object_store_gib:.1f} GiB, which goes to disk instead"
         return warn(name, text, advice)
     return ok(name, text)
-
-
-def limits(open_files: int, locked_bytes: int, infiniband: bool) -> Finding:
-    """Check process limits: open files, and locked memory, which InfiniBand needs."""
-    unlimited = resource.RLIM_INFINITY
-    files = "no limit" if open_files == unlimited else f"{open_files:,}"
-    locked = "no limit" if locked_bytes == unlimited else f"{locked_bytes / 2**20:,.0f} MiB"
-    advice = []
-    if open_files != unlimited and open_files < FEW_FILES:
-        advice.append("raise it where Ray is started: ulimit -n 65536")
-    if infiniband and locked_bytes != unlimited:
-        advice.append("NCCL over InfiniBand locks memory: ulimit -l unlimited, docker run --ulimit memlock=-1")
-    text = f"open files: {files}, locked memory: {locked}"
-    return warn("limits", text, "; ".join(advice)) if advice else ok("limits", text)
-
-
-def memory(free_gib: float, total_gib: float) -> Finding:
-    """Host memory."""
-    text = f"{free_gib:.1f} of {total_gib:.1f} GiB free, {len(os.sched_getaffinity(0))} CPUs"
-    if free_gib < NO_MEMORY_GIB:
-        return fail("memory", text, "end other processes, or take a larger machine")
-    if free_gib < LITTLE_MEMORY_GIB:
-        return warn("memory", text, "Ray, a rank and an engine take about 3 GiB before the model")
-    return ok("memory", text)
 
 
 def network(address: str, nodes: int) -> Finding:
@@ -210,10 +163,12 @@ def run_folder(marker: str) -> list[Finding]:
 
 
 def models(paths: Mapping[str, str]) -> list[Finding]:
-    """Report models, by setting, that cannot be read here."""
+    """Report models, by setting, that cannot be read here. An empty path is not a model."""
     advice = "put it where every node finds it, on shared storage or by `hf download` on each"
     findings = []
     for key, path in paths.items():
+        if not path:
+            continue
         try:
             check_whole(read_model_files(path, key), path, key)
         except (ConfigError, OSError) as error:

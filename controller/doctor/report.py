@@ -14,7 +14,7 @@ LONGEST_TEXT = 400  # characters of an error
 
 
 class Status(Enum):
-    """A finding's effect on a run: none, slower or riskier, or the run would fail."""
+    """OK; WARN: a run is slower or riskier; FAIL: a run fails."""
 
     OK = "ok"
     WARN = "warn"
@@ -23,8 +23,6 @@ class Status(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding about `name`. advice: recommended change, if any."""
-
     name: str
     status: Status
     text: str
@@ -79,12 +77,12 @@ class Report:
 
 
 def looking_at(name: str) -> AbstractContextManager[None]:
-    """Print the name of a slow block on standard error, apart from the findings."""
+    """Print the name of a slow block on standard error."""
     return log_if_slow(partial(print, file=sys.stderr, flush=True), f"...   {name}")
 
 
 def joined(by_node: dict[str, list[Finding]]) -> list[Finding]:
-    """Merge equal findings of several nodes into one that names the nodes or their number."""
+    """Merge equal findings of several nodes, and name the nodes."""
     if len(by_node) == 1:
         return next(iter(by_node.values()))
     nodes: dict[Finding, list[str]] = {}

@@ -1,6 +1,6 @@
 """Smoke tests with a run's own code: a timed all-reduce, and two steps with one engine and one rank.
 
-all_reduce         reserve a bundle a rank --WorkerGroup--> process group --> median seconds, and the sum
+all_reduce         a bundle per rank --WorkerGroup--> process group --> median seconds, and the sum
 train_two_steps    sample, compare log-probs, update --new weights--> sample, compare log-probs (`controller.fit`)
 """
 
@@ -52,7 +52,7 @@ def reward(response):
 
 
 class LinkWorker(Worker):
-    """A rank without a model, only in the process group."""
+    """A rank without a model."""
 
     @dispatch(Split.ALL)
     def time_all_reduce(self, byte_count: int, repeats: int) -> tuple[float, float]:
@@ -69,7 +69,7 @@ class LinkWorker(Worker):
 
 
 def all_reduce(config: Config, nodes: int, gpus: int) -> Finding:
-    """Time an all-reduce over all GPUs; on CPUs over one rank per node, at least two. Raises as WorkerGroup."""
+    """Time an all-reduce over all GPUs, or on CPUs over one rank per node and at least two. Raises as WorkerGroup."""
     ranks = gpus if config.uses_gpus else max(2, nodes)
     if ranks == 1:
         return ok("all-reduce", "one GPU, no other rank")
@@ -105,7 +105,7 @@ def judge_all_reduce(measured: list[tuple[float, float]], device: str) -> Findin
     backend = "nccl" if device == "cuda" else "gloo"
     text = f"{size / 2**20:.0f} MiB over {ranks} ranks by {backend} in {seconds * 1e3:.1f} ms, {rate:.2f} GB/s"
     if device == "cuda" and rate < SLOW_GB_PER_S:
-        advice = "NCCL takes a slow path: NCCL_DEBUG=INFO says which; look at peer access and NCCL_SOCKET_IFNAME"
+        advice = "NCCL takes a slow path: NCCL_DEBUG=INFO says which; see nvidia-smi topo -m and NCCL_SOCKET_IFNAME"
         return warn("all-reduce", text, advice)
     return ok("all-reduce", text)
 
@@ -139,8 +139,8 @@ def tiny_model(folder: Path) -> str:
     return str(folder)
 
 
-class _Complete(Exception):  # noqa: N818 - not an error
-    """Ends the run after its last step, before saving a model."""
+class _Complete(Exception):  # noqa: N818 - ends the run after its last step, before saving a model
+    pass
 
 
 def settings_for(asked: Config, model: str, folder: Path) -> Config:

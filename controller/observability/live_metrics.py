@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from workers.model.timing import MicroStepTime
 
 Export = Callable[[str, float], None]
-"""Takes a metric's name, labels included, and its value."""
+"""Takes a metric's full name and its value."""
 QUANTILES = (0.0, 0.1, 0.5, 0.9, 1.0)
 
 
@@ -32,7 +32,7 @@ def no_export(name: str, value: float) -> None:
 
 
 class LiveMetrics:
-    """Phases come from one thread; other values from any thread, one at a time."""
+    """Phases come from one thread, other values from any thread, one at a time."""
 
     def __init__(self, export: Export = no_export) -> None:
         self._export = export
@@ -41,7 +41,7 @@ class LiveMetrics:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Set phase `name` during the block, then restore the outer phase."""
+        """Set phase `name` during the block."""
         self._show_phase(False)
         self._phases.append(name)
         self._show_phase(True)
@@ -68,7 +68,7 @@ class LiveMetrics:
             self._gauge(f"engine/requests_in_flight/{replica}", requests)
 
     def _gauge(self, name: str, value: float) -> None:
-        """Export a changed value. Unchanged ones are common: each engine's answer reports all queues."""
+        """Export a changed value; every engine's answer reports all queues."""
         if self._exported.get(name) != value:
             self._exported[name] = value
             self._export(name, value)
@@ -93,7 +93,7 @@ class LiveMetrics:
 
 
 def rank_of(actor: str) -> str:
-    """Return ROLE/RANK of a `WorkerGroup` actor: `policy dp=1 cp=0` is `policy/dp=1 cp=0`."""
+    """Return ROLE/RANK: `policy/dp=1 cp=0` for the actor `policy dp=1 cp=0`."""
     return actor.replace(" ", "/", 1)
 
 
@@ -102,8 +102,7 @@ def rank_seconds(
 ) -> dict[tuple[str, str], tuple[float, float]]:
     """Sum micro-steps: {(actor, pass): (seconds measured, seconds predicted)}.
 
-    Predictions of each pass are scaled so that their sum over ranks equals the measured sum. Differences then show
-    ranks whose share of the time differs from the plan's.
+    Predictions are scaled so that the sums of each role's pass over ranks are equal.
     """
     ranks: dict[tuple[str, str], np.ndarray] = defaultdict(lambda: np.zeros(2))
     roles: dict[tuple[str, str], np.ndarray] = defaultdict(lambda: np.zeros(2))

@@ -1,4 +1,4 @@
-"""Every metric of a run, from metrics.yaml: unit, meaning, kind, and name in Prometheus.
+"""Read every metric of a run from metrics.yaml: unit, meaning, kind, and name in Prometheus.
 
 name of a metric --spec_of--> MetricSpec, labels --> Ray, Prometheus (`ray_metrics`)
 SECTIONS --------------------------------------> docs/metrics.md (`metric_page`); grafana_dashboard.json (a test)
@@ -17,7 +17,7 @@ LIVE = "In Prometheus alone"
 """Section of the metrics of `live_metrics`, which are within a step or finer than one."""
 SECONDS = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0]
 BUCKETS = {"s": SECONDS, "tokens": [float(2**power) for power in range(3, 18)]}
-"""Upper ends of a histogram's buckets by unit; Ray takes none at or below 0."""
+"""Upper ends of a histogram's buckets by unit. Ray takes none at or below 0."""
 
 
 class Kind(StrEnum):
@@ -42,7 +42,6 @@ class MetricSpec:
 
     @cached_property
     def labels(self) -> tuple[str, ...]:
-        """The names in braces."""
         return tuple(re.findall(r"\{(\w+)\}", self.name))
 
     @cached_property
@@ -60,17 +59,16 @@ class MetricSpec:
 
     @property
     def prometheus_kind(self) -> str:
-        """Prometheus's word for the kind."""
         return "counter" if self.kind is Kind.TOTAL else self.kind.value
 
     @property
     def series(self) -> str:
-        """Name in Prometheus; a histogram's continues with `_bucket`, `_sum` or `_count`."""
+        """Name in Prometheus, without a histogram's `_bucket`, `_sum` or `_count`."""
         return f"ray_{self.exported_name}{'_total' if self.prometheus_kind == 'counter' else ''}"
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
-        """Regular expression for the family's names; its groups are the labels."""
+        """Regular expression for the family's names, with the labels as groups."""
         parts = re.split(r"\{(\w+)\}", self.name)
         return re.compile("".join(f"(?P<{part}>.+)" if i % 2 else re.escape(part) for i, part in enumerate(parts)))
 

@@ -12,7 +12,7 @@ from controller.observability.metric_table import BUCKETS, Kind, MetricSpec, spe
 
 REPEAT_SECONDS = 0.5  # Ray reports every 10 s, with RAY_metrics_report_interval_ms at most every second
 _so_far: dict[tuple[str, str], float] = {}
-"""Last value of each total by run and name. Global, as Ray's counters are: a recovered run continues them."""
+"""Last value of each total by run and name. Global, like Ray's counters, which a recovered run continues."""
 
 
 class RayMetrics:
@@ -22,7 +22,7 @@ class RayMetrics:
     """
 
     def __init__(self, run: str) -> None:
-        """Ray must be up; metrics made before are lost."""
+        """Ray must be up, because it loses metrics made before."""
         self._run = run
         self._exported: dict[str, Gauge | Counter | Histogram] = {}
         self._values: dict[str, tuple[Gauge, dict[str, str], float]] = {}
@@ -30,7 +30,7 @@ class RayMetrics:
         self._thread = Thread(target=self._repeat, name="metrics", daemon=True)
 
     def export(self, name: str, value: float) -> None:
-        """Set, add or count a value, in microseconds. Values not finite or not in metrics.yaml are ignored."""
+        """Set, add or count a value, in microseconds. Ignores values that are not finite or not in metrics.yaml."""
         if not math.isfinite(value) or (found := spec_of(name)) is None:
             return
         spec, labels = found[0], {"run": self._run} | found[1]

@@ -34,15 +34,15 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OutputError(
-            f"{path} could not be written: {error.strerror or error}; make room, or set run.dir to another disk."
+            f"{path} could not be written: {error.strerror or error}. Make room, or set run.dir to another disk."
         ) from error
 
 
 class JsonLines:
-    """A file of JSON lines, each flushed, so that a killed run loses nothing. Raises OutputError."""
+    """A file of JSON lines, each flushed. Raises OutputError."""
 
     def __init__(self, path: Path, *, after: int = 0) -> None:
-        """after: step to resume from; later and damaged lines are removed. 0 keeps nothing."""
+        """after: step to resume from, which removes later and damaged lines. 0 keeps nothing."""
         self.path = path
         with writing(path):
             found = json_records(path, has_step) if after and path.exists() else ()
@@ -50,7 +50,6 @@ class JsonLines:
             self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: Mapping[str, Any], **options: Any) -> None:
-        """Append one record; options: of `json.dumps`."""
         with writing(self.path):
             self._file.write(json.dumps(record, **options) + "\n")
             self._file.flush()
@@ -101,7 +100,7 @@ class RunWriter:
         timeline: bool = True,
         after: int = 0,
     ) -> None:
-        """trackers: get the metrics, and are closed too. after: step to resume from; later records are removed."""
+        """after: step to resume from, which removes later records. The trackers are closed too."""
         self.folder = folder
         with writing(folder / "config.yaml"):
             folder.mkdir(parents=True, exist_ok=True)
@@ -132,7 +131,7 @@ class RunWriter:
         )
 
     def samples(self, step: int, examples: Iterable[Mapping[str, Any]]) -> None:
-        """Record some samples of a step, for the report and the trackers' tables."""
+        """Record some samples of a step, also in trackers."""
         rows = list(examples)
         for example in rows:
             numbers = {k: finite(v) if isinstance(v, float) else v for k, v in example.items()}
@@ -181,8 +180,6 @@ class RunWriter:
 
 @dataclass(frozen=True)
 class Curve:
-    """One metric over the steps that have it."""
-
     steps: list[int]
     values: list[float]
 
@@ -195,10 +192,10 @@ class RunFolder:
 
     @cached_property
     def metrics(self) -> list[Row]:
-        """A row per step. Raises DataError without any, because the folder is then not a run's."""
+        """A row per step. Raises DataError without any."""
         rows = self._rows("metrics.jsonl", has_step, lambda row: _check_numbers(row, *row))
         if not rows:
-            raise DataError(f"{self.path / 'metrics.jsonl'} holds no step; give the folder of a run that has made one.")
+            raise DataError(f"{self.path / 'metrics.jsonl'} holds no step. Name the folder of a run that has made one.")
         return rows
 
     @cached_property
@@ -231,11 +228,10 @@ class RunFolder:
 
     @property
     def names(self) -> list[str]:
-        """Names of all metrics, in order of appearance."""
         return list(dict.fromkeys(name for row in self.metrics for name in row if name != "step"))
 
     def curve(self, name: str) -> Curve:
-        """Return a metric over steps, without steps that lack a value to draw."""
+        """Return a metric over the steps that have a finite value."""
         rows = [row for row in self.metrics if row.get(name) is not None]
         points = [(row["step"], row[name]) for row in rows if abs(row[name]) < LARGEST]
         return Curve([step for step, _ in points], [value for _, value in points])

@@ -26,19 +26,18 @@ if TYPE_CHECKING:
     from controller.observability.console import Console
 
 RAYS_THREADS = ("ray_print_logs", "ray_listen_error_messages")
-"""Threads of the driver in which Ray prints; tests/test_contracts.py holds them against the installed Ray."""
+"""Threads of the driver in which Ray prints."""
 CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07")
-"""Escape sequences of a terminal: colours, cursor, titles."""
+"""Escape sequences of a terminal."""
 
 
 class RunLog(io.TextIOBase):
-    """A file of whole, plain lines, without mixing threads in a line.
+    """A file of whole, plain lines, each from one thread.
 
-    After a disk error it reports once on standard error and stops writing; other files of the run raise instead.
+    A disk error is reported once on standard error and ends the log, not the run.
     """
 
     def __init__(self, path: Path) -> None:
-        """Append to the file, and create its folder."""
         self._path, self._lock, self._parts = path, threading.Lock(), threading.local()
         self._file: TextIO | None = None
         try:
@@ -53,7 +52,6 @@ class RunLog(io.TextIOBase):
         stream.write(f"{self._path} cannot be written ({error.strerror or error}); it ends here\n")
 
     def write(self, text: str) -> int:
-        """Write whole lines; a remainder waits for its end."""
         *lines, rest = (getattr(self._parts, "rest", "") + text).split("\n")
         self._parts.rest = rest
         for line in lines:
@@ -70,10 +68,9 @@ class RunLog(io.TextIOBase):
                 self._end(error)
 
     def flush(self) -> None:
-        """No effect: lines are written at once."""
+        """Do nothing, because lines are written at once."""
 
     def close(self) -> None:
-        """Write the unfinished line, and close the file."""
         if getattr(self._parts, "rest", ""):
             self.write("\n")
         with self._lock:
@@ -90,7 +87,6 @@ class _Routed:
         self._stream, self._log = stream, log
 
     def write(self, text: str) -> int:
-        """Returns the number of characters."""
         self._log.write(text)
         if threading.current_thread().name not in RAYS_THREADS:
             self._stream.write(text)

@@ -51,7 +51,7 @@ class Samples(Protocol):
 
 
 class RunRecord:
-    """Reports to several places at once; use `console`, `writer` or `timeline` for a single one.
+    """Reports to several places at once. `console`, `writer` and `timeline` are single ones.
 
     samples: whether engines sample from the policy while it learns. metrics: of the step. seconds: by finished phase of
     the step. rollout, trained: the step's samples, and the trained ones, without tokens.
@@ -118,7 +118,7 @@ class RunRecord:
         return [] if self.rollout is None else self.rollout.examples(len(self.rollout.batch), self._asked, sys.maxsize)
 
     def plans(self, plans: Sequence[Plan], width: int | None = None, **columns: np.ndarray) -> None:
-        """Record the plans of a step's updates, one per epoch; only the first call in a step counts.
+        """Record the plans of a step's updates, one per epoch. Only the first call in a step counts.
 
         width: tokens of the longest possible sequence. columns: see `RunWriter.lengths`.
         """
@@ -130,12 +130,12 @@ class RunRecord:
         self.add({f"balance/{name}": statistics.fmean(each[name] for each in found) for name in found[0]})
 
     def micro_steps(self, times: Mapping[str, Sequence["MicroStepTime"]], cost_model: CostModel) -> None:
-        """Record a step's micro-steps by the rank's actor, with the cost model of their plan."""
+        """Record a step's micro-steps by actor, with the cost model of their plan."""
         self.timeline.micro_steps(times, cost_model)
         self.live.micro_steps(times, cost_model)
 
     def end_step(self, step: int, steps: int) -> None:
-        """Write a step's metrics, then show them, so that everything shown is in the file."""
+        """Write a step's metrics, then show them."""
         self.writer.step(step, self.metrics)
         self.console.step(step, steps, self.metrics)
         for warning in self._health.see(step, self.metrics).values():

@@ -1,5 +1,4 @@
-"""Shorten texts for display, and mask secrets: sensitive environment variables, passwords in URLs, known token
-formats."""
+"""Shorten texts for display, and mask secrets: environment variables, passwords in URLs, known token formats."""
 
 import os
 import re
@@ -16,11 +15,11 @@ PATTERNS = (
     (re.compile(r"\b(?:hf|ghp|gho|glpat|wandb|sk|xox[abp])[_-][A-Za-z0-9_-]{16,}"), MASK),
     (re.compile(r"\bAKIA[0-9A-Z]{16}\b"), MASK),
 )
-"""(what is found, what stands in its place): the password of a URL; tokens by the prefixes that services give them."""
+"""(found, replacement): the password of a URL, and tokens by the prefixes of services."""
 
 
 def redacted(value: Any, environment: Mapping[str, str] = os.environ) -> Any:
-    """Mask every secret in the texts of `value`, also in lists, tuples and mappings; keys stay."""
+    """Mask every secret in the texts of `value`, also in lists, tuples and values of mappings."""
     if isinstance(value, str):
         return _masked(value, environment)
     if isinstance(value, Mapping):

@@ -23,7 +23,7 @@ EVERY_SECONDS = 10.0  # between lines
 def log_if_slow(
     log: Log, what: str | Callable[[], str], *, after: float = SILENT_SECONDS, every: float = EVERY_SECONDS
 ) -> Iterator[None]:
-    """Call `log` once the block has taken `after` seconds, then every `every` seconds with the time so far."""
+    """Log a block that takes more than `after` seconds, then every `every` seconds with the time so far."""
     done, began = threading.Event(), time.monotonic()
 
     def tell() -> None:
@@ -55,7 +55,7 @@ def count_if_slow(
     after: float = SILENT_SECONDS,
     every: float = EVERY_SECONDS,
 ) -> Iterator[Item]:
-    """Yield the items; after `after` seconds, report how many are done, of `total` if known."""
+    """Yield the items, and log how many are done, of `total` if known."""
     began, told, count = time.monotonic(), 0.0, 0
     of = "" if total is None else f" of {total:,}"
     for count, item in enumerate(items, start=1):

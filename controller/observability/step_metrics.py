@@ -24,10 +24,9 @@ def staleness(
 
 
 def waiting(idle_seconds: float, queued: int, seconds: Mapping[str, float]) -> dict[str, float]:
-    """Measure the shares of a step in which the trainer waited for samples, and engines were idle.
+    """Compute the shares of a step in which the trainer waited for samples, and engines were idle.
 
-    idle_seconds: of engines without a request, mean over engines. queued: requests without an engine. seconds: by
-    phase.
+    idle_seconds: mean over engines. queued: requests without an engine. seconds: by phase.
     """
     return {
         "rollout/trainer_idle_share": seconds["rollout"] / seconds["step"],

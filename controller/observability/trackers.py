@@ -3,8 +3,8 @@
     a step's metrics --> Tracker.log of each: TensorBoard | Weights & Biases | MLflow | Ray (Prometheus)
     some samples --> Tracker.table of each:   TensorBoard | Weights & Biases | MLflow
 
-An unreachable service does not stop a run; missing metrics are logged at the end. Keys and addresses come from the
-services' environment variables (WANDB_*, MLFLOW_*), never from the configuration, which is written to the run's folder.
+An unreachable service does not stop a run. Keys and addresses come from the services' environment variables (WANDB_*,
+MLFLOW_*), never from the configuration, which is written to the run's folder.
 """
 
 import json
@@ -34,10 +34,8 @@ class RayTracker(Tracker):
 
 
 class TensorBoardTracker(Tracker):
-    """TensorBoard events."""
-
     def __init__(self, folder: Path, *, after: int = 0) -> None:
-        """after: step to resume from; TensorBoard hides later records."""
+        """after: step to resume from. TensorBoard hides later records."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._folder = folder
@@ -64,10 +62,7 @@ class WandbTracker(Tracker):
     """A run in Weights & Biases, named by `id`. WANDB_MODE=offline writes to `folder`/wandb, for `wandb sync`."""
 
     def __init__(self, folder: Path, project: str, name: str, shown: Mapping[str, Any], id: str = "") -> None:
-        """shown: settings. id: of the run to resume; empty starts one.
-
-        Raises ConfigError if W&B cannot start: no key, project or connection.
-        """
+        """shown: settings. id: of the run to resume, or empty. Raises ConfigError if W&B cannot start."""
         import wandb
 
         try:
@@ -85,7 +80,7 @@ class WandbTracker(Tracker):
         self.id = str(self._run.id)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """W&B drops steps that it has already, which a resumed run repeats."""
+        """Log a step. W&B drops a step that it already has."""
         self._run.log(dict(metrics), step=step)
 
     def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -117,7 +112,7 @@ class MlflowTracker(Tracker):
     def __init__(
         self, project: str, name: str, shown: Mapping[str, Any], log: Callable[[str], None], id: str = ""
     ) -> None:
-        """shown: settings, as parameters of a new run. log: prints a line. id: of the run to resume; empty starts one.
+        """shown: settings, as parameters of a new run. log: prints a line. id: of the run to resume, or empty.
 
         Raises ConfigError if MLflow does not answer or does not know the run.
         """
@@ -211,10 +206,10 @@ def _escaped(value: Any) -> str:
 def open_trackers(
     config: TrainingConfig, known: Mapping[str, str], after: int, log: Callable[[str], None], exported: RayMetrics
 ) -> tuple[list[Tracker], dict[str, str]]:
-    """Open Ray's metrics and the trackers of tracking.*; also return the run's id in each service.
+    """Open Ray's metrics and the trackers of tracking.*. Also return the run's id in each service.
 
-    known: ids of the resumed run, which its trackers continue; a new run name starts new ones. after: last recorded
-    step. Raises ConfigError if a service refuses the run.
+    known: ids of the resumed run, used only under its own name. after: last recorded step. Raises ConfigError if a
+    service refuses the run.
     """
     folder, tracking = config.run_folder, config.tracking
     folder.mkdir(parents=True, exist_ok=True)

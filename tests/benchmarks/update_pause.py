@@ -36,11 +36,11 @@ UPDATES = 3
 KEPT = ("recompute", "keep")
 HEADER = """## What an update costs requests in flight
 
-Written by `python -m tests.benchmarks.update_pause` (part of `tests.benchmarks.step`): one engine on {cores} cores with
-a random model of 3M parameters. Prompts of {prompt} tokens are sent at once. Responses have 64 tokens on average and
-{longest} at most. {updates} updates, the last one half way, send the weights that the engine has already. `held`:
-seconds for which an engine holds its requests. `lost`: extra seconds of the whole, per update. `tokens not sampled`: tokens that the engine
-would have sampled in this time. Values are medians of {rounds} rounds in turns.
+Written by `python -m tests.benchmarks.update_pause` (part of `tests.benchmarks.step`): one engine on {cores} cores
+with a random model of 3M parameters. Prompts of {prompt} tokens are sent at once. Responses have 64 tokens on average
+and {longest} at most. {updates} updates, the last one half way, send the weights that the engine has already. `held`:
+seconds for which an engine holds its requests. `lost`: extra seconds of the whole, per update. `tokens not sampled`:
+tokens that the engine would have sampled in this time. Values are medians of {rounds} rounds in turns.
 
 | requests | `rollout.kv_cache_after_update` | seconds without updates | held, s | lost, s | tokens not sampled |
 | ---: | --- | ---: | ---: | ---: | ---: |

@@ -17,7 +17,6 @@ LINES = (
     *NODE_LINES,
     "run.dir",
     "Ray",
-    "the run's place",
     "all-reduce",
     "engine and rank",
     "log-probs before an update",

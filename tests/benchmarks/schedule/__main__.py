@@ -33,11 +33,11 @@ Made by `python -m tests.benchmarks.schedule --output docs/schedule-benchmark.md
 
 """
 DESCRIBED = """This is a simulation. {engines} engines of {slots} samples decode one token of each in {a} + {c} x
-samples seconds. The trainer processes {train_tokens_per_second:,.0f} tokens/s. A weight update takes {update_seconds:.0f} s, in
-which both wait. A step has {prompts_per_step} groups of {samples}. Response lengths are log-normal with median
-{median_length:,}, sigma {sigma} and at most {longest:,} tokens, and the same in every row. Values are medians of
-{seeds} seeds. Our rows use the class of real runs (`controller/engines/staleness_schedule.py`). The picture has the first
-minutes after step {skipped} of one seed."""
+samples seconds. The trainer processes {train_tokens_per_second:,.0f} tokens/s. A weight update takes
+{update_seconds:.0f} s, in which both wait. A step has {prompts_per_step} groups of {samples}. Response lengths are
+log-normal with median {median_length:,}, sigma {sigma} and at most {longest:,} tokens, and the same in every row.
+Values are medians of {seeds} seeds. Our rows use the class of real runs (`controller/engines/staleness_schedule.py`).
+The picture has the first minutes after step {skipped} of one seed."""
 COMPARED = (
     "samples/s",
     "tokens/s",

