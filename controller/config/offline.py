@@ -135,7 +135,6 @@ class OfflineConfig(TrainingConfig):
 
     @property
     def longest_sequence(self) -> int:
-        """Maximum tokens of a training sequence."""
         return self.data.max_tokens
 
     def steps_over(self, records: int) -> int:
@@ -165,7 +164,6 @@ class SftConfig(OfflineConfig):
 
     @property
     def headline(self) -> str:
-        """The run in one line, for its report."""
         return (
             f"{self.model.path} on {self.data.train}: supervised, "
             f"{counted(self.batch.sequences_per_step, 'sequence')} a step, "
@@ -202,7 +200,6 @@ class PreferencesConfig(OfflineConfig):
 
     @property
     def headline(self) -> str:
-        """The run in one line, for its report."""
         return (
             f"{self.model.path} on {self.data.train}: {self.loss.name}, "
             f"{counted(self.batch.pairs_per_step, 'pair')} a step, "
@@ -216,10 +213,8 @@ class PreferencesConfig(OfflineConfig):
 
     @property
     def sequences_per_record(self) -> int:
-        """Two: chosen and rejected."""
         return 2
 
     @property
     def uses_reference(self) -> bool:
-        """Whether the loss compares with the reference."""
         return self.loss.name != "simpo"

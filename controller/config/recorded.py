@@ -20,7 +20,7 @@ def load_recorded(path: Path) -> TrainingConfig:
     try:
         sections = set(yaml.safe_load(path.read_text(encoding="utf-8")))
     except (OSError, TypeError, ValueError, yaml.YAMLError):
-        return load_as(Config, path)  # which says what is wrong
+        sections = set()  # loading says what is wrong
     found = (schema for schema in SCHEMAS if sections <= {item.name for item in fields(schema)})  # type: ignore[arg-type]
     return load_as(next(found, Config), path)
 

@@ -13,34 +13,18 @@ from typing import Self
 
 from controller.config.schema import Config
 from controller.config.sections import AlgorithmConfig, BatchConfig, DataConfig
-from controller.config.training import Limits
 from workers.config import SamplingConfig
 from workers.errors import ConfigError
 from workers.rollout.requests import GENERATION_STEP, VALIDATION_STEP
 
-OF_TRAINING: tuple[str, ...] = (
-    *(
-        "run.steps",
-        "run.save_every",
-        "run.checkpoint_every",
-        "run.keep_checkpoints",
-        "run.resume",
-        "run.on_data_change",
-    ),
-    *(
-        "run.log_completions",
-        "run.record_samples",
-        "run.step",
-        "batch.",
-        "algorithm.",
-        "reference.",
-        "critic.",
-        "tracking.",
-    ),
-    *("data.shuffle", "data.curriculum", "reward.overlong_", "validation.every", "validation.at_start"),
-    "validation.keep_best",
-    *("rollout.placement", "rollout.max_staleness", "rollout.out_of_order_window", "rollout.kv_cache_after_update"),
-)
+TRAINING_KEYS = """
+    run.steps run.save_every run.checkpoint_every run.keep_checkpoints run.resume run.on_data_change
+    run.log_completions run.record_samples run.step batch. algorithm. reference. critic. tracking.
+    data.shuffle data.curriculum reward.overlong_ validation.every validation.at_start validation.keep_best
+    rollout.placement rollout.max_staleness rollout.out_of_order_window rollout.kv_cache_after_update
+"""
+OF_TRAINING = tuple(TRAINING_KEYS.split())
+"""Keys, or beginnings of keys, that commands without training do not read."""
 OF_RANKS = ("policy.", "balance.", "resources.collective_timeout_s")
 
 
@@ -48,7 +32,7 @@ OF_RANKS = ("policy.", "balance.", "resources.collective_timeout_s")
 class SamplerConfig(Config):
     """Engines, reward workers and, with reward.model.path, reward model ranks."""
 
-    # Of the command, and not settings. `without_effect`: keys, or beginnings of keys, that it does not read.
+    # Facts of the command that are not settings.
     command = ""
     does = ""
     seed_step = 0
@@ -63,23 +47,16 @@ class SamplerConfig(Config):
 
     @property
     def first_prompts(self) -> int:
-        """Number of prompts to use, from the first; 0 uses all."""
         return 0
 
     @property
-    def training_roles(self) -> tuple[str, ...]:
-        """Roles of the training pool."""
-        return ("reward_model",) if self.uses_reward_model else ()
+    def _used_roles(self) -> list[str]:
+        return ["reward_model"] if self.uses_reward_model else []
 
     @property
     def rollout_placement(self) -> str:
         """Engines have separate GPUs, because no policy shares them."""
         return "apart" if self.uses_gpus else "shared_memory"
-
-    @property
-    def limits(self) -> dict[str, Limits]:
-        """Limits of the reward model's pass, if any."""
-        return {name: limits for name, limits in super().limits.items() if name.startswith("reward_model.")}
 
     def narrowed(self, output: Path) -> Self:
         """Keep only the command's settings, with `output` as the run's folder."""
@@ -113,12 +90,10 @@ class EvaluateConfig(SamplerConfig):
 
     @property
     def sampling_key(self) -> str:
-        """Section of the sampling settings."""
         return "validation.sampling"
 
     @property
     def first_prompts(self) -> int:
-        """validation.prompts."""
         return self.validation.prompts
 
     def narrowed(self, output: Path) -> Self:

@@ -1,9 +1,8 @@
-"""The configuration of `controller.fit`: one schema of dataclasses, importable without torch or Ray.
+"""The configuration of `controller.fit`, importable without torch or Ray.
 
     FILE, key.sub=value --load--> Config --preflight.checks--> a run, or one line that says what to change
 
-`controller.config.sections` and `workers.config` declare the keys. Values that follow from several keys are properties
-of `Config`. Relative paths start at the working directory.
+`controller.config.sections` and `workers.config` declare the keys. Values that follow from several keys are properties.
 """
 
 import itertools
@@ -62,7 +61,6 @@ class Config(TrainingConfig):
 
     @property
     def headline(self) -> str:
-        """The run in one line, for its report."""
         return (
             f"{self.model.path} on {self.data.train or ', '.join(self.data.weights)}: {self.algorithm.advantage}, "
             f"{counted(self.batch.prompts_per_step, 'prompt')} x {counted(self.rollout.samples_per_prompt, 'sample')} "
@@ -72,7 +70,6 @@ class Config(TrainingConfig):
 
     @property
     def samples(self) -> bool:
-        """Whether engines sample from the policy while it learns."""
         return True
 
     @property
@@ -87,12 +84,10 @@ class Config(TrainingConfig):
 
     @property
     def mini_batches(self) -> int:
-        """Mini-batches of a step."""
         return self.batch.mini_batches
 
     @property
     def split_by(self) -> str:
-        """Unit assigned to mini-batches: `sequence` or `group`."""
         return self.batch.split_by
 
     @property
@@ -106,7 +101,6 @@ class Config(TrainingConfig):
 
     @property
     def colocated_engines(self) -> tuple[int, int]:
-        """(engines that share the training pool's GPUs, GPUs of each)."""
         return self.engines if self.rollout_placement == "colocated" else 0, self.rollout.tensor_parallel
 
     @property
@@ -122,7 +116,6 @@ class Config(TrainingConfig):
 
     @property
     def longest_sequence(self) -> int:
-        """Maximum tokens of a training sequence."""
         return self.data.max_prompt_tokens + self.longest_response
 
     @property
@@ -192,12 +185,10 @@ class Config(TrainingConfig):
 
     @property
     def uses_reference(self) -> bool:
-        """Whether a KL in the loss or reward needs the reference's log-probs."""
         return self.algorithm.loss.kl_coefficient > 0 or self.algorithm.kl_in_reward.coefficient > 0
 
     @property
     def uses_critic(self) -> bool:
-        """Whether advantages come from a critic."""
         return self.algorithm.advantage == "gae"
 
     @property
@@ -209,7 +200,6 @@ class Config(TrainingConfig):
 
     @property
     def uses_reward_model(self) -> bool:
-        """Whether a model's score is part of the reward."""
         return bool(self.reward.model.path)
 
     @property
@@ -231,20 +221,15 @@ class Config(TrainingConfig):
 
 
 Files = str | Path | Sequence[str | Path] | None
-"""Of settings; of several each lies on those before it."""
 
 
 def load(path: Files, overrides: Sequence[str] = ()) -> Config:
-    """Merge defaults, YAML files and `key.sub=value` overrides; later ones win.
-
-    Raises ConfigError, in one line: missing or invalid file, unknown key, wrong type, out of range, or required key not
-    set.
-    """
+    """Load the settings of `controller.fit`; as `load_as`."""
     return load_as(Config, path, overrides)
 
 
 def load_as(schema: type[Schema], path: Files, overrides: Sequence[str] = ()) -> Schema:
-    """Load the settings of any command. A run without a name takes the last file's."""
+    """Load the settings of any command; raises as `read`. A run without a name takes the last file's."""
     files = [path] if isinstance(path, (str, Path)) else list(path or ())
     config = read(schema, files, overrides)
     if not config.run.name:

@@ -4,7 +4,7 @@ dataclass fields --settings--> key | type | default | allowed | documentation, a
 """
 
 import sys
-from dataclasses import dataclass, is_dataclass
+from dataclasses import is_dataclass
 from typing import Any
 
 from controller.config.conditions import Conditions, effect_words
@@ -16,7 +16,7 @@ from controller.config.training import TrainingConfig
 HEAD = """\
 # {title}
 
-Made from the dataclasses in {sources} by
+Made from the dataclasses in `controller/config` and `workers` by
 `python -m controller.config.settings_page{argument} > docs/{file}`; a test holds this page to them. In YAML dots nest:
 `policy.optimizer.beta1` is `policy: {{optimizer: {{beta1: ...}}}}`. Any setting can be given behind the command, as in
 `run.steps=200`. A setting that would do nothing in a combination is refused: "Only with" says what it needs. Where no
@@ -25,24 +25,12 @@ read in base 10.
 """
 
 
-@dataclass(frozen=True)
-class Page:
-    """The settings of one command. sources: modules that declare them."""
-
-    title: str
-    schema: type[TrainingConfig]
-    sources: str
-    file: str
-
-
-_OFFLINE = "`controller/config/offline.py`, `controller/config/sections.py` and `workers/config.py`"
-PAGES = {
-    "": Page("Settings", Config, "`controller/config/sections.py` and `workers/config.py`", "settings.md"),
-    "sft": Page("Settings of supervised fine-tuning", SftConfig, _OFFLINE, "settings-sft.md"),
-    "preferences": Page("Settings of preference optimisation", PreferencesConfig, _OFFLINE, "settings-preferences.md"),
+PAGES: dict[str, tuple[str, type[TrainingConfig]]] = {
+    "": ("Settings", Config),
+    "sft": ("Settings of supervised fine-tuning", SftConfig),
+    "preferences": ("Settings of preference optimisation", PreferencesConfig),
 }
-"""By the argument of this module."""
-BLANK = "\n\n"
+"""Title and schema, by the argument of this module."""
 TABLE = """\
 <div class="keys settings" markdown>
 
@@ -57,15 +45,14 @@ TABLE = """\
 
 def settings_markdown(argument: str = "") -> str:
     """Write one of PAGES in full."""
-    page = PAGES[argument]
-    config, sections = page.schema(), dict[str, list[Setting]]()
+    title, schema = PAGES[argument]
+    config, sections = schema(), dict[str, list[Setting]]()
     for setting in settings(config):
         sections.setdefault(setting.key.rpartition(".")[0], []).append(setting)
     parts = [_section(name, value_of(config, name), found, config.conditions) for name, found in sections.items()]
     head = HEAD.format(
-        title=page.title,
-        sources=page.sources,
-        file=page.file,
+        title=title,
+        file=f"settings-{argument}.md" if argument else "settings.md",
         argument=f" {argument}" if argument else "",
         largest_int=LARGEST_INT,
         largest_float=LARGEST_FLOAT,
@@ -76,28 +63,20 @@ def settings_markdown(argument: str = "") -> str:
 def _section(name: str, section: Any, found: list[Setting], conditions: Conditions) -> str:
     level = "##" if "." not in name else "###"
     shared = [each for each in found[0].only_with if all(each in setting.only_with for setting in found)]
-    introduction = f"{_introduction(section)} {effect_words(conditions, shared)}".strip()
+    doc = type(section).__doc__ or ""
+    if not is_dataclass(section) or doc.startswith(f"{type(section).__name__}("):  # Python's signature
+        doc = ""
+    introduction = f"{' '.join(doc.split())} {effect_words(conditions, shared)}".strip()
     own = [effect_words(conditions, (each for each in setting.only_with if each not in shared)) for setting in found]
     rows = "\n".join(map(_row, found, own))
-    return f"{level} {name}\n\n{introduction}{introduction and BLANK}{TABLE.format(rows=rows)}"
-
-
-def _introduction(section: Any) -> str:
-    """Return the docstring of a section's class, without the signature that Python generates."""
-    doc = type(section).__doc__ or ""
-    if not is_dataclass(section) or doc.startswith(f"{type(section).__name__}("):
-        return ""
-    return " ".join(doc.split())
+    return "\n\n".join(filter(None, [f"{level} {name}", introduction, TABLE.format(rows=rows)]))
 
 
 def _row(setting: Setting, effect: str) -> str:
-    told = " ".join(filter(None, (setting.doc, setting.range and _allowed(setting), effect)))
-    return f"| `{setting.key}` | {_type(setting)} | {_default(setting)} | {_escaped(told)} |"
-
-
-def _type(setting: Setting) -> str:
     by_name: dict[type, str] = {Numbers: "numbers by name", Options: "values by name"}
-    return by_name.get(setting.type, setting.type.__name__)
+    kind = by_name.get(setting.type, setting.type.__name__)
+    told = " ".join(filter(None, (setting.doc, _allowed(setting), effect))).replace("|", "\\|")
+    return f"| `{setting.key}` | {kind} | {_default(setting)} | {told} |"
 
 
 def _default(setting: Setting) -> str:
@@ -111,11 +90,7 @@ def _default(setting: Setting) -> str:
 def _allowed(setting: Setting) -> str:
     if setting.choices:
         return "One of " + ", ".join(f"`{choice}`" for choice in setting.choices) + "."
-    return f"{setting.range[0].upper()}{setting.range[1:]}."
-
-
-def _escaped(text: str) -> str:
-    return text.replace("|", "\\|")
+    return setting.range and f"{setting.range[0].upper()}{setting.range[1:]}."
 
 
 if __name__ == "__main__":

@@ -61,19 +61,11 @@ class TrainingConfig:
     resources: ResourcesConfig
     tracking: TrackingConfig
 
+    # Facts that are not settings.
     conditions = CONDITIONS
-    """Those that settings name in `only_with`."""
-
-    is_described = False
-    """Whether the run is looked at for a cluster that is described (--cluster): its models and data may lie there. Not
-    a setting."""
-
+    is_described = False  # by --cluster: models and data may lie on another machine
     described_gpus = 0
-    """GPUs of that cluster. Not a setting."""
-
-    default_name = ""
-    """The beginning of the run's name where run.name was not given: a number after it makes it the run's alone. Not a
-    setting."""
+    default_name = ""  # of a run without run.name; a number after it makes the name unique
 
     @property
     def headline(self) -> str:
@@ -108,13 +100,17 @@ class TrainingConfig:
     @property
     def limits(self) -> dict[str, Limits]:
         """Limits of each pass's micro-batches, by role and pass, such as `policy.update`."""
-        used = {
-            "policy": True,
-            "reference": self.uses_reference,
-            "critic": self.uses_critic,
-            "reward_model": self.uses_reward_model,
+        return {
+            name: self._limits(name, keys)
+            for name, keys in PASSES.items()
+            if name.partition(".")[0] in self._used_roles
         }
-        return {name: self._limits(name, keys) for name, keys in PASSES.items() if used[name.partition(".")[0]]}
+
+    @property
+    def _used_roles(self) -> list[str]:
+        reference, critic, reward_model = self.uses_reference, self.uses_critic, self.uses_reward_model
+        used = {"policy": True, "reference": reference, "critic": critic, "reward_model": reward_model}
+        return [role for role in used if used[role]]
 
     def _limits(self, name: str, keys: tuple[str, ...]) -> Limits:
         tokens, sequences = (
@@ -154,13 +150,7 @@ class TrainingConfig:
     @property
     def training_roles(self) -> tuple[str, ...]:
         """Roles that share the bundles of the training pool, rank by rank."""
-        used = {
-            "policy": True,
-            "reference": self.starts_reference,
-            "critic": self.uses_critic,
-            "reward_model": self.uses_reward_model,
-        }
-        return tuple(role for role in used if used[role])
+        return tuple(role for role in self._used_roles if role != "reference" or self.starts_reference)
 
     @property
     def colocated_engines(self) -> tuple[int, int]:
@@ -169,7 +159,6 @@ class TrainingConfig:
 
     @property
     def run_folder(self) -> Path:
-        """run.dir / run.name."""
         return Path(self.run.dir) / self.run.name
 
     @property

@@ -26,12 +26,10 @@ def test_a_mapping_is_the_file_with_the_same_content(tmp_path: Path) -> None:
 
 def test_overrides_are_texts_whole_keys_or_sections(tmp_path: Path) -> None:
     file = write_workspace(tmp_path)
-    wanted = to_yaml(
-        load(file, ["policy.max_tokens_per_micro_batch=8192", "rollout.engine={max_num_seqs: 3}", "model.path=a/b"])
-    )
-    texts = ["policy.max_tokens_per_micro_batch=8192", "rollout.engine={max_num_seqs: 3}", "model.path=a/b"]
-    keys = {"policy.max_tokens_per_micro_batch": 8192, "rollout.engine": {"max_num_seqs": 3}, "model.path": Path("a/b")}
-    sections = {"policy": {"max_tokens": 8192}, "rollout": {"engine": {"max_num_seqs": 3}}, "model": {"path": "a/b"}}
+    texts = ["policy.data_parallel=4", "rollout.engine={max_num_seqs: 3}", "model.path=a/b"]
+    keys = {"policy.data_parallel": 4, "rollout.engine": {"max_num_seqs": 3}, "model.path": Path("a/b")}
+    sections = {"policy": {"data_parallel": 4}, "rollout": {"engine": {"max_num_seqs": 3}}, "model": {"path": "a/b"}}
+    wanted = to_yaml(load(file, texts))
     for overrides in (texts, keys, sections):
         assert to_yaml(load_settings(Config, file, overrides)) == wanted
 

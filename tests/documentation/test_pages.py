@@ -13,16 +13,15 @@ from controller.config.settings_page import PAGES as SETTINGS_PAGES
 from controller.config.settings_page import settings_markdown
 from tests.documentation.blocks import PAGES, ROOT
 
-KEYS = [setting.key for page in SETTINGS_PAGES.values() for setting in settings(page.schema())]
+KEYS = [setting.key for _, schema in SETTINGS_PAGES.values() for setting in settings(schema())]
 EXTERNAL = ("http://", "https://", "mailto:", "#")
 
 
 @pytest.mark.parametrize("argument", SETTINGS_PAGES)
 def test_the_reference_of_settings_is_the_schemas(argument: str) -> None:
-    described = SETTINGS_PAGES[argument]
-    page = (ROOT / "docs" / described.file).read_text(encoding="utf-8")
+    page = (ROOT / "docs" / f"settings-{argument}.md".replace("-.", ".")).read_text(encoding="utf-8")
     assert page == settings_markdown(argument), "run: make docs"
-    assert all(f"| `{setting.key}` |" in page for setting in settings(described.schema()))
+    assert all(f"| `{setting.key}` |" in page for setting in settings(SETTINGS_PAGES[argument][1]()))
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
