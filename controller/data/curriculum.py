@@ -1,6 +1,5 @@
-"""Runs a user's curriculum in a separate process each epoch, so that it cannot block or end the driver."""
+"""Run a user's curriculum in a separate process each epoch, so that it cannot block or end the driver."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,23 +9,17 @@ from workers.errors import DataError, quoted
 from workers.user_code.functions import call
 
 
-@dataclass(frozen=True)
-class IsolatedCurriculum:
-    """`(records, epoch) -> numbers of the records` of data.curriculum. packed: by `find_function`. timeout_s: for an
-    epoch.
+def isolated_order(packed: bytes, timeout_s: float, records: list[Record], epoch: int) -> np.ndarray:
+    """Return record numbers by data.curriculum, `packed` by `find_function`: int64 [prompts of the epoch].
+
+    Raises ConfigError if it fails, DataError for other values.
     """
-
-    packed: bytes
-    timeout_s: float
-
-    def __call__(self, records: list[Record], epoch: int) -> np.ndarray:
-        """int64 [prompts of the epoch]. Raises ConfigError if it fails, DataError for other values."""
-        order = call(self.packed, records, epoch, key=f"data.curriculum for epoch {epoch}", timeout_s=self.timeout_s)
-        return checked_order(order, len(records), epoch)
+    order = call(packed, records, epoch, key=f"data.curriculum for epoch {epoch}", timeout_s=timeout_s)
+    return checked_order(order, len(records), epoch)
 
 
 def checked_order(order: Any, records: int, epoch: int) -> np.ndarray:
-    """`order` as int64 [prompts]. Raises DataError if it is empty or has numbers outside `records`."""
+    """Return `order` as int64 [prompts]. Raises DataError if it is empty or has numbers outside `records`."""
     numbers = np.asarray(order) if isinstance(order, (list, tuple, range, np.ndarray)) else np.empty(0)
     if numbers.ndim != 1 or len(numbers) == 0 or not np.issubdtype(numbers.dtype, np.integer):
         raise DataError(f"data.curriculum must return record numbers for epoch {epoch}, it returned {quoted(order)}.")

@@ -21,8 +21,8 @@ from controller.data.records import Record
 from workers.rendering import template_of
 
 DataIdentity = dict[str, Any]
-"""JSON. `sources`: [records, SHA-256] each; their `weights`; `tokenizer`: SHA-256; `settings` of the order. Number
-within the token limit: `prompts` of each source in a run, or `records` for given sequences."""
+"""JSON. `sources`: [records, SHA-256] each; their `weights`; `tokenizer`: SHA-256; `settings` of the order; number of
+`prompts` of each source, or of `records`, within the token limit."""
 
 CONTENT_SETTINGS = (
     *("data.prompt_key", "data.system_prompt", "data.continue_last_message", "data.shuffle", "data.curriculum"),
@@ -30,7 +30,7 @@ CONTENT_SETTINGS = (
 
 
 def data_identity(config: Config, train: Mapping[str, Sequence[Record]]) -> DataIdentity:
-    """Identity of the training records by path, without `prompts`."""
+    """Identify the training records by path, without `prompts`."""
     keys = [*CONTENT_SETTINGS, *(["run.seed"] if config.data.shuffle and not config.data.curriculum else [])]
     total = sum(config.data.weights.values())
     return {
@@ -42,7 +42,7 @@ def data_identity(config: Config, train: Mapping[str, Sequence[Record]]) -> Data
 
 
 def offline_identity(config: OfflineConfig, train: Sequence[Record]) -> DataIdentity:
-    """Identity of data.train for training on given sequences, without `records`."""
+    """Identify data.train of training on given sequences, without `records`."""
     columns = [f"data.{field.name}" for field in fields(config.data) if field.name.endswith("_key")]
     keys = [*columns, "data.shuffle", *(["run.seed"] if config.data.shuffle else [])]
     return {
@@ -53,7 +53,7 @@ def offline_identity(config: OfflineConfig, train: Sequence[Record]) -> DataIden
 
 
 def differences(now: DataIdentity, then: DataIdentity) -> list[str]:
-    """Differences, in words. A part that one side lacks, such as an older checkpoint, counts as equal."""
+    """Describe the differences. A part that one side lacks, such as an older checkpoint, counts as equal."""
     found = [
         f"{key}={settings_now} was {settings_then!r}"
         for key, settings_then in then.get("settings", {}).items()

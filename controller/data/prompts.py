@@ -5,29 +5,26 @@ PromptDataset of each source --PromptMixture, by weight--> take(start, count), a
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 
-from controller.data.curriculum import checked_order
 from controller.data.records import Record
 from controller.observability.slow_work import Log, count_if_slow
 from workers.errors import DataError
 from workers.rendering import Renderer
 
 DATA_ORDER = 0  # sets this random stream apart from others of the same seed
-CHARACTERS_PER_TOKEN = (
-    128  # of the longest tokens in use: a prompt of more on average is too long without being counted
-)
+CHARACTERS_PER_TOKEN = 128  # more than any token's: longer prompts are refused without tokenizing them
 
 Curriculum = Callable[[list[Record], int], Sequence[int] | np.ndarray]
-"""(records, epoch) -> numbers of the records in the order in which the epoch deals them."""
+"""(records, epoch) -> record numbers in the epoch's order."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One record. uid: place in the stream. ids: int32 [P]. columns: for rewards. source: its name in validation."""
+    """uid: place in the stream. ids: int32 [P]. columns: for rewards. source: its name in validation."""
 
     uid: str
     ids: np.ndarray
@@ -36,10 +33,8 @@ class Prompt:
 
 
 class Prompts(Protocol):
-    """A stream of prompts."""
-
     def take(self, start: int, count: int) -> list[Prompt]:
-        """`count` prompts from place `start` (from 0) of an endless stream, a pure function of the seed."""
+        """Return `count` prompts from place `start` (from 0) of an endless stream, a pure function of the seed."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +74,7 @@ class PromptDataset:
         DataError on a prompt that is overlong (with `error`), empty, or of the wrong type, and if none is left.
         """
         self._shuffle, self._seed, self.name, self._curriculum = shuffle, seed, name, curriculum
-        self._orders: dict[int, np.ndarray] = {}
+        self._orders: dict[int, Sequence[int] | np.ndarray] = {}
         self._prompts: list[tuple[np.ndarray, Record, str]] = []
         self.dropped = self.truncated = 0
         counted = count_if_slow(records, f"{name}: prompts tokenized", log, total=len(records))
@@ -94,7 +89,6 @@ class PromptDataset:
             )
 
     def _tokenized(self, record: Record, renderer: Renderer, rules: PromptRules, index: int) -> np.ndarray | None:
-        """Ids within the limit, or None to drop the prompt."""
         prompt = record[rules.prompt_key]
         if rules.overlong_prompts != "truncate" and is_too_long(prompt, rules.max_prompt_tokens):
             self._leave_out(f"{characters(prompt):,} characters", rules, index)  # tokenizing 60 MB would take minutes
@@ -122,50 +116,41 @@ class PromptDataset:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of every prompt, in file order."""
         return [len(ids) for ids, _, _ in self._prompts]
 
     def take(self, start: int, count: int) -> list[Prompt]:
-        """`count` prompts from place `start` of the stream, across epochs."""
         return [self.at(position) for position in range(start, start + count)]
 
     def __iter__(self) -> Iterator[Prompt]:
-        """Every prompt once, in file order."""
+        """Yield every prompt once, in file order."""
         for index, (ids, record, source) in enumerate(self._prompts):
             yield Prompt(f"{index}", ids, record, source)
 
     def at(self, position: int) -> Prompt:
-        """The prompt at a place of the endless stream."""
-        # An epoch of a curriculum may be shorter or longer than the data, so that places are counted epoch by epoch.
+        """Return the prompt at a place of the endless stream."""
         epoch, index = divmod(position, len(self._prompts)) if self._curriculum is None else self._place(position)
         ids, record, source = self._prompts[self._order(epoch)[index]]
         return Prompt(f"{position}", ids, record, source)
 
     def _place(self, position: int) -> tuple[int, int]:
-        epoch = 0
+        epoch = 0  # a curriculum's epochs differ in length
         while position >= len(self._order(epoch)):
             position -= len(self._order(epoch))
             epoch += 1
         return epoch, position
 
-    def _order(self, epoch: int) -> np.ndarray:
+    def _order(self, epoch: int) -> Sequence[int] | np.ndarray:
         if epoch not in self._orders:
-            if self._curriculum is None:  # any epoch can be made again; of a curriculum every epoch's length is needed
-                self._orders.clear()
-            self._orders[epoch] = self._new_order(epoch)
+            if self._curriculum is not None:
+                self._orders[epoch] = self._curriculum([record for _, record, _ in self._prompts], epoch)
+            else:
+                count = len(self._prompts)
+                self._orders = {epoch: epoch_order(self._seed, epoch, count) if self._shuffle else np.arange(count)}
         return self._orders[epoch]
-
-    def _new_order(self, epoch: int) -> np.ndarray:
-        if self._curriculum is not None:
-            records = [record for _, record, _ in self._prompts]
-            return checked_order(self._curriculum(records, epoch), len(records), epoch)
-        if not self._shuffle:
-            return np.arange(len(self._prompts))
-        return epoch_order(self._seed, epoch, len(self._prompts))
 
 
 def epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
-    """A shuffle of `count` records, fixed by seed and epoch: int64 [count]."""
+    """Shuffle `count` records by seed and epoch: int64 [count]."""
     return np.random.default_rng((seed, DATA_ORDER, epoch)).permutation(count)
 
 
@@ -180,31 +165,24 @@ class PromptMixture:
         self._schedule: list[tuple[int, int]] = []  # (source, place in it) of every position so far
 
     def take(self, start: int, count: int) -> list[Prompt]:
-        """`count` prompts from place `start` of the stream."""
         return [self._at(position) for position in range(start, start + count)]
 
     def _at(self, position: int) -> Prompt:
-        while len(self._schedule) <= position:
-            self._deal()
+        while len(self._schedule) <= position:  # the source furthest behind its share: never more than one prompt off
+            source = int(np.argmax(self._shares * (len(self._schedule) + 1) - self._dealt))
+            self._schedule.append((source, int(self._dealt[source])))
+            self._dealt[source] += 1
         source, place = self._schedule[position]
-        prompt = self._sources[source].at(place)
-        return Prompt(f"{position}", prompt.ids, prompt.columns, prompt.source)
-
-    def _deal(self) -> None:
-        """The next position goes to the source furthest behind its share: never more than one prompt off."""
-        behind = self._shares * (len(self._schedule) + 1) - self._dealt
-        source = int(np.argmax(behind))
-        self._schedule.append((source, int(self._dealt[source])))
-        self._dealt[source] += 1
+        return replace(self._sources[source].at(place), uid=f"{position}")
 
 
 def is_too_long(prompt: Any, max_tokens: int) -> bool:
-    """Whether a prompt exceeds `max_tokens` with any tokenizer in use, by its characters."""
+    """Whether a prompt exceeds `max_tokens` with any tokenizer."""
     return characters(prompt) > CHARACTERS_PER_TOKEN * max_tokens
 
 
 def characters(prompt: Any) -> int:
-    """Characters of a text, or of chat messages' texts."""
+    """Count the characters of a text, or of chat messages."""
     if isinstance(prompt, str):
         return len(prompt)
     contents = [message.get("content", "") for message in prompt]

@@ -24,7 +24,7 @@ DEEPEST = 100  # levels of lists and objects in a line
 
 
 def read_records(path: str, prompt_key: str = "", log: Log = print) -> list[Record]:
-    """All records. Raises DataError naming file and record of a malformed record, or one without `prompt_key`.
+    """Read all records. Raises DataError naming file and record of a malformed record, or one without `prompt_key`.
 
     log: called with progress if reading is slow.
     """
@@ -68,7 +68,6 @@ def iter_records(path: str, prompt_key: str = "") -> Iterator[Record]:
 
 
 def _checked(record: Any, where: str, prompt_key: str) -> Record:
-    """The record with a cleaned prompt. Raises DataError, naming the record, if malformed or not Unicode."""
     if not isinstance(record, dict) and not prompt_key:
         raise DataError(f"{where} is not a record, which gives each column's value by its name.")
     if prompt_key and (not isinstance(record, dict) or prompt_key not in record):
@@ -82,7 +81,7 @@ def _checked(record: Any, where: str, prompt_key: str) -> Record:
 
 
 def data_files(path: Path) -> list[Path]:
-    """A path's data files: itself, or a folder's by name. Raises DataError if there are none."""
+    """Find a path's data files: itself, or a folder's by name. Raises DataError if there are none."""
     if path.is_dir():
         found = sorted(file for file in path.rglob("*") if file.suffix in READERS and _is_data(file))
         _check_regular(found)
@@ -111,7 +110,6 @@ def _check_regular(files: Iterable[Path]) -> None:
 
 
 def _is_data(file: Path) -> bool:
-    """Whether a file is data: not `datasets.save_to_disk` metadata, a cache or a Spark folder."""
     return (
         not file.is_dir()
         and file.name not in ("dataset_info.json", "state.json", "dataset_dict.json")
@@ -141,7 +139,6 @@ def _parsed(text: bytes, where: str) -> Any:
         raise DataError(f"{where} is not JSON: {error}.") from None
     except RecursionError:
         raise _too_deep(where) from None
-    # Most records hold fewer brackets than that, and need not be walked.
     if text.count(b"[") + text.count(b"{") > DEEPEST and not _is_flat(value):
         raise _too_deep(where)
     return value
@@ -155,14 +152,13 @@ def _is_flat(value: Any) -> bool:
     """Whether lists and objects nest at most DEEPEST deep; deeper ones cannot be pickled."""
     level = [value]
     for _ in range(DEEPEST + 1):
-        level = [inner for outer in level if isinstance(outer, (list, dict)) for inner in _children(outer)]
-        if not level:
-            return True
-    return False
-
-
-def _children(value: list[Any] | dict[str, Any]) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, (list, dict))
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+    return not level
 
 
 def _parquet(file: Path) -> Iterator[tuple[str, Any]]:

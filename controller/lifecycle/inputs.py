@@ -22,9 +22,10 @@ from controller.config.functions import requested_columns
 from controller.config.model_files import read_model_files
 from controller.config.python_rewards import NONE_GIVEN, GivenFunctions
 from controller.config.training import counted
-from controller.data.curriculum import IsolatedCurriculum
+from controller.data.curriculum import isolated_order
 from controller.data.identity import DataIdentity, data_identity
 from controller.data.prompts import (
+    Curriculum,
     PromptDataset,
     PromptMixture,
     PromptRules,
@@ -67,7 +68,7 @@ class Tried:
     reward_functions: list[RewardFunction]
     environment: bytes
     step: bytes
-    curriculum: IsolatedCurriculum | None
+    curriculum: Curriculum | None
     cost_model: CostModel
     identity: DataIdentity
     score: Score | None
@@ -259,12 +260,12 @@ def find_step(config: Config, log: Log = print, given: GivenFunctions = NONE_GIV
     return found.packed
 
 
-def _curriculum(config: Config, train: Records, log: Log) -> IsolatedCurriculum | None:
+def _curriculum(config: Config, train: Records, log: Log) -> Curriculum | None:
     key, name = "data.curriculum", config.data.curriculum
     if not name:
         return None
     found = _imported(config, log, key, name)
-    curriculum = IsolatedCurriculum(found.packed, config.resources.user_code_timeout_s)
+    curriculum = partial(isolated_order, found.packed, config.resources.user_code_timeout_s)
     with _waiting(log, f"{key}, tried on the first epoch", config):
         for rows in train.values():
             curriculum(rows, 0)

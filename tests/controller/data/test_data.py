@@ -1,10 +1,12 @@
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from controller.data.curriculum import checked_order
 from controller.data.prompts import PromptDataset, PromptMixture, PromptRules
 from tests.refusals import refused
 from workers.errors import DataError
@@ -102,10 +104,10 @@ def test_a_curriculum_orders_every_epoch() -> None:
     assert len({p.uid for p in prompts.take(0, 5)}) == 5
 
 
-@pytest.mark.parametrize("order", [[3], []])
-def test_a_curriculum_that_names_no_record_is_refused(order: list[int]) -> None:
+@pytest.mark.parametrize("order", [[3], [], "0", [0.5]])
+def test_a_curriculum_that_names_no_record_is_refused(order: Any) -> None:
     with refused("data.curriculum", DataError):
-        dataset(3, curriculum=lambda records, epoch: order).take(0, 1)
+        checked_order(order, 3, epoch=0)
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=4), st.integers(1, 60))
