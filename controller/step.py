@@ -22,8 +22,8 @@ import numpy as np
 from balancing import Plan
 from controller.actors.worker_group import WorkerGroup
 from controller.algorithm import advantages
-from controller.algorithm.logprob_check import Proof
-from controller.planning.planner import group_numbers, with_group_tokens
+from controller.algorithm.logprob_check import AtEqualWeights
+from controller.planning.planner import with_group_tokens
 from controller.run import Run
 from controller.training_loop import Step, prefixed
 from workers.config import LossConfig, ValueLossConfig
@@ -34,7 +34,7 @@ from workers.rollout.requests import PROOF_STEP
 
 # `with_advantages` reports values before the update; after it they have seen the returns.
 CRITIC_METRICS = ("loss", "value_clip_fraction", "grad_norm", "learning_rate", "skipped_steps")
-PROOF_TOKENS = 32  # of samples that are compared and not trained
+COMPARED_TOKENS = 32  # of samples that are compared and not trained
 
 
 def step(run: Run) -> None:
@@ -79,13 +79,15 @@ def on_training_roles(run: Run, phase: str) -> Iterator[None]:
 def collect(run: Run) -> RemoteBatch:
     """Return the step's training samples; empty if no group has signal, see algorithm.zero_variance_groups.
 
-    Columns [B]: uid (equal for samples of one prompt), sample, reward, length, prompt_tokens, response_tokens,
-    truncated, weight_version, and those of `RolloutBatch`. Tokens: input_ids, loss_mask, rollout_log_probs.
+    Columns [B]: uid (equal for samples of one prompt), group_number (the same, numbered from 0), sample, reward,
+    length, prompt_tokens, response_tokens, truncated, weight_version, and those of `RolloutBatch`. Tokens: input_ids,
+    loss_mask, rollout_log_probs.
     """
     with run.record.phase("rollout"):
         rollout = run.buffer.collect(run.number)
     run.record_samples(rollout)
-    return rollout.trained.with_meta(step=run.number, steps=run.config.run.steps)
+    groups = np.unique(rollout.trained["uid"], return_inverse=True)[1]
+    return rollout.trained.with_columns(group_number=groups).with_meta(step=run.number, steps=run.config.run.steps)
 
 
 def plan_updates(run: Run, batch: RemoteBatch) -> list[Epoch]:
@@ -95,7 +97,7 @@ def plan_updates(run: Run, batch: RemoteBatch) -> list[Epoch]:
         drawn = [planner.draw(batch, run.number, epoch) for epoch in range(run.config.batch.epochs)]
         epochs = [Epoch(rows, planner.plan(batch, rows, "policy.update")) for rows in drawn]
     places = batch["uid"].astype(np.int64)  # in the stream of prompts
-    columns = {"lengths": batch["length"], "groups": group_numbers(batch), "prompts": places}
+    columns = {"lengths": batch["length"], "groups": batch["group_number"], "prompts": places}
     columns |= planner.prefixes(batch, "policy.update")
     run.record.plans([epoch.plan for epoch in epochs], run.config.longest_sequence, **columns)
     return epochs
@@ -112,16 +114,16 @@ def with_old_log_probs(run: Run, batch: RemoteBatch, *, recompute: bool = False)
     """
     config, check = run.config, run.logprob_check
     needed = recompute or config.has_forward_pass
-    proof = check.proof(batch["weight_version"], batch["newest_weight_version"], run.weight_version)
+    equal_weights = check.at_equal_weights(batch["weight_version"], batch["newest_weight_version"], run.weight_version)
     if config.old_log_probs == "sampler" and not recompute:
         batch = batch.with_tokens(old_log_probs=batch.tokens["rollout_log_probs"])
     entropies = config.algorithm.loss.old_entropies
     with on_training_roles(run, "log_probs"):
-        if not needed and proof is Proof.NONE:
+        if not needed and equal_weights is AtEqualWeights.NONE:
             return batch
         read = run.roles.policy.log_probs_and_entropies if entropies else run.roles.policy.log_probs
-        passed = read(batch, run.planner.whole(batch, "policy.log_probs"))
-    check.judge(run.number, passed.metrics, proof)
+        passed = read(batch, run.planner.forward_plan(batch, "policy.log_probs"))
+    check.compare(run.number, passed.metrics, equal_weights)
     if needed:
         run.record.add(prefixed("policy", check.keep(run.number, passed.metrics)))
     if recompute or config.old_log_probs == "forward_pass":
@@ -134,7 +136,7 @@ def with_reference_log_probs(run: Run, batch: RemoteBatch) -> RemoteBatch:
     if not run.config.uses_reference:
         return batch
     with on_training_roles(run, "log_probs"):
-        found = run.roles.of_reference("log_probs")(batch, run.planner.whole(batch, "reference.log_probs"))
+        found = run.roles.of_reference("log_probs")(batch, run.planner.forward_plan(batch, "reference.log_probs"))
     return batch.with_tokens(reference_log_probs=found.tokens["log_probs"])
 
 
@@ -153,15 +155,15 @@ def with_advantages(run: Run, batch: RemoteBatch) -> RemoteBatch:
         if run.config.uses_token_returns:
             credited = batch
             if algorithm.advantage == "reinforce_plus_plus_baseline":
-                credited = batch.with_columns(reward=advantages.dr_grpo(batch["reward"], batch["uid"]))
-            plan = planner.whole(batch, "policy.log_probs")
+                credited = batch.with_columns(reward=advantages.dr_grpo(batch["reward"], batch["group_number"]))
+            plan = planner.forward_plan(batch, "policy.log_probs")
             found = run.roles.policy.token_advantages(credited, plan, algorithm.gamma, penalty)
             batch = batch.with_tokens(**found.tokens)
         elif critic is None:
             rewards = batch["reward"] - weight * kl
             batch = batch.with_columns(advantages=advantages.sequence_advantages(algorithm, batch, rewards))
         else:
-            plan = planner.whole(batch, "critic.values")
+            plan = planner.forward_plan(batch, "critic.values")
             found = critic.advantages(batch, plan, algorithm.gae, penalty)
             run.record.add(prefixed("critic", advantages.value_metrics(found.metrics)))
             batch = batch.with_tokens(**found.tokens)
@@ -176,7 +178,7 @@ def _kl_in_reward(run: Run, batch: RemoteBatch) -> tuple[float, np.ndarray]:
         return 0.0, np.zeros(len(batch))
     adapted = run.progress.kl_coefficient
     weight = settings.coefficient if adapted is None else adapted
-    plan = run.planner.whole(batch, "reference.log_probs")
+    plan = run.planner.forward_plan(batch, "reference.log_probs")
     kl = (run.roles.reference or run.roles.policy).kl(batch, plan, settings.estimator)
     run.kl_coefficient = advantages.adapted_kl_weight(weight, float(kl.mean()), len(batch), settings)
     run.record.add({"reward/kl": float(kl.mean()), "reward/kl_coefficient": weight})
@@ -213,7 +215,7 @@ def update_policy(
     updated = _update(
         run, run.roles.policy, batch, epochs, [epoch.plan for epoch in epochs], loss or run.config.policy_loss
     )
-    run.logprob_check.judge_update(run.number, updated)
+    run.logprob_check.compare_update(run.number, updated)
     # Of a separate log-prob pass and the updates, only the pass compares sampler and trainer at equal weights.
     metrics = results(updated) | run.logprob_check.kept(run.number)
     run.record.add(prefixed(recorded_as, metrics))
@@ -248,15 +250,15 @@ def send_weights(run: Run) -> None:
     with run.record.phase("weights"):
         run.weight_version += 1
         run.roles.send_weights(run.weight_version)
-        if run.config.rollout.max_staleness and run.logprob_check.awaits(Proof.CHANGED):
-            _prove_changed_weights(run)
+        if run.config.rollout.max_staleness and run.logprob_check.awaits(AtEqualWeights.CHANGED):
+            _check_changed_weights(run)
 
 
-def _prove_changed_weights(run: Run) -> None:
+def _check_changed_weights(run: Run) -> None:
     config = run.config
     sampling = config.rollout.sampling
-    sampling = replace(sampling, max_new_tokens=min(PROOF_TOKENS, sampling.max_new_tokens))
+    sampling = replace(sampling, max_new_tokens=min(COMPARED_TOKENS, sampling.max_new_tokens))
     prompts = run.buffer.prompts.take(0, config.batch.prompts_per_step)
     batch = run.buffer.roll_out(prompts, config.rollout.samples_per_prompt, sampling, PROOF_STEP).batch
-    passed = run.roles.policy.log_probs(batch, run.planner.whole(batch, "policy.log_probs"))
-    run.logprob_check.judge(run.number, passed.metrics, Proof.CHANGED)
+    passed = run.roles.policy.log_probs(batch, run.planner.forward_plan(batch, "policy.log_probs"))
+    run.logprob_check.compare(run.number, passed.metrics, AtEqualWeights.CHANGED)

@@ -1,10 +1,13 @@
 """Advantages: how much better each sequence was than expected; computed on the driver.
 
-    rewards, uids --estimator of the registry--> one advantage a sequence      compared with the group, or the batch
+    rewards, groups --estimator of the registry--> one advantage a sequence      compared with the group, or the batch
 
-Advantages of tokens, compared with a critic, are computed on the ranks: `workers.model.losses.returns`. Groups are
-found by `uid` and may have any size; row order does not matter. A group of one has advantage 0 if the estimator
-compares within the group alone. B sequences.
+Advantages of tokens, compared with a critic, are computed on the ranks: `workers.model.losses.returns`. Groups may have
+any size, and row order does not matter. A group of one has advantage 0 if the estimator compares within the group
+alone.
+
+Estimators take rewards, float [B], and groups, int64 [B] (samples of one prompt have one number), and return
+float64 [B].
 """
 
 from collections.abc import Callable, Mapping
@@ -27,11 +30,7 @@ EPSILON = 1e-6  # keeps the advantages of a group with equal rewards at 0
 
 @dataclass(frozen=True)
 class Estimator:
-    """A registered estimator of one advantage a sequence.
-
-    function: (rewards [B], uids [B], keywords) -> float64 [B]. columns: keywords that are columns [B] of the batch.
-    options: keywords that are settings.
-    """
+    """columns: keywords of `function` that are columns [B] of the batch. options: keywords that are settings."""
 
     function: Callable[..., np.ndarray]
     columns: tuple[str, ...]
@@ -54,72 +53,65 @@ def estimator(name: str, *, columns: tuple[str, ...] = (), options: tuple[str, .
 def estimate(name: str, batch: Mapping[str, np.ndarray], **options: Any) -> np.ndarray:
     """One advantage a sequence by the estimator `name`, float64 [B].
 
-    batch: `reward` float [B], `uid` [B], and the estimator's columns. options: settings of all estimators. Raises
+    batch: `reward`, `group_number` and the estimator's columns. options: settings of all estimators. Raises
     ConfigError for an unknown name, DataError for a missing column.
     """
     if name not in ESTIMATORS:
         raise ConfigError(f"algorithm.advantage={name} is not an estimator; known are {', '.join(ESTIMATORS)}")
     found = ESTIMATORS[name]
-    missing = [column for column in ("reward", "uid", *found.columns) if column not in batch]
+    missing = [column for column in ("reward", "group_number", *found.columns) if column not in batch]
     if missing:
         raise DataError(f"algorithm.advantage={name} needs the column {missing[0]!r}; the batch has {sorted(batch)}")
     keywords = {column: batch[column] for column in found.columns}
     keywords |= {option: options[option] for option in found.options if option in options}
-    return found.function(batch["reward"], batch["uid"], **keywords)
+    return found.function(batch["reward"], batch["group_number"], **keywords)
 
 
 @estimator("grpo", options=("normalize_by_std",))
 def grpo(
-    rewards: np.ndarray, uids: np.ndarray, *, normalize_by_std: bool = True, epsilon: float = EPSILON
+    rewards: np.ndarray, groups: np.ndarray, *, normalize_by_std: bool = True, epsilon: float = EPSILON
 ) -> np.ndarray:
     """Group-relative advantage (Shao et al. 2024, DeepSeekMath, section 4.1.2).
 
         A_i = (r_i - mean(r)) / (std(r) + epsilon)      over the group of i
 
     Without `normalize_by_std` only the numerator, see `dr_grpo`. The standard deviation is the sample's (n - 1), as in
-    TRL and verl. A group of one has advantage 0.
-
-    rewards: float [B]. uids: [B]. Returns float64 [B].
+    TRL and verl.
     """
-    groups = _Groups(uids)
-    centred = rewards - groups.mean(rewards)
+    centred = rewards - _mean(rewards, groups)
     if not normalize_by_std:
         return centred
-    variance = groups.sum(centred**2) / np.maximum(groups.count - 1, 1)
+    variance = _sum(centred**2, groups) / np.maximum(_count(groups) - 1, 1)
     return centred / (np.sqrt(variance) + epsilon)
 
 
 @estimator("dr_grpo")
-def dr_grpo(rewards: np.ndarray, uids: np.ndarray) -> np.ndarray:
+def dr_grpo(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """GRPO done right (Liu et al. 2025, "Understanding R1-Zero-Like Training", section 3.2).
 
         A_i = r_i - mean(r)      over the group of i
 
     Dividing by the standard deviation would overweight too easy and too hard prompts. The matching loss has
     `aggregation=sequence_mean_token_sum_norm`.
-
-    rewards: float [B]. uids: [B]. Returns float64 [B].
     """
-    return grpo(rewards, uids, normalize_by_std=False)
+    return grpo(rewards, groups, normalize_by_std=False)
 
 
 @estimator("rloo")
-def rloo(rewards: np.ndarray, uids: np.ndarray) -> np.ndarray:
+def rloo(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """REINFORCE leave-one-out (Kool et al. 2019; Ahmadian et al. 2024, section 3).
 
         A_i = r_i - sum over j != i of r_j / (n - 1) = n / (n - 1) * (r_i - mean(r))      over the group of i, of size n
 
-    The baseline is independent of the sequence, so the gradient is unbiased. A group of one has advantage 0.
-
-    rewards: float [B]. uids: [B]. Returns float64 [B].
+    The baseline is independent of the sequence, so the gradient is unbiased.
     """
-    groups = _Groups(uids)
-    return (rewards - groups.mean(rewards)) * groups.count / np.maximum(groups.count - 1, 1)
+    count = _count(groups)
+    return (rewards - _mean(rewards, groups)) * count / np.maximum(count - 1, 1)
 
 
 @estimator("reinforce_plus_plus", columns=("tokens",))
 def reinforce_plus_plus(
-    rewards: np.ndarray, uids: np.ndarray, *, tokens: np.ndarray, epsilon: float = EPSILON
+    rewards: np.ndarray, groups: np.ndarray, *, tokens: np.ndarray, epsilon: float = EPSILON
 ) -> np.ndarray:
     """REINFORCE++ (Hu et al. 2025): no critic and no groups, normalised over the tokens of the global batch.
 
@@ -127,54 +119,47 @@ def reinforce_plus_plus(
 
     With the reward at the last token and no discount, every token's return is r_i. With `algorithm.gamma` below 1 or a
     KL in the reward, returns differ by token: see `PolicyWorker.token_advantages`. The deviation is the population's.
-
-    rewards: float [B]. uids: [B], unused. tokens: int [B], loss tokens. Returns float64 [B].
+    tokens: int [B], loss tokens.
     """
     return whiten(rewards, tokens, epsilon=epsilon)
 
 
 @estimator("reinforce_plus_plus_baseline", columns=("tokens",))
 def reinforce_plus_plus_baseline(
-    rewards: np.ndarray, uids: np.ndarray, *, tokens: np.ndarray, epsilon: float = EPSILON
+    rewards: np.ndarray, groups: np.ndarray, *, tokens: np.ndarray, epsilon: float = EPSILON
 ) -> np.ndarray:
     """REINFORCE++ with the group's mean as baseline (Hu et al. 2025): normalised by the batch, not by the group.
 
         c_i = r_i - mean of the group(r)        A_i = (c_i - mean(c)) / (std(c) + epsilon)      over all tokens
 
-    Token returns and deviation: see `reinforce_plus_plus`.
-
-    rewards: float [B]. uids: [B]. tokens: int [B], loss tokens. Returns float64 [B].
+    tokens, token returns and deviation: see `reinforce_plus_plus`.
     """
-    return whiten(dr_grpo(rewards, uids), tokens, epsilon=epsilon)
+    return whiten(dr_grpo(rewards, groups), tokens, epsilon=epsilon)
 
 
 @estimator("remax", columns=("greedy_reward",))
-def remax(rewards: np.ndarray, uids: np.ndarray, *, greedy_reward: np.ndarray) -> np.ndarray:
+def remax(rewards: np.ndarray, groups: np.ndarray, *, greedy_reward: np.ndarray) -> np.ndarray:
     """ReMax (Li et al. 2024, algorithm 2): the reward of the greedy response to the same prompt is the baseline.
 
-        A_i = r_i - r(greedy response to the prompt of i)
-
-    rewards: float [B]. uids: [B], unused. greedy_reward: float [B]. Returns float64 [B].
+    A_i = r_i - r(greedy response to the prompt of i)
     """
     return np.asarray(rewards, np.float64) - greedy_reward
 
 
 @estimator("opo", columns=("tokens",))
-def opo(rewards: np.ndarray, uids: np.ndarray, *, tokens: np.ndarray) -> np.ndarray:
+def opo(rewards: np.ndarray, groups: np.ndarray, *, tokens: np.ndarray) -> np.ndarray:
     """On-policy optimisation with the optimal reward baseline (Hao et al. 2025).
 
         A_i = r_i - sum_j l_j r_j / sum_j l_j      over the group of i, l the loss tokens
 
     The minimum-variance baseline if a response's squared gradient grows with its length.
-
-    rewards: float [B]. uids: [B]. tokens: int [B], at least one in each group. Returns float64 [B].
+    tokens: int [B], at least one in each group.
     """
-    groups = _Groups(uids)
-    return rewards - groups.sum(tokens * rewards) / groups.sum(tokens)
+    return rewards - _sum(tokens * rewards, groups) / _sum(tokens, groups)
 
 
 @estimator("pass_at_k", options=("k",))
-def pass_at_k(rewards: np.ndarray, uids: np.ndarray, *, k: int, epsilon: float = EPSILON) -> np.ndarray:
+def pass_at_k(rewards: np.ndarray, groups: np.ndarray, *, k: int, epsilon: float = EPSILON) -> np.ndarray:
     """Pass@k training (Chen et al. 2025): GRPO over all k-subsets S of the group, each rewarded by its best member.
 
         A_i = (E[max r_S | i in S] - E[max r_S]) / (std(max r_S) + epsilon)      S uniform over the subsets of k
@@ -182,11 +167,10 @@ def pass_at_k(rewards: np.ndarray, uids: np.ndarray, *, k: int, epsilon: float =
     In ascending order the j-th reward is the best of C(j-1, k-1) of C(n, k) subsets, and of C(j-2, k-2) of C(n-1, k-1)
     that contain an i < j. For rewards 0 and 1 this is the paper's analytical form. k = 1 is GRPO with the population's
     deviation; a group of at most k has advantage 0.
-
-    rewards: float [B]. uids: [B]. Returns float64 [B].
     """
     advantages = np.zeros(len(rewards))
-    for rows in _Groups(uids).rows():
+    order = np.argsort(groups, kind="stable")
+    for rows in np.split(order, np.flatnonzero(np.diff(groups[order])) + 1):
         if len(rows) > k:
             advantages[rows] = _pass_at_k_of_group(np.asarray(rewards, np.float64)[rows], k, epsilon)
     return advantages
@@ -207,28 +191,26 @@ def _pass_at_k_of_group(rewards: np.ndarray, k: int, epsilon: float) -> np.ndarr
 
 
 @estimator("maxrl")
-def maxrl(rewards: np.ndarray, uids: np.ndarray) -> np.ndarray:
+def maxrl(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """Maximum-likelihood reinforcement learning (Tajwar et al. 2026): the gradient of log pass rate, not of pass rate.
 
         A_i = (r_i - mean(r)) / mean(r)      over the group of i; 0 where mean(r) = 0
 
-    A prompt counts by one over its pass rate.
-
-    rewards: float [B], not negative. uids: [B]. Returns float64 [B]. Raises DataError for a negative reward.
+    A prompt counts by one over its pass rate. Raises DataError for a negative reward.
     """
     if np.min(rewards, initial=0.0) < 0:
         raise DataError(
             f"algorithm.advantage=maxrl takes rewards as rates of success, but one is {np.min(rewards)}; let the "
             "reward function return no negative numbers"
         )
-    mean = _Groups(uids).mean(rewards)
+    mean = _mean(rewards, groups)
     return np.divide(rewards - mean, mean, out=np.zeros(len(rewards)), where=mean > 0)
 
 
 def whiten(values: np.ndarray, weights: np.ndarray | None = None, *, epsilon: float = EPSILON) -> np.ndarray:
-    """(x - mean(x)) / (std(x) + epsilon) over the batch, with the population's deviation (n); float64, like `values`.
+    """Return (x - mean(x)) / (std(x) + epsilon) over the batch, with the population's deviation (n).
 
-    weights: how often each value counts, such as its tokens; None counts each once.
+    weights: how often each value counts, such as its tokens.
     """
     mean = np.average(values, weights=weights)
     return (values - mean) / (np.sqrt(np.average((values - mean) ** 2, weights=weights)) + epsilon)
@@ -236,17 +218,17 @@ def whiten(values: np.ndarray, weights: np.ndarray | None = None, *, epsilon: fl
 
 def has_signal(rewards: np.ndarray, uids: np.ndarray) -> np.ndarray:
     """True if the rewards of a sequence's group differ, bool [B]; else its group-relative advantages are 0."""
-    groups, index = np.unique(uids, return_inverse=True)
-    highest = np.full(len(groups), -np.inf)
-    lowest = np.full(len(groups), np.inf)
-    np.maximum.at(highest, index, rewards)
-    np.minimum.at(lowest, index, rewards)
-    return (highest > lowest)[index]
+    names, group = np.unique(uids, return_inverse=True)
+    highest, lowest = np.full(len(names), -np.inf), np.full(len(names), np.inf)
+    np.maximum.at(highest, group, rewards)
+    np.minimum.at(lowest, group, rewards)
+    return (highest > lowest)[group]
 
 
 def share_without_signal(rewards: np.ndarray, uids: np.ndarray) -> float:
     """Share of groups whose rewards are all equal (TRL's `frac_reward_zero_std`)."""
-    return len(np.unique(uids[~has_signal(rewards, uids)])) / len(np.unique(uids))
+    first = np.unique(uids, return_index=True)[1]
+    return float(1 - has_signal(rewards, uids)[first].mean())
 
 
 def adapted_kl_weight(coefficient: float, kl: float, sequences: int, settings: KlInRewardConfig) -> float:
@@ -264,7 +246,7 @@ def adapted_kl_weight(coefficient: float, kl: float, sequences: int, settings: K
 
 
 def sequence_advantages(algorithm: AlgorithmConfig, batch: RemoteBatch, rewards: np.ndarray) -> np.ndarray:
-    """One advantage a sequence by `algorithm.advantage`, float32 [B]. rewards: float64 [B]."""
+    """One advantage a sequence by `algorithm.advantage`, float32 [B]."""
     columns = batch.columns | {"reward": rewards, "tokens": batch["response_tokens"]}
     options = {"normalize_by_std": algorithm.normalize_by_std, "k": algorithm.pass_k}
     return estimate(algorithm.advantage, columns, **options).astype(np.float32)
@@ -277,20 +259,14 @@ def value_metrics(metrics: Metrics) -> dict[str, float]:
     return {name: measured[name] for name in ("values", "returns")} | explained
 
 
-class _Groups:
-    """Sums over groups, repeated for each member."""
+def _count(groups: np.ndarray) -> np.ndarray:
+    return np.bincount(groups)[groups]
 
-    def __init__(self, uids: np.ndarray) -> None:
-        _, self._index = np.unique(uids, return_inverse=True)
-        self.count = np.bincount(self._index)[self._index]
 
-    def sum(self, values: np.ndarray) -> np.ndarray:
-        return np.bincount(self._index, weights=values)[self._index]
+def _sum(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """Sum over each group, repeated for each member."""
+    return np.bincount(groups, weights=values)[groups]
 
-    def mean(self, values: np.ndarray) -> np.ndarray:
-        return self.sum(values) / self.count
 
-    def rows(self) -> list[np.ndarray]:
-        """Row numbers of each group."""
-        order = np.argsort(self._index, kind="stable")
-        return np.split(order, np.flatnonzero(np.diff(self._index[order])) + 1)
+def _mean(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    return _sum(values, groups) / _count(groups)

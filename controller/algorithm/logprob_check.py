@@ -1,4 +1,4 @@
-"""Compares the log-probs of engines and trainer in every step, before new weights are sent.
+"""Compare the log-probs of engines and trainer in every step, before new weights are sent.
 
     first step after a start            samples of the weights that were just sent          --> rounding, or stop
     first step of changed weights       samples of weights that an update has changed       --> rounding, or stop
@@ -25,8 +25,8 @@ COARSER = ("quantization", "kv_cache_dtype")
 """Arguments of vLLM (`rollout.engine`) with which an engine computes in fewer bits than the trainer."""
 
 
-class Proof(Enum):
-    """The comparison at equal weights that a step's samples allow, in an error's words."""
+class AtEqualWeights(Enum):
+    """A comparison of engines and trainer at equal weights, in an error's words."""
 
     FIRST = "at the weights that the engines were sent at the start"
     CHANGED = "at the first weights that an update has changed"
@@ -34,30 +34,30 @@ class Proof(Enum):
 
 
 class LogProbCheck:
-    """Checks log-probs in one attempt of a run."""
-
     def __init__(self, config: Config, first_version: int, log: Callable[[str], None] | None = None) -> None:
         """first_version: the attempt's first weights. log: receives differences in place of an error, for a replay,
         which has no engines to compare with."""
         self._limit, self._first = config.policy.max_mismatch, first_version
         self._dtype, self._log = config.compute_dtype, log
         exact = log is None and compares_exactly(config)
-        self._pending: set[Proof] = {Proof.FIRST, Proof.CHANGED} if exact else set()
+        self._pending: set[AtEqualWeights] = {AtEqualWeights.FIRST, AtEqualWeights.CHANGED} if exact else set()
         self._kept: tuple[int, dict[str, float]] = 0, {}
 
-    def proof(self, oldest: np.ndarray, newest: np.ndarray, current: int) -> Proof:
-        """The comparison at equal weights that samples [B] allow, if it was not made before.
+    def at_equal_weights(self, oldest: np.ndarray, newest: np.ndarray, current: int) -> AtEqualWeights:
+        """Return the comparison that samples [B] allow, if it was not made before.
 
         oldest, newest: weight versions of each sample, which may span several. current: the trainer's version.
         """
         of_current = bool(np.all(oldest == current) and np.all(newest == current))
-        found = Proof.FIRST if current == self._first else Proof.CHANGED
-        return found if of_current and found in self._pending else Proof.NONE
+        found = AtEqualWeights.FIRST if current == self._first else AtEqualWeights.CHANGED
+        return found if of_current and found in self._pending else AtEqualWeights.NONE
 
-    def awaits(self, proof: Proof) -> bool:
-        return proof in self._pending
+    def awaits(self, equal_weights: AtEqualWeights) -> bool:
+        return equal_weights in self._pending
 
-    def judge(self, step: int, metrics: Mapping[str, Metric], proof: Proof = Proof.NONE) -> None:
+    def compare(
+        self, step: int, metrics: Mapping[str, Metric], equal_weights: AtEqualWeights = AtEqualWeights.NONE
+    ) -> None:
         """Raise MismatchError, with advice, if sampler and trainer differ by more than allowed.
 
         metrics: of a pass over the step's samples; without mismatch metrics nothing is checked.
@@ -65,16 +65,16 @@ class LogProbCheck:
         if MEAN not in metrics or not metrics[MEAN].weight:
             return
         mean, largest = metrics[MEAN].result(), metrics[LARGEST].result()
-        if problem := beyond(mean, largest, self._limit, self._dtype, proof):
+        if problem := beyond(mean, largest, self._limit, self._dtype, equal_weights):
             if self._log is None:
                 raise MismatchError(f"step {step}: {problem}")
             self._log(f"step {step}: {problem}")
-        self._pending.discard(proof)
+        self._pending.discard(equal_weights)
 
-    def judge_update(self, step: int, metrics: Mapping[str, Metric]) -> None:
-        """Check a step's update, unless an earlier pass was kept."""
+    def compare_update(self, step: int, metrics: Mapping[str, Metric]) -> None:
+        """Compare in a step's update, unless an earlier pass was kept."""
         if not self.kept(step):
-            self.judge(step, metrics)
+            self.compare(step, metrics)
 
     def keep(self, step: int, metrics: Mapping[str, Metric]) -> dict[str, float]:
         """Keep and return the mismatch metrics of a step's first log-prob pass."""
@@ -83,31 +83,28 @@ class LogProbCheck:
         return self._kept[1]
 
     def kept(self, step: int) -> dict[str, float]:
-        """The metrics from before this step's update, or empty."""
+        """Return the metrics from before this step's update, or nothing."""
         return self._kept[1] if self._kept[0] == step else {}
 
 
 def compares_exactly(config: Config) -> bool:
-    """Whether at equal weights engines and trainer differ by rounding alone.
-
-    False if the sampling distribution is truncated, or the engine computes in fewer bits.
-    """
+    """Return False if the sampling distribution is truncated, or the engine computes in fewer bits."""
     coarser = any(config.rollout.engine.get(name) for name in COARSER)
     return config.rollout.sampling.log_probs_are_whole and not coarser
 
 
-def beyond(mean: float, largest: float, limit: float, dtype: str, proof: Proof) -> str:
-    """The problem with a mismatch, in nats a token, or an empty string. limit: policy.max_mismatch."""
+def beyond(mean: float, largest: float, limit: float, dtype: str, equal_weights: AtEqualWeights) -> str:
+    """Return the problem with a mismatch, in nats a token, or an empty string. limit: policy.max_mismatch."""
     told = f"log-probs of engines and trainer differ by {mean:.2g} nats a token (largest {largest:.2g})"
     if math.isnan(mean):
         return (
             "log-probs of engines and trainer differ by NaN, so that one of them gives NaN; no weights were sent and "
             "nothing was saved; go on from the last checkpoint with a lower policy.optimizer.learning_rate."
         )
-    if proof is not Proof.NONE and mean > TOLERANCE[dtype]:
+    if equal_weights is not AtEqualWeights.NONE and mean > TOLERANCE[dtype]:
         return (
-            f"{told} {proof.value}, which is more than rounding in {dtype} ({TOLERANCE[dtype]:g}): the engine does not "
-            "compute what the trainer does; `python -m controller.doctor` compares them with a tiny model."
+            f"{told} {equal_weights.value}, which is more than rounding in {dtype} ({TOLERANCE[dtype]:g}): the engine does "
+            "not compute what the trainer does; `python -m controller.doctor` compares them with a tiny model."
         )
     if mean > limit:
         return (

@@ -1,4 +1,4 @@
-"""Metrics of held-out responses, overall and by source, with confidence intervals.
+"""Compute metrics of held-out responses, overall and by source, with confidence intervals.
 
     ScoredResponse, n of each prompt --by_prompt--> PromptValues of reward, parts, pass@k, maj@n
                                      --summarize--> one number a name
@@ -20,9 +20,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class ScoredResponse:
-    """One held-out response. scores: `reward` and further numbers. answer: read by the reward function, or "". text:
-    prompt and response, for the record.
-    """
+    """scores: `reward` and further numbers. answer: read by the reward function, or "". text: for the record."""
 
     uid: str
     source: str
@@ -43,7 +41,6 @@ class PromptValues:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "PromptValues":
-        """One value a prompt."""
         return cls(np.asarray(values, dtype=np.float64), np.ones(len(values)))
 
     @property
@@ -52,7 +49,7 @@ class PromptValues:
 
 
 def summarize(responses: Sequence[ScoredResponse], success: str, threshold: float) -> dict[str, float]:
-    """Means of every score, and with several responses a prompt pass@k and maj@n; with several sources also by source.
+    """Return means of every score, with several responses a prompt pass@k and maj@n, with several sources also by source.
 
     pass@k is given for k = 1, 2, 4, ... and n, the number of responses to most prompts. Names: `reward`, `pass@4`,
     `SOURCE/reward`. Scores that only some responses have are averaged over those.
@@ -61,7 +58,6 @@ def summarize(responses: Sequence[ScoredResponse], success: str, threshold: floa
 
 
 def by_prompt(responses: Sequence[ScoredResponse], success: str, threshold: float) -> dict[str, PromptValues]:
-    """Values that `summarize` averages."""
     metrics = _of_one_source(responses, success, threshold)
     by_source: dict[str, list[ScoredResponse]] = defaultdict(list)
     for response in responses:
@@ -74,14 +70,13 @@ def by_prompt(responses: Sequence[ScoredResponse], success: str, threshold: floa
 
 
 def possible_metrics(samples: int, parts: Iterable[str]) -> list[str]:
-    """Names that `summarize` may return for one source. samples: per prompt. parts: of rewards."""
+    """Return the names that `summarize` may return for one source. samples: per prompt. parts: of rewards."""
     counts = [*(2**i for i in range(samples.bit_length()) if 2**i < samples), samples] if samples > 1 else []
     votes = [f"maj@{samples}"] if samples > 1 else []
     return ["reward", *parts, *(f"pass@{k}" for k in counts), *votes]
 
 
 def is_possible(name: str, samples: int, parts: Iterable[str]) -> bool:
-    """Whether `summarize` may return this name, for one source or all."""
     return any(name == known or name.endswith(f"/{known}") for known in possible_metrics(samples, parts))
 
 
@@ -124,7 +119,7 @@ def pass_at_k(n: int, right: int, k: int) -> float:
 
 
 def majority_is_right(answers: Sequence[str], right: Sequence[bool]) -> float:
-    """Share of the most frequent answers that is right (Wang et al. 2023, self-consistency); 0 without answers.
+    """Return the share of the most frequent answers that is right (Wang et al. 2023); 0 without answers.
 
     Responses without an answer do not vote. Ties count equally, among answers and among verdicts on equal answers, so
     order does not matter.
@@ -154,10 +149,7 @@ class Interval:
 
 
 def interval(values: PromptValues, confidence: float = CONFIDENCE) -> Interval | None:
-    """Interval of a metric; None if all prompts have one value other than 0 or 1.
-
-    confidence: in (0, 1). Deterministic.
-    """
+    """Return the interval of a metric; None if all prompts have one value other than 0 or 1."""
     if _is_binary(values):
         low, high = wilson(int(values.sums.sum()), len(values.sums), confidence)
         return Interval(low, high, WILSON)
@@ -172,11 +164,9 @@ def _is_binary(values: PromptValues) -> bool:
 
 
 def wilson(successes: int, trials: int, confidence: float) -> tuple[float, float]:
-    """Score interval of a share (Wilson 1927): all p with |p_hat - p| <= z sqrt(p (1 - p) / n), that is
+    """Return the score interval of a share (Wilson 1927): all p with |p_hat - p| <= z sqrt(p (1 - p) / n), that is
 
-        (p_hat + z^2 / 2n -+ z sqrt(p_hat (1 - p_hat) / n + z^2 / 4n^2)) / (1 + z^2 / n)
-
-    p_hat: successes / trials; n: trials, at least 1.
+    (p_hat + z^2 / 2n -+ z sqrt(p_hat (1 - p_hat) / n + z^2 / 4n^2)) / (1 + z^2 / n)
     """
     z, share = NormalDist().inv_cdf(0.5 + confidence / 2), successes / trials
     centre, scale = share + z * z / (2 * trials), 1 + z * z / trials
@@ -187,7 +177,7 @@ def wilson(successes: int, trials: int, confidence: float) -> tuple[float, float
 
 
 def bootstrap(values: PromptValues, confidence: float) -> tuple[float, float]:
-    """Percentile interval (Efron 1979) of sum(sums) / sum(counts) over RESAMPLES draws of prompts with replacement."""
+    """Return the percentile interval (Efron 1979) of sum(sums) / sum(counts) over draws of prompts with replacement."""
     prompts, rng = len(values.sums), np.random.default_rng(0)
     at_a_time = max(1, NUMBERS_AT_A_TIME // prompts)
     found = []

@@ -126,7 +126,11 @@ def loss_trial(config: Config, records: Sequence[Record]) -> tuple[Any, ...]:
     columns = {name: record_column([record[name] for record in first]) for name in config.loss_columns}
     columns |= dict.fromkeys(COUNTS, np.array([2, 3])) | {"uid": np.array(["0", "1"]), "sample": np.array([0, 0])}
     columns |= dict.fromkeys(("reward", "advantages", "seconds"), np.array([1.0, -1.0]))
-    columns |= {"group_tokens": np.array([2, 3]), "truncated": np.array([False, True])}
+    columns |= {
+        "group_number": np.array([0, 1]),
+        "group_tokens": np.array([2, 3]),
+        "truncated": np.array([False, True]),
+    }
     columns |= {"greedy_reward": np.array([0.0, 1.0])} if config.algorithm.advantage == "remax" else {}
     given = {
         "rollout_log_probs": True,

@@ -113,6 +113,7 @@ def _batch(uids: Sequence[str], items: Sequence[Item]) -> RemoteBatch:
     rows = [row for item in items for row in item]
     columns = {
         "uid": np.repeat(np.array(uids), [len(item) for item in items]),
+        "group_number": np.repeat(np.arange(len(items)), [len(item) for item in items]),
         "length": np.array([len(row["input_ids"]) for row in rows]),
         "response_tokens": np.array([int(row["loss_mask"].sum()) for row in rows]),
     }

@@ -100,7 +100,7 @@ def next_batch(run: OfflineRun[Any]) -> tuple[RemoteBatch, Plan]:
 
 def sft_loss(run: OfflineRun[Any], batch: RemoteBatch) -> dict[str, float]:
     """Return `loss`, mean over tokens in nats, `perplexity` exp(loss), and `entropy`; forward only."""
-    plan = run.planner.whole(batch, "policy.log_probs")
+    plan = run.planner.forward_plan(batch, "policy.log_probs")
     measured = results(run.roles.policy.measure_tokens(batch, plan))
     return {"loss": measured["loss"], "perplexity": math.exp(measured["loss"]), "entropy": measured["entropy"]}
 
@@ -113,9 +113,9 @@ def preferences_loss(run: OfflineRun[Any], batch: RemoteBatch) -> dict[str, floa
 
 def losses_of_pairs(run: OfflineRun[PreferencesConfig], batch: RemoteBatch) -> PairLoss:
     """Return the loss of the batch's pairs, and its gradient by each sequence's log-prob."""
-    log_probs = run.roles.policy.sequence_log_probs(batch, run.planner.whole(batch, "policy.log_probs"))
+    log_probs = run.roles.policy.sequence_log_probs(batch, run.planner.forward_plan(batch, "policy.log_probs"))
     reference = None
     if run.config.uses_reference:
-        plan = run.planner.whole(batch, "reference.log_probs")
+        plan = run.planner.forward_plan(batch, "reference.log_probs")
         reference = run.roles.of_reference("sequence_log_probs")(batch, plan)
     return pair_loss(run.config.loss, log_probs, reference, batch["response_tokens"])

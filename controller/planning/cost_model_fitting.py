@@ -1,10 +1,9 @@
-"""CostModelFitter: fits the cost model of plans to measured micro-steps (`balance.fit_cost_model`).
+"""Fit the cost model of plans to measured micro-steps (`balance.fit_cost_model`).
 
     measured micro-steps of the updates --observe--> error of the model in use --every few steps--> CostModel of seconds
 
 config.json yields FLOPs; only measurements show the time of a squared token (attention) relative to a token (matrix
-products). For a pipeline they also show a micro-step's fixed cost and each stage's share. Checkpoints keep the fit, so
-that a resumed run plans as before.
+products), and a pipeline's fixed cost and shares. Checkpoints keep the fit, so that a resumed run plans as before.
 """
 
 from collections import deque
@@ -29,10 +28,8 @@ Measurement = tuple[int, int, float]
 
 
 class CostModelFitter:
-    """The cost model of a run, and its prediction errors."""
-
     def __init__(self, cost_model: CostModel, *, enabled: bool) -> None:
-        """`cost_model`: used until the first fit. `enabled`: False keeps it, but still reports errors."""
+        """cost_model: until the first fit. enabled: False keeps it, but still reports errors."""
         self._first, self._enabled = cost_model, enabled
         self._fit: CostFit | None = None
         self._stage_seconds = np.zeros(0)
@@ -41,11 +38,11 @@ class CostModelFitter:
         self._steps = 0
 
     def state(self) -> dict[str, Any] | None:
-        """The fit, for a checkpoint; None before the first."""
+        """Return the fit, for a checkpoint."""
         return asdict(self._fit) | {"stage_shares": self._stages.shares} if self._fit else None
 
     def load_state(self, state: dict[str, Any] | None) -> None:
-        """Use a checkpoint's fit until the next; None changes nothing."""
+        """Use a checkpoint's fit until the next."""
         if state and self._enabled:
             fit = {name: value for name, value in state.items() if name != "stage_shares"}
             self._fit = CostFit(**fit | {"model": CostModel(**state["model"])})
@@ -54,12 +51,10 @@ class CostModelFitter:
 
     @property
     def cost_model(self) -> CostModel:
-        """The model to plan with."""
         return self._fit.model if self._fit else self._first
 
     @property
     def stages(self) -> StageTimes:
-        """Measured stage times for pipeline plans; NOT_MEASURED before the first fit."""
         return self._stages
 
     def observe(self, micro_steps: Iterable[MicroStepTime], stage_seconds: Sequence[float] = ()) -> dict[str, float]:
@@ -83,7 +78,7 @@ class CostModelFitter:
 
 
 def over_stages(times: Mapping[str, Sequence[MicroStepTime]]) -> list[MicroStepTime]:
-    """Micro-steps by actor; parts of one micro-step on several pipeline stages are summed."""
+    """Return micro-steps; parts of one micro-step on several pipeline stages are summed."""
     stages: dict[str, list[Sequence[MicroStepTime]]] = {}
     for actor, found in times.items():
         stages.setdefault(actor.partition(" pp=")[0], []).append(found)
@@ -95,7 +90,7 @@ def over_stages(times: Mapping[str, Sequence[MicroStepTime]]) -> list[MicroStepT
 
 
 def seconds_of_stages(times: Mapping[str, Sequence[MicroStepTime]]) -> list[float]:
-    """Seconds of all updates on each stage, from micro-steps by actor; one number without stages."""
+    """Return the seconds of all updates on each stage, from micro-steps by actor; one number without stages."""
     seconds: dict[int, float] = {}
     for actor, found in times.items():
         stage = int(actor.partition(" pp=")[2].partition(" ")[0] or 0)
@@ -110,14 +105,14 @@ def _shares(seconds: np.ndarray) -> tuple[float, ...] | None:
 
 
 def fit_error(fit: CostFit, measured: Sequence[Measurement]) -> float:
-    """Root mean square of predicted / measured seconds - 1."""
+    """Return the root mean square of predicted / measured seconds - 1."""
     tokens, squared, seconds = np.array(measured, np.float64).T
     predicted = fit.overhead_seconds + fit.model.linear * tokens + fit.model.quadratic * squared
     return float(np.sqrt(np.mean((predicted / seconds - 1.0) ** 2)))
 
 
 def scaled_error(cost_model: CostModel, measured: Sequence[Measurement]) -> float:
-    """`fit_error` for a model without a time unit, with predictions scaled by the best factor c.
+    """Return `fit_error` of a model without a time unit, with predictions scaled by the best factor c.
 
     c minimises sum_i (c x_i - 1)^2 with x_i = predicted_i / seconds_i: c = sum(x) / sum(x^2).
     """

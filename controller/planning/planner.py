@@ -5,9 +5,8 @@
     prompt_hash, prompt_tokens --> groups with a prefix                        plan_batch(prefix_groups, prefix_lengths)
     prefix_hashes --> order of each group's tree, depth of neighbours in it    plan_batch(tree_order, tree_depths)
 
-Mini-batches are drawn at random before balancing, which never changes them. A plan deducts shared prefix tokens as a
-row does (workers/model/rows/prefix_rows.py), except where a row skips a slightly longer prefix. So no row exceeds the
-plan.
+Balancing never changes mini-batches, which are drawn at random before. A plan deducts shared prefix tokens as a row
+does (workers/model/rows/prefix_rows.py), or fewer. So no row exceeds the plan.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,10 +30,10 @@ from workers.rollout.prefix_hashes import hashed_places
 Integers = np.ndarray
 
 
-def shared_beginnings(
+def prefix_columns(
     prompts: Integers, prompt_tokens: Integers, lengths: Integers, hashes: np.ndarray, minimum: int
 ) -> dict[str, Integers]:
-    """Arguments of `plan_batch` for shared prefixes of B samples, int64 [B] each.
+    """Return the arguments of `plan_batch` for shared prefixes of B samples, int64 [B] each.
 
     prompts: int64 [B], equal for equal ones. prompt_tokens, lengths: int64 [B], of prompt and whole sample. hashes:
     objects [B], bytes from `workers.rollout.prefix_hashes`. minimum: `model.min_shared_tokens`.
@@ -67,7 +66,6 @@ def _table(hashes: np.ndarray) -> Integers:
 def _depths(
     table: Integers, rows: Integers, groups: Integers, prompt_tokens: Integers, own: Integers, fewest: Integers
 ) -> Integers:
-    """Tokens that each sample shares with its predecessor in the order `rows`, int64 [B]."""
     alike = np.zeros(len(rows), np.int64)
     if table.shape[1]:
         equal = np.minimum.accumulate(table[rows[1:]] == table[rows[:-1]], axis=1)
@@ -85,7 +83,7 @@ MINI_BATCHES = 1  # separates this random stream from the data order's
 @dataclass(frozen=True)
 class StageTimes:
     """overhead: seconds of a micro-step beyond its workload, over all stages. shares: of each stage in the total time,
-    rounded to two digits to keep plans stable; None if not measured.
+    rounded to two digits to keep plans stable.
     """
 
     overhead: float = 0.0
@@ -101,35 +99,29 @@ def draw_mini_batches(
     """Randomly split row numbers into mini-batches whose sizes differ by at most one; fewer if rows are few.
 
     Deterministic in the run's `seed`, `step` and `epoch` (pass over the step's samples, from 0). groups: int64
-    [sequences], 0, 1, ...; if given, whole groups are drawn, with counts that differ by at most one. Returns ascending
-    int64 arrays.
+    [sequences]; if given, whole groups are drawn, with counts that differ by at most one. Returns ascending int64
+    arrays.
     """
     rng = np.random.default_rng((seed, MINI_BATCHES, step, epoch))
-    drawn = sequences if groups is None else int(groups.max()) + 1
-    parts = np.array_split(rng.permutation(drawn), min(mini_batches, drawn))
-    return [np.sort(part) if groups is None else np.flatnonzero(np.isin(groups, part)) for part in parts]
+    names = np.arange(sequences) if groups is None else np.unique(groups)
+    parts = np.array_split(rng.permutation(len(names)), min(mini_batches, len(names)))
+    return [np.sort(part) if groups is None else np.flatnonzero(np.isin(groups, names[part])) for part in parts]
 
 
 def with_group_tokens(batch: "RemoteBatch", mini_batches: Sequence[np.ndarray]) -> "RemoteBatch":
-    """Add the column `group_tokens`: loss tokens of each sequence's group within its mini-batch, int64 [B].
-
-    batch: light columns `uid`, equal within a group, and `response_tokens`.
-    """
-    counts = np.zeros(len(batch), dtype=np.int64)
+    """Add the column `group_tokens`: loss tokens of each sequence's group within its mini-batch, int64 [B]."""
+    counts, groups = np.zeros(len(batch), np.int64), batch["group_number"]
     for rows in mini_batches:
-        names, group = np.unique(batch["uid"][rows], return_inverse=True)
-        totals = np.zeros(len(names), dtype=np.int64)
-        np.add.at(totals, group, batch["response_tokens"][rows])
-        counts[rows] = totals[group]
+        counts[rows] = np.bincount(groups[rows], batch["response_tokens"][rows])[groups[rows]]
     return batch.with_columns(group_tokens=counts)
 
 
 def plan_arguments(
     config: TrainingConfig, of: str, prefixes: Mapping[str, Any] | None = None, stages: StageTimes = NOT_MEASURED
 ) -> dict[str, Any]:
-    """Arguments of `balancing.plan_batch` besides the batch. of: a pass in `config.limits`.
+    """Return the arguments of `balancing.plan_batch` besides the batch.
 
-    prefixes: from `shared_beginnings`, or empty. stages: measured times of a pipeline.
+    of: a pass in `config.limits`. prefixes: from `prefix_columns`.
     """
     limits, policy, balance = config.limits[of], config.policy, config.balance
     arguments: dict[str, Any] = {
@@ -148,7 +140,7 @@ def plan_arguments(
 
 
 def pipeline_of(config: TrainingConfig, *, trains: bool, measured: StageTimes = NOT_MEASURED) -> Pipeline | None:
-    """Stages of the training roles' models; None without a pipeline.
+    """Return the stages of the training roles' models; None without a pipeline.
 
     trains: whether backward passes follow, which cost two forward passes (three with checkpointing). measured: of
     updates; the parts of a stage are assumed to cost the same.
@@ -172,27 +164,26 @@ class Planner:
     """Plans for the data-parallel ranks, which all training roles share."""
 
     def __init__(self, config: TrainingConfig, cost_model: CostModel, stages: StageTimes = NOT_MEASURED) -> None:
-        """`cost_model`: FLOPs or seconds of a sequence. stages: measured times; they need a `cost_model` in seconds."""
+        """stages: measured times; they need a `cost_model` in seconds."""
         self.config, self.cost_model, self.stages = config, cost_model, stages
         self._sharing: dict[str, bool] = {}
 
-    def whole(self, batch: "RemoteBatch", of: str) -> Plan:
-        """Plan one forward-only pass over the batch; see `plan`."""
+    def forward_plan(self, batch: "RemoteBatch", of: str) -> Plan:
         return self.plan(batch, [np.arange(len(batch))], of)
 
     def plan(self, batch: "RemoteBatch", mini_batches: list[np.ndarray], of: str) -> Plan:
         """Assign every sequence to a rank and a micro-step; mini-batches stay as drawn.
 
-        batch: light columns `length`, `response_tokens` and `uid`. of: a pass in `config.limits`, such as
-        `policy.update`. If sequences are too few for the configured micro-batch counts, the smallest mini-batch limits
-        them; pipeline stages add empty ones.
+        batch: light columns `length`, `response_tokens` and, for losses that divide by groups, `group_number`. of: a
+        pass in `config.limits`, such as `policy.update`. If sequences are too few for the configured micro-batch
+        counts, the smallest mini-batch limits them; pipeline stages add empty ones.
         """
         plan = partial(
             plan_batch,
             batch["length"],
             mini_batches=mini_batches,
             loss_tokens=batch["response_tokens"],
-            groups=group_numbers(batch),
+            groups=batch.columns.get("group_number"),
             cost_model=self.cost_model,
         )
         arguments = plan_arguments(self.config, of, self.prefixes(batch, of), self.stages)
@@ -204,13 +195,10 @@ class Planner:
             return plan(**arguments | {"min_count": fewest, "multiple_of": 1, "pipeline": pipeline})
 
     def prefixes(self, batch: "RemoteBatch", of: str) -> dict[str, np.ndarray]:
-        """Arguments of `plan_batch` for shared prefixes; empty if the pass shares nothing.
-
-        batch: light columns `prompt_hash`, `prompt_tokens` and `prefix_hashes`; without them nothing is shared.
-        """
+        """Return the arguments of `plan_batch` for shared prefixes; empty if the pass shares nothing."""
         if "prompt_hash" not in batch.columns or not self._shares(of.partition(".")[0]):
             return {}
-        return shared_beginnings(
+        return prefix_columns(
             batch["prompt_hash"],
             batch["prompt_tokens"],
             batch["length"],
@@ -219,19 +207,12 @@ class Planner:
         )
 
     def _shares(self, role: str) -> bool:
-        """Whether a training role computes shared prefixes once."""
         if role not in self._sharing:
             self._sharing[role] = self.config.decided(self.config.model_of(role)).share_prefixes == "always"
         return self._sharing[role]
 
     def draw(self, batch: "RemoteBatch", step: int, epoch: int = 0) -> list[np.ndarray]:
-        """Mini-batches of a pass over a step's samples; see `draw_mini_batches`."""
+        """Draw the mini-batches of a pass over a step's samples; see `draw_mini_batches`."""
         config = self.config
-        groups = group_numbers(batch) if config.split_by == "group" else None
+        groups = batch["group_number"] if config.split_by == "group" else None
         return draw_mini_batches(len(batch), config.mini_batches, config.run.seed, step, epoch, groups)
-
-
-def group_numbers(batch: "RemoteBatch") -> np.ndarray:
-    """Number groups 0, 1, ... by `uid`, int64 [B]."""
-    numbers: np.ndarray = np.unique(batch["uid"], return_inverse=True)[1]
-    return numbers

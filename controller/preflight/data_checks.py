@@ -16,6 +16,7 @@ OF_A_BATCH = frozenset(
         *("input_ids", "loss_mask", "rollout_log_probs", "old_log_probs", "old_entropies", "reference_log_probs"),
         *(
             "uid",
+            "group_number",
             "sample",
             "prompt_tokens",
             "prompt_hash",

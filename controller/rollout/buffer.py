@@ -141,7 +141,7 @@ class RolloutBuffer:
     def scored_by_model(self, rollout: RolloutBatch) -> RolloutBatch:
         if self.roles.reward_model is None:
             return rollout
-        plan = self.planner.whole(rollout.batch, "reward_model.scores")
+        plan = self.planner.forward_plan(rollout.batch, "reward_model.scores")
         self.roles.sleep_engines()
         scores = self.roles.reward_model.score(rollout.batch, plan)
         return rollout.with_reward_part("model", scores, weight=self.config.reward.model.weight)

@@ -66,11 +66,12 @@ def configuration(file: str, *overrides: str) -> Config:
     return config
 
 
-def light_batch(lengths: Sequence[int], uids: Sequence[str] | None = None) -> RemoteBatch:
+def light_batch(lengths: Sequence[int]) -> RemoteBatch:
     """The driver's columns of a batch; every token but the first of a sequence is of its response."""
-    names = np.array(uids if uids is not None else [str(i) for i in range(len(lengths))])
     counts = np.asarray(lengths, dtype=np.int64)
-    return RemoteBatch({"uid": names, "length": counts, "response_tokens": np.maximum(counts - 1, 0)}, {})
+    return RemoteBatch(
+        {"group_number": np.arange(len(counts)), "length": counts, "response_tokens": np.maximum(counts - 1, 0)}, {}
+    )
 
 
 def plan_of(config: Config, lengths: Sequence[int], step: int = 1, of: str = "policy.update") -> Plan:
@@ -142,7 +143,7 @@ def _on_a_rank(file: str, overrides: tuple[str, ...], sequences: DataProto | Non
     worker = build_worker(config)
     batch = RemoteBatch(
         {
-            "uid": np.array([str(i) for i in range(len(whole))]),
+            "group_number": np.arange(len(whole)),
             "length": whole.lengths.numpy(),
             "response_tokens": whole.loss_token_counts.numpy(),
         },
@@ -152,7 +153,7 @@ def _on_a_rank(file: str, overrides: tuple[str, ...], sequences: DataProto | Non
     drawn = draw_mini_batches(len(whole), config.batch.mini_batches, config.run.seed, step=1)
     batch = with_group_tokens(batch, drawn)
     whole = replace(whole, columns=whole.columns | {"group_tokens": torch.from_numpy(batch["group_tokens"])})
-    forward = planner.whole(batch, "policy.log_probs").for_rank(worker.coordinates.dp)
+    forward = planner.forward_plan(batch, "policy.log_probs").for_rank(worker.coordinates.dp)
     with recorded_cells(worker.engine.module) as cells, CountedCalls() as counted:
         block, _ = worker.log_probs(whole.select_idxs(forward.rows.tolist()), forward)
     update = planner.plan(batch, drawn, "policy.update").for_rank(worker.coordinates.dp)

@@ -24,8 +24,9 @@ PROMPTS, RESPONSES = np.array([100, 30, 2]), np.arange(1, 25)  # three prompts w
 
 def batch_of_groups() -> RemoteBatch:
     prompts = np.repeat(PROMPTS, 8)
-    batch = light_batch((prompts + RESPONSES).tolist(), np.repeat(["a", "b", "c"], 8).tolist())
+    batch = light_batch((prompts + RESPONSES).tolist())
     return batch.with_columns(
+        group_number=np.repeat(np.arange(3), 8),
         prompt_tokens=prompts,
         prompt_hash=np.repeat([7, -3, 12], 8),
         prefix_hashes=np.array([b""] * len(prompts), dtype=object),
@@ -61,12 +62,12 @@ def test_a_run_plans_once_what_responses_begin_with_alike(file: str, of: str) ->
         for group in range(3)
         for sample in range(8)
     ]
-    batch = light_batch([len(each) for each in ids], np.repeat(["a", "b", "c"], 8).tolist()).with_columns(
+    batch = light_batch([len(each) for each in ids]).with_columns(
         prompt_tokens=np.full(24, 30),
         prompt_hash=np.repeat([7, -3, 12], 8),
         prefix_hashes=np.array([prefix_hashes(each, 30) for each in ids], dtype=object),
     )
-    plan = Planner(config, CostModel.tokens()).whole(batch, of)
+    plan = Planner(config, CostModel.tokens()).forward_plan(batch, of)
     less = config.model.min_shared_tokens - 1  # a row may share as many fewer of what follows a prompt
     assert plan.mini_batches[0].steps == 1
     assert plan.shared is not None

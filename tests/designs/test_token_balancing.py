@@ -12,7 +12,6 @@ from balancing import Plan, plan_statistics
 from balancing.errors import OverCapError
 from controller.algorithm.advantages import sequence_advantages
 from controller.fit import main
-from tests.controller.config_workspace import refusal
 from tests.controller.stand_ins.run import StandInRun
 from tests.designs.configured import SMALL, compute, configuration, light_batch, micro_batches, plan_of, up_to
 from tests.workers.model.ranks import RankPool
@@ -47,27 +46,51 @@ def test_v5_the_cap_counts_for_a_context_parallel_group(file: str) -> None:
     assert len(micro_batches(plan_of(shared, [38, 38]))) == 1
 
 
-def test_v6_the_count_is_the_smallest_that_fits_and_equal_over_ranks(file: str) -> None:
+def test_v6_the_count_is_the_smallest_that_fits_and_equal_over_ranks(ranks: RankPool, file: str) -> None:
     for cap, steps in ((2000, 2), (1000, 3), (3000, 1)):
         config = configuration(
             file, *up_to(max(LENGTHS)), "policy.data_parallel=1", f"policy.max_tokens_per_micro_batch={cap}", *ONE_STEP
         )
         assert len(micro_batches(plan_of(config, LENGTHS))) == steps
+    counts = ("policy.min_micro_batches=3", "balance.count_multiple=4", *ONE_STEP)
+    plan = plan_of(configuration(file, *SMALL, "policy.data_parallel=2", *counts), long_tailed(24))
+    assert [len(plan.for_rank(rank).mini_batches[0].micro_batches) for rank in range(2)] == [4, 4]
+    # Two stages of two parts each: the first reads every token once, in rows of different lengths.
+    how = (*SMALL, "policy.data_parallel=1", "policy.max_tokens_per_micro_batch=40", "model.path=deep", *ONE_STEP, "model.share_prefixes=never")
+    alone = compute(ranks, file, *how)
+    cut = ("policy.parallel.pipeline_parallel=2", "policy.parallel.virtual_stages=2", "balance.order=makespan")
+    staged = compute(ranks, file, *how, *cut)
+    widths = [len(cells) for cells in staged.cells[0]]
+    assert len(widths) % 2 == 0 and len(set(widths)) > 1
+    assert sum(widths) == sum(map(len, alone.cells[0]))
+    assert staged.cells[1] == []
+    for name in ("loss", "grad_norm", "entropy"):
+        assert staged.metrics[name] == pytest.approx(alone.metrics[name], rel=1e-9)
+    for row, log_probs in alone.log_probs.items():
+        np.testing.assert_allclose(staged.log_probs[row], log_probs, atol=1e-6)
+    for name, weight in alone.weights.items():
+        torch.testing.assert_close(staged.weights[name], weight, rtol=1e-6, atol=1e-9)
 
 
-def test_v8_heavier_micro_batches_come_first_by_default(file: str) -> None:
-    lengths = [3, 38, 2, 40]
-    config = configuration(file, *SMALL, "policy.data_parallel=1", "policy.max_tokens_per_micro_batch=40", *ONE_STEP)
-    assert [sum(lengths[row] for row in step[0]) for step in micro_batches(plan_of(config, lengths))] == [40, 38, 5]
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_v8_heavier_micro_batches_come_first_by_default(file: str, layout: str) -> None:
+    lengths, small_ends = [36, 30, 35, 40, 38], "balance.order=small_ends"
+    how = (*SMALL, "policy.data_parallel=1", "policy.max_tokens_per_micro_batch=40", f"model.layout={layout}", *ONE_STEP)
+    ordered, both_ends = (
+        [lengths[row] for step in micro_batches(plan_of(configuration(file, *how, *order), lengths)) for row in step[0]]
+        for order in ((), (small_ends,))
+    )
+    assert ordered == [40, 38, 36, 35, 30]
+    peak = both_ends.index(40)
+    assert 0 < peak < 4 and both_ends[: peak + 1] == sorted(both_ends[: peak + 1])
+    assert both_ends[peak:] == sorted(both_ends[peak:], reverse=True)
 
 
 @pytest.mark.parametrize(
     ("lengths", "cap"), [(LENGTHS, 2000), ([512, 1024, 256, 2048, 128, 768, 1536, 384, 896, 640], 4096)]
 )
-def test_v6_m5_the_worked_examples_end_in_two_equal_micro_batches(file: str, lengths: list[int], cap: int) -> None:
-    config = configuration(
-        file, *up_to(max(lengths)), "policy.data_parallel=1", f"policy.max_tokens_per_micro_batch={cap}", *ONE_STEP
-    )
+def test_m5_the_worked_examples_end_in_two_equal_micro_batches(file: str, lengths: list[int], cap: int) -> None:
+    config = configuration(file, *up_to(max(lengths)), "policy.data_parallel=1", f"policy.max_tokens_per_micro_batch={cap}", *ONE_STEP)
     steps = micro_batches(plan_of(config, lengths))
     assert [sum(lengths[row] for row in step[0]) for step in steps] == [sum(lengths) // 2] * 2
 
@@ -104,19 +127,9 @@ def test_m2_a_sample_longer_than_the_cap_is_refused_by_its_place_length_and_cap(
     config = configuration(file, *SMALL, "policy.max_tokens_per_micro_batch=40")
     with pytest.raises(OverCapError, match=r"lengths\[2\] is 41 tokens.*40"):
         plan_of(config, [7, 40, 41, 3])
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "policy.max_tokens_per_micro_batch",
-        "policy.forward_max_tokens_per_micro_batch",
-        "reference.forward_max_tokens_per_micro_batch",
-    ],
-)
-def test_m2_a_cap_that_a_sample_could_break_is_refused_before_the_run(file: str, name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name}=39"):
-        configuration(file, *SMALL, "algorithm.loss.kl_coefficient=0.1", f"{name}=39")
+    for name in ("policy.max_tokens_per_micro_batch", "policy.forward_max_tokens_per_micro_batch", "reference.forward_max_tokens_per_micro_batch"):
+        with pytest.raises(ConfigError, match=f"{name}=39"):  # before the run, a cap that a sample could break
+            configuration(file, *SMALL, "algorithm.loss.kl_coefficient=0.1", f"{name}=39")
 
 
 def test_m3_caps_are_separate_for_update_log_probs_and_reference(run: Run, calls: Calls) -> None:
@@ -162,7 +175,8 @@ def test_v3_spread_of_tokens_over_ranks_is_logged_before_and_after(run: Run, tmp
 
 def test_v4_advantages_go_by_uid_whatever_the_order(file: str) -> None:
     algorithm = configuration(file, "algorithm.advantage=grpo").algorithm
-    rewards, batch = np.array([1.0, 0.0, 3.0, 0.0, 1.0, 1.0]), light_batch([5] * 6, uids=list("abacbb"))
+    rewards = np.array([1.0, 0.0, 3.0, 0.0, 1.0, 1.0])
+    batch = light_batch([5] * 6).with_columns(group_number=np.array([0, 1, 0, 2, 1, 1]))
     order = np.random.default_rng(0).permutation(6)
     shuffled = sequence_advantages(algorithm, batch.select(order), rewards[order])
     np.testing.assert_array_equal(shuffled, sequence_advantages(algorithm, batch, rewards)[order])
@@ -171,60 +185,6 @@ def test_v4_advantages_go_by_uid_whatever_the_order(file: str) -> None:
 def test_m8_mindspeed_s_deal_is_longest_first_into_the_lightest_rank(file: str) -> None:
     config = configuration(file, *SMALL, "policy.data_parallel=2", "balance.algorithm=mindspeed_rl", *ONE_STEP)
     assert micro_batches(plan_of(config, [10, 4, 3, 3])) == [[[0], [1, 2, 3]]]
-
-
-def test_v6_the_count_is_at_least_the_minimum_a_multiple_and_never_above_the_sequences(file: str) -> None:
-    counts = ("policy.min_micro_batches=3", "balance.count_multiple=4", *ONE_STEP)
-    config = configuration(file, *SMALL, "policy.data_parallel=2", *counts)
-    plan = plan_of(config, long_tailed(24))
-    assert [len(plan.for_rank(rank).mini_batches[0].micro_batches) for rank in range(2)] == [4, 4]
-    # Of a step that dropping has left so little of, each has a micro-batch; see D5 for what is refused.
-    assert len(plan_of(config, [5, 5, 5]).for_rank(0).mini_batches[0].micro_batches) == 3
-    assert "ask for 100 micro-batches" in refusal("policy.min_micro_batches=97", "balance.count_multiple=50")
-
-
-def test_v6_micro_batches_of_a_pipeline_differ_in_length_and_hold_no_padding(ranks: RankPool, file: str) -> None:
-    """Two stages of two parts each: the first reads every token once, in rows of different lengths, and the update is
-    that of one process."""
-    how = (
-        *SMALL,
-        "policy.data_parallel=1",
-        "policy.max_tokens_per_micro_batch=40",
-        "model.path=deep",
-        *ONE_STEP,
-        "model.share_prefixes=never",
-    )
-    alone = compute(ranks, file, *how)
-    cut = ("policy.parallel.pipeline_parallel=2", "policy.parallel.virtual_stages=2", "balance.order=makespan")
-    staged = compute(ranks, file, *how, *cut)
-    widths = [len(cells) for cells in staged.cells[0]]
-    assert len(widths) % 2 == 0 and len(set(widths)) > 1
-    assert sum(widths) == sum(map(len, alone.cells[0]))
-    assert staged.cells[1] == []
-    for name in ("loss", "grad_norm", "entropy"):
-        assert staged.metrics[name] == pytest.approx(alone.metrics[name], rel=1e-9)
-    for row, log_probs in alone.log_probs.items():
-        np.testing.assert_allclose(staged.log_probs[row], log_probs, atol=1e-6)
-    for name, weight in alone.weights.items():
-        torch.testing.assert_close(staged.weights[name], weight, rtol=1e-6, atol=1e-9)
-
-
-@pytest.mark.parametrize("layout", ["packed", "padded"])
-def test_v8_small_micro_batches_stand_at_both_ends_where_asked(file: str, layout: str) -> None:
-    config = configuration(
-        file,
-        *SMALL,
-        "policy.data_parallel=1",
-        "policy.max_tokens_per_micro_batch=40",
-        f"model.layout={layout}",
-        "balance.order=small_ends",
-        *ONE_STEP,
-    )
-    lengths = [36, 30, 35, 40, 38]
-    tokens = [sum(lengths[row] for row in step[0]) for step in micro_batches(plan_of(config, lengths))]
-    peak = tokens.index(40)
-    assert 0 < peak < 4 and tokens[: peak + 1] == sorted(tokens[: peak + 1])
-    assert tokens[peak:] == sorted(tokens[peak:], reverse=True)
 
 
 def test_m4_caps_on_sequences_are_separate_for_every_pass(run: Run, calls: Calls) -> None:
@@ -250,10 +210,3 @@ def test_m4_caps_on_sequences_are_separate_for_every_pass(run: Run, calls: Calls
         "critic.advantages": 6,
         "reward_model.score": 7,
     }
-
-
-def test_m4_no_micro_batch_has_more_sequences_and_passes_take_the_policy_s_cap(file: str) -> None:
-    config = configuration(file, *SMALL, "algorithm.loss.kl_coefficient=0.1", "policy.max_sequences_per_micro_batch=2")
-    for of in ("policy.update", "policy.log_probs", "reference.log_probs"):
-        groups = [rows for step in micro_batches(plan_of(config, [3] * 20, of=of)) for rows in step]
-        assert max(map(len, groups)) == 2

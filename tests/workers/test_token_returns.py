@@ -65,7 +65,7 @@ def test_advantages_are_the_papers_whatever_the_plan(count, context_parallel, ga
 def test_without_discount_and_kl_they_are_those_of_the_driver() -> None:
     sequences = scored_sequences()
     counts = sequences.loss_token_counts.numpy()
-    batch = {"reward": sequences.columns["reward"].numpy(), "uid": np.arange(11), "tokens": counts}
+    batch = {"reward": sequences.columns["reward"].numpy(), "group_number": np.arange(11), "tokens": counts}
     expected = np.repeat(estimate("reinforce_plus_plus", batch), counts)
     mask = sequences.tokens["loss_mask"]
     np.testing.assert_allclose(torch.cat(by_paper(sequences, 1.0, None))[mask], expected, rtol=1e-4)

@@ -5,7 +5,7 @@ from pathlib import Path
 from torch import nn
 from transformers import AutoConfig
 
-from controller.algorithm.logprob_check import Proof, beyond
+from controller.algorithm.logprob_check import AtEqualWeights, beyond
 from tests.benchmarks.families.measuring import Outcome
 from tests.workers.rollout.test_transfers import LOG_PROB_TOLERANCE, transfer
 from workers.config import PolicyConfig
@@ -30,8 +30,11 @@ def send(folder: Path) -> Outcome:
     difference = max(found["before"], found["sent"])
     if difference < LOG_PROB_TOLERANCE:
         return Outcome("exact", difference)
-    for proof, mean in ((Proof.FIRST, found["before_mean"]), (Proof.CHANGED, found["sent_mean"])):
-        if problem := beyond(mean, difference, PolicyConfig.max_mismatch, "float32", proof):
+    for equal_weights, mean in (
+        (AtEqualWeights.FIRST, found["before_mean"]),
+        (AtEqualWeights.CHANGED, found["sent_mean"]),
+    ):
+        if problem := beyond(mean, difference, PolicyConfig.max_mismatch, "float32", equal_weights):
             return Outcome("refused", difference, problem)  # by the first step of a run
     # Before any transfer: what a run shows as its mismatch, and goes on with.
     return Outcome("close" if found["before"] > LOG_PROB_TOLERANCE else "wrong", difference, "the engine's own")

@@ -17,7 +17,7 @@ from workers.errors import DataError
 
 EPSILON = 1e-6
 Row = tuple[int, float, int, float]
-"""uid, reward, loss tokens, reward of the greedy response"""
+"""group, reward, loss tokens, reward of the greedy response"""
 
 
 def group_of(rows: list[Row], row: Row) -> list[Row]:
@@ -100,7 +100,7 @@ ROWS = st.lists(st.tuples(st.integers(0, 4), REWARD, st.integers(1, 20), REWARD)
 
 def batch_of(rows: list[Row]) -> dict[str, np.ndarray]:
     return {
-        "uid": np.array([f"prompt {uid}" for uid, _, _, _ in rows]),
+        "group_number": np.array([group for group, _, _, _ in rows]),
         "reward": np.array(rewards_of(rows)),
         "tokens": np.array([tokens for _, _, tokens, _ in rows]),
         "greedy_reward": np.array([greedy for _, _, _, greedy in rows]),
@@ -138,7 +138,7 @@ def test_a_group_of_one_has_no_advantage(name: str) -> None:
     assert estimate(name, batch_of([(0, 3.0, 5, 0.0)]), k=1) == pytest.approx([0.0])
 
 
-GROUP = {"uid": np.array(["a"] * 4), "reward": np.array([1.0, 0.0, 0.0, 0.0])}
+GROUP = {"group_number": np.zeros(4, int), "reward": np.array([1.0, 0.0, 0.0, 0.0])}
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_estimators_by_hand(name: str, expected: list[float]) -> None:
 
 def test_reinforce_plus_plus_by_hand() -> None:
     # Of 4 tokens one has reward 1: mean 1/4, deviation sqrt(3)/4.
-    batch = {"uid": np.array(["a", "b"]), "reward": np.array([1.0, 0.0]), "tokens": np.array([1, 3])}
+    batch = {"group_number": np.array([0, 1]), "reward": np.array([1.0, 0.0]), "tokens": np.array([1, 3])}
     assert estimate("reinforce_plus_plus", batch) == pytest.approx([3**0.5, -(3**-0.5)], rel=1e-5)
     assert estimate("reinforce_plus_plus_baseline", batch).tolist() == [0.0, 0.0]
 
@@ -168,7 +168,7 @@ def test_reinforce_plus_plus_by_hand() -> None:
 def test_pass_at_k_of_one_is_grpo_with_the_deviation_of_the_population() -> None:
     rewards = np.array([1.0, 3.0, 4.0, 8.0])
     expected = (rewards - rewards.mean()) / rewards.std()
-    assert pass_at_k(rewards, GROUP["uid"], k=1, epsilon=0.0) == pytest.approx(expected)
+    assert pass_at_k(rewards, GROUP["group_number"], k=1, epsilon=0.0) == pytest.approx(expected)
 
 
 def test_whitened_values_have_mean_0_and_deviation_1() -> None:
@@ -182,7 +182,7 @@ def test_what_cannot_be_estimated_is_refused() -> None:
     with refused("'tokens'", DataError):
         estimate("opo", GROUP)
     with refused("-1.0", DataError):
-        maxrl(np.array([-1.0, 1.0]), np.array(["a", "a"]))
+        maxrl(np.array([-1.0, 1.0]), np.array([0, 0]))
 
 
 def test_signal_is_a_property_of_the_group() -> None:

@@ -48,7 +48,7 @@ def run_with(kl: np.ndarray, kl_coefficient: float | None, **settings: float) ->
     return SimpleNamespace(
         config=config,
         roles=SimpleNamespace(critic=None, reference=reference, sleep_engines=lambda: None),
-        planner=SimpleNamespace(whole=lambda *arguments: None),
+        planner=SimpleNamespace(forward_plan=lambda *arguments: None),
         progress=Progress(kl_coefficient=kl_coefficient),
         record=SimpleNamespace(
             phase=lambda name: nullcontext(), add=metrics.update, trains_on=lambda batch: None, metrics=metrics
@@ -57,12 +57,12 @@ def run_with(kl: np.ndarray, kl_coefficient: float | None, **settings: float) ->
 
 
 def test_group_estimators_see_the_reward_less_the_kl_of_the_sequence() -> None:
-    columns = {"reward": np.array([1.0, 0.0, 1.0, 1.0]), "uid": np.array(["a", "a", "b", "b"])}
+    columns = {"reward": np.array([1.0, 0.0, 1.0, 1.0]), "group_number": np.array([0, 0, 1, 1])}
     batch = RemoteBatch(columns | {"response_tokens": np.array([3, 1, 2, 2])}, {})
     kl = np.array([2.0, 0.0, 1.0, 5.0])
     run = run_with(kl, None, coefficient=0.1, target=1.0, horizon=10)
     credited = with_advantages(run, batch)
-    expected = rloo(np.array([0.8, 0.0, 0.9, 0.5]), columns["uid"])
+    expected = rloo(np.array([0.8, 0.0, 0.9, 0.5]), columns["group_number"])
     assert credited["advantages"] == pytest.approx(expected)
     assert credited["reward"].tolist() == columns["reward"].tolist()
     assert run.record.metrics == {"reward/kl": 2.0, "reward/kl_coefficient": 0.1}

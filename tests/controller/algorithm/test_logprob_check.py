@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from controller.algorithm.logprob_check import LARGEST, MEAN, LogProbCheck, Proof, beyond, compares_exactly
+from controller.algorithm.logprob_check import LARGEST, MEAN, AtEqualWeights, LogProbCheck, beyond, compares_exactly
 from controller.config import Config, load
 from tests.controller.stand_ins.run import StandInRun, StandIns
 from workers.errors import MismatchError
@@ -19,28 +19,30 @@ NAN = math.nan
 
 
 @pytest.mark.parametrize(
-    ("mean", "dtype", "proof", "text"),
+    ("mean", "dtype", "equal_weights", "text"),
     [
-        (1e-5, "float32", Proof.FIRST, ""),
-        (2e-3, "float32", Proof.FIRST, "at the weights that the engines were sent"),
-        (2e-3, "float32", Proof.CHANGED, "at the first weights that an update has changed"),
-        (2e-3, "float32", Proof.NONE, ""),
-        (2e-3, "bfloat16", Proof.FIRST, ""),
-        (0.2, "bfloat16", Proof.FIRST, "more than rounding in bfloat16"),
-        (0.2, "bfloat16", Proof.NONE, ""),
+        (1e-5, "float32", AtEqualWeights.FIRST, ""),
+        (2e-3, "float32", AtEqualWeights.FIRST, "at the weights that the engines were sent"),
+        (2e-3, "float32", AtEqualWeights.CHANGED, "at the first weights that an update has changed"),
+        (2e-3, "float32", AtEqualWeights.NONE, ""),
+        (2e-3, "bfloat16", AtEqualWeights.FIRST, ""),
+        (0.2, "bfloat16", AtEqualWeights.FIRST, "more than rounding in bfloat16"),
+        (0.2, "bfloat16", AtEqualWeights.NONE, ""),
         (
             0.6,
             "bfloat16",
-            Proof.NONE,
+            AtEqualWeights.NONE,
             r"0.6 nats a token .* above policy.max_mismatch=0.5; .*controller.doctor",
         ),
-        (math.inf, "float32", Proof.NONE, "above policy.max_mismatch"),
-        (NAN, "float32", Proof.NONE, "differ by NaN"),
-        (NAN, "bfloat16", Proof.CHANGED, "differ by NaN"),
+        (math.inf, "float32", AtEqualWeights.NONE, "above policy.max_mismatch"),
+        (NAN, "float32", AtEqualWeights.NONE, "differ by NaN"),
+        (NAN, "bfloat16", AtEqualWeights.CHANGED, "differ by NaN"),
     ],
 )
-def test_only_rounding_may_differ_at_equal_weights(mean: float, dtype: str, proof: Proof, text: str) -> None:
-    found = beyond(mean, 2 * mean, 0.5, dtype, proof)
+def test_only_rounding_may_differ_at_equal_weights(
+    mean: float, dtype: str, equal_weights: AtEqualWeights, text: str
+) -> None:
+    found = beyond(mean, 2 * mean, 0.5, dtype, equal_weights)
     assert bool(found) == bool(text)
     assert re.search(text, found)
 
@@ -64,25 +66,25 @@ def mismatch(mean: float) -> dict[str, Metric]:
 
 def test_the_first_weights_and_the_first_changed_ones_are_proved_once_each() -> None:
     watching = watch()
-    assert watching.proof(versions(4, 4), versions(4, 4), 4) is Proof.FIRST
-    watching.judge(1, mismatch(1e-6), Proof.FIRST)
-    assert watching.proof(versions(4, 4), versions(4, 4), 4) is Proof.NONE
-    assert watching.proof(versions(5, 5), versions(5, 5), 5) is Proof.CHANGED
-    watching.judge(2, mismatch(1e-6), Proof.CHANGED)
-    assert watching.proof(versions(6, 6), versions(6, 6), 6) is Proof.NONE
+    assert watching.at_equal_weights(versions(4, 4), versions(4, 4), 4) is AtEqualWeights.FIRST
+    watching.compare(1, mismatch(1e-6), AtEqualWeights.FIRST)
+    assert watching.at_equal_weights(versions(4, 4), versions(4, 4), 4) is AtEqualWeights.NONE
+    assert watching.at_equal_weights(versions(5, 5), versions(5, 5), 5) is AtEqualWeights.CHANGED
+    watching.compare(2, mismatch(1e-6), AtEqualWeights.CHANGED)
+    assert watching.at_equal_weights(versions(6, 6), versions(6, 6), 6) is AtEqualWeights.NONE
 
 
 def test_samples_of_older_weights_prove_nothing() -> None:
     watching = watch()
-    assert watching.proof(versions(4, 5), versions(5, 5), 5) is Proof.NONE
-    assert watching.proof(versions(4, 4), versions(4, 4), 5) is Proof.NONE
+    assert watching.at_equal_weights(versions(4, 5), versions(5, 5), 5) is AtEqualWeights.NONE
+    assert watching.at_equal_weights(versions(4, 4), versions(4, 4), 5) is AtEqualWeights.NONE
 
 
 def test_a_pass_that_says_nothing_proves_nothing() -> None:
     watching = watch()
-    watching.judge(1, {}, Proof.FIRST)
-    watching.judge(1, {MEAN: Metric.mean(0, 0, "tokens")}, Proof.FIRST)
-    assert watching.proof(versions(4), versions(4), 4) is Proof.FIRST
+    watching.compare(1, {}, AtEqualWeights.FIRST)
+    watching.compare(1, {MEAN: Metric.mean(0, 0, "tokens")}, AtEqualWeights.FIRST)
+    assert watching.at_equal_weights(versions(4), versions(4), 4) is AtEqualWeights.FIRST
 
 
 CUT = ("rollout.sampling.top_p=0.9", "rollout.sampling.temperature=0.7")
@@ -92,9 +94,9 @@ CUT = ("rollout.sampling.top_p=0.9", "rollout.sampling.temperature=0.7")
 def test_a_cut_distribution_or_a_coarser_engine_is_held_to_the_limit_alone(overrides: tuple[str, ...]) -> None:
     assert not compares_exactly(config(*overrides))
     watching = watch(*overrides)
-    assert watching.proof(versions(4), versions(4), 4) is Proof.NONE
+    assert watching.at_equal_weights(versions(4), versions(4), 4) is AtEqualWeights.NONE
     with pytest.raises(MismatchError, match=r"step 7: .* above policy\.max_mismatch=0\.5"):
-        watching.judge(7, mismatch(0.6))
+        watching.compare(7, mismatch(0.6))
 
 
 LONG = ("run.steps=6", "data.validation=''", "rollout.placement=apart", "run.checkpoint_every=1")

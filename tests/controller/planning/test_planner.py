@@ -43,7 +43,7 @@ def test_whole_groups_are_drawn_and_their_numbers_differ_by_at_most_one(names: l
 
 
 def test_tokens_of_a_group_are_counted_in_each_mini_batch() -> None:
-    columns = {"uid": np.array(["b", "a", "b", "a", "b"]), "response_tokens": np.array([1, 2, 3, 4, 5])}
+    columns = {"group_number": np.array([1, 0, 1, 0, 1]), "response_tokens": np.array([1, 2, 3, 4, 5])}
     batch = with_group_tokens(RemoteBatch(columns, {}), [np.array([0, 1, 3]), np.array([2, 4])])
     assert batch["group_tokens"].tolist() == [1, 6, 8, 6, 8]
 
@@ -59,15 +59,14 @@ def test_a_plan_knows_the_stages_that_its_micro_batches_pass() -> None:
         {
             "length": np.arange(20, 52),
             "response_tokens": np.full(32, 5),
-            "uid": np.array([str(row) for row in range(32)]),
         },
         {},
     )
     for of, backward in (("policy.update", 3.0), ("policy.log_probs", 0.0)):
-        plan = Planner(config, CostModel.tokens()).whole(batch, of)
+        plan = Planner(config, CostModel.tokens()).forward_plan(batch, of)
         assert plan.settings.pipeline == Pipeline(4, 2, backward)
         measured = StageTimes(overhead=8.0, shares=(0.1, 0.2, 0.3, 0.4))
-        plan = Planner(config, CostModel.tokens(), measured).whole(batch, of)
+        plan = Planner(config, CostModel.tokens(), measured).forward_plan(batch, of)
         pipeline = plan.settings.pipeline
         assert pipeline is not None
         assert pipeline.overhead == (8.0 if backward else 2.0)
@@ -94,7 +93,7 @@ def test_what_is_left_of_a_step_is_planned_however_few_sequences_that_are(
     config.balance.count_multiple = multiple
     config.policy.parallel.pipeline_parallel, config.policy.parallel.virtual_stages = stages
     columns = {"length": np.arange(20, 20 + sequences), "response_tokens": np.full(sequences, 9)}
-    batch = RemoteBatch(columns | {"uid": np.arange(sequences)}, {})
+    batch = RemoteBatch(columns, {})
     drawn = draw_mini_batches(sequences, mini_batches, seed=1, step=1)
     plan = Planner(config, CostModel.tokens()).plan(batch, drawn, of)
     assert sorted(np.concatenate([part.rows for part in plan.mini_batches]).tolist()) == list(range(sequences))

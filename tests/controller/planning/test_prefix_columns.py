@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from balancing import plan_batch
-from controller.planning.planner import shared_beginnings
+from controller.planning.planner import prefix_columns
 from workers.dataproto import DataProto
 from workers.model.rows.prefix_rows import pack_shared
 from workers.rollout.prefix_hashes import prefix_hashes
@@ -17,7 +17,7 @@ PROMPT = list(range(100, 110))
 def known(prompts: list[list[int]], responses: list[list[int]], minimum: int = 1) -> dict[str, np.ndarray]:
     pairs = list(zip(prompts, responses, strict=True))
     hashes = [prefix_hashes(np.array(prompt + response, np.int32), len(prompt)) for prompt, response in pairs]
-    return shared_beginnings(
+    return prefix_columns(
         np.array([hash(tuple(prompt)) for prompt in prompts]),
         np.array([len(prompt) for prompt in prompts]),
         np.array([len(prompt + response) for prompt, response in pairs]),

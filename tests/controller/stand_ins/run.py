@@ -129,7 +129,7 @@ class StandIns:
         self._monkeypatch.setattr(torch.distributed, "broadcast_object_list", broadcast)
         self._monkeypatch.setattr("workers.roles.model_worker.TrainingEngine", make)
         # The stand-in of vLLM samples with log-probs of its own, which are no model's.
-        self._monkeypatch.setattr("controller.algorithm.logprob_check.LogProbCheck.judge", lambda *_: None)
+        self._monkeypatch.setattr("controller.algorithm.logprob_check.LogProbCheck.compare", lambda *_: None)
 
     def begin_anew(self) -> None:
         """All GPUs are free: those who had them have ended."""
