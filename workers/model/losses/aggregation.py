@@ -18,12 +18,9 @@ from workers.model.losses.predictions import PackedTokens
 
 @dataclass(frozen=True)
 class Denominators:
-    """Count the whole mini-batch, over all micro-batches and ranks.
+    """Count tokens with `loss_mask`, and sequences and groups with at least one, over all micro-batches and ranks.
 
-    tokens: tokens with `loss_mask`. sequences: sequences with at least one of them. groups: groups (equal `uid`) with
-    at least one of them; only `group_mean_token_mean` needs it.
-
-    Raises DataError unless positive.
+    Only `group_mean_token_mean` needs groups. Raises DataError unless positive.
     """
 
     tokens: float
@@ -38,17 +35,14 @@ class Denominators:
 
     @classmethod
     def of(cls, sequences: DataProto, groups: Tensor | None = None) -> "Denominators":
-        """Count a mini-batch that one process holds whole. groups: int [B], the group of each sequence."""
+        """Count a mini-batch that one process holds whole. groups: int [B]."""
         learned = sequences.loss_token_counts > 0
         found = None if groups is None else len(groups[learned].unique())
         return cls(sequences.num_loss_tokens, int(learned.sum()), found)
 
 
 def group_tokens(sequences: DataProto, groups: Tensor) -> Tensor:
-    """Return the column `group_tokens`: loss tokens in the group of each sequence, int64 [B].
-
-    groups: int64 [B], the group of each sequence, numbered from 0.
-    """
+    """Return the column `group_tokens`: loss tokens in the group of each sequence, int64 [B]. groups: int64 [B]."""
     return groups.new_zeros(int(groups.max()) + 1).index_add_(0, groups, sequences.loss_token_counts)[groups]
 
 
@@ -62,8 +56,6 @@ def token_weights(
         sequence_mean_token_sum        1 / sequences                               the policy gradient
         sequence_mean_token_sum_norm   1 / (sequences * constant_length)           Dr. GRPO, Liu et al. 2025
         group_mean_token_mean          1 / (groups * tokens of its group)          DAPO's eq. 8, a group at a time
-
-    `group_mean_token_mean` reads the column `group_tokens`, see the function.
 
     Raises ConfigError for an unknown name or a norm without `constant_length`, DataError if groups are not counted.
     """

@@ -6,9 +6,9 @@ The policy's entropy falls with the covariance of log-prob and advantage; a toke
 
     Cov_t = (log pi(y_t) - mean log pi) (A_t - mean A)          means over the N tokens of the mini-batch
 
-The choice depends on the whole mini-batch, so `hold_back` runs before the first forward pass. It takes log pi from
-`old_log_probs` (the paper: the current policy, the same at the first update of a batch) and shares means and threshold
-over all ranks. Randomness is a hash of the token's own numbers, so that order and plan do not change the choice.
+`hold_back` runs before the first forward pass, because the choice depends on the whole mini-batch. It takes log pi from
+`old_log_probs` (the paper: the current policy, the same at the first update of a batch). Randomness is a hash of the
+token's own numbers, so that order and plan do not change the choice.
 
 T tokens of this rank's share of the mini-batch, N loss tokens over all ranks.
 """
@@ -41,10 +41,8 @@ def hold_back(
         clip_cov   covariance_fraction * N tokens, drawn at random from those with clip_cov_low < Cov_t < clip_cov_high
         kl_cov     the covariance_fraction * N tokens with the highest Cov_t, of those with Cov_t > 0
 
-    At least one candidate is chosen, and all ties with the last one. Needs `old_log_probs` and `advantages`. groups:
-    together the data-parallel ranks, all of which call; none for one process.
-
-    Raises DataError if a column is missing.
+    At least one candidate is chosen, and all ties with the last one. groups: together the data-parallel ranks, all of
+    which call; none for one process. Raises DataError without `old_log_probs` or `advantages`.
     """
     masks = [part.tokens["loss_mask"] for part in parts]
     log_probs = _loss_tokens(parts, masks, "old_log_probs")
@@ -96,7 +94,6 @@ def kl_cov(predictions: Predictions, config: LossConfig) -> tuple[Tensor, Statis
 
 
 def _covariance(log_probs: Tensor, advantages: Tensor, tokens: float, groups: Sequence[dist.ProcessGroup]) -> Tensor:
-    """Return Cov_t, float64, of this rank's loss tokens."""
     means = torch.stack([log_probs.sum(), advantages.sum()]) / tokens
     for group in groups:
         dist.all_reduce(means, group=group)
@@ -133,12 +130,10 @@ def _shift_right(bits: Tensor, places: int) -> Tensor:
 
 
 def _loss_tokens(parts: Sequence[DataProto], masks: Sequence[Tensor], name: str) -> Tensor:
-    """Return a column at the loss tokens of all micro-batches, float64."""
     return torch.cat([_token_column(part, name)[mask].double() for part, mask in zip(parts, masks, strict=True)])
 
 
 def _token_column(part: DataProto, name: str) -> Tensor:
-    """Return a column [T]; a per-sequence column repeats on each token."""
     if name in part.tokens:
         return part.tokens[name]
     if name in part.columns:
@@ -147,7 +142,6 @@ def _token_column(part: DataProto, name: str) -> Tensor:
 
 
 def _loss_positions(parts: Sequence[DataProto], masks: Sequence[Tensor]) -> Tensor:
-    """Return the position of each loss token in its sequence, float64."""
     positions = []
     for part, mask in zip(parts, masks, strict=True):
         starts = torch.from_numpy(part.offsets)[part.owner]

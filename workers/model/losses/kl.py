@@ -11,8 +11,7 @@ LARGEST_LOG_RATIO = 40.0
 def bounded_exp(log_ratio: Tensor) -> Tensor:
     """Return exp(x) up to x = LARGEST_LOG_RATIO, and beyond it the tangent there, e^40 (1 + x - 40).
 
-    Values and gradients stay finite and keep their sign, whereas exp overflows at x = 88 in float32: a clip would
-    multiply infinity by 0, a NaN gradient.
+    exp overflows at x = 88 in float32, where a clip would multiply infinity by 0: a NaN gradient.
     """
     bounded = log_ratio.clamp(max=LARGEST_LOG_RATIO)
     return bounded.exp() * (1 + (log_ratio - bounded))
@@ -31,9 +30,7 @@ def kl_estimate(log_ratio: Tensor, estimator: str) -> Tensor:
         k3 = exp(log_ratio) - 1 - log_ratio       absolute = |log_ratio|
 
     k1 is unbiased and noisy, k2 biased with low variance, k3 unbiased with low variance and never negative. absolute is
-    not an estimate of the KL but a distance that grows with it. For their gradients as loss terms see `kl_of_loss`.
-
-    Raises ConfigError for an unknown name.
+    a distance that grows with the KL. For their gradients see `kl_of_loss`. Raises ConfigError for an unknown name.
     """
     if estimator == "k1":
         return -log_ratio
@@ -53,14 +50,11 @@ def kl_of_loss(log_ratio: Tensor, importance: Tensor, estimator: str, correction
         straight_through    KL_t = sg(k(x_t) - k2(x_t)) + k2(x_t)        verl's `k1+`, `k3+`; sg: no gradient
         importance          KL_t = r_t k(x_t)                            DeepSeek-V3.2 (2025), section 3.1; TRL
 
-    The gradient of k alone ignores that the samples depend on the policy. On the policy's own samples k1's gradient has
-    mean zero, and k3's is the gradient of KL(pi_ref || pi) (Tang and Munos 2025, "On a few pitfalls in KL divergence
-    gradient estimation for RL"). k2's gradient, x_t grad(x_t), is right: `straight_through` uses it and keeps the value
-    of the estimate, for samples of the policy itself. `importance` also holds for samples of an older policy; at r_t =
-    1 the two agree, with k3 token by token.
-
-    All are gradients of a token's KL given the tokens before it. A KL in the reward also counts a token's effect on the
-    KL of later tokens.
+    On the policy's own samples k1's gradient has mean zero, and k3's is the gradient of KL(pi_ref || pi) (Tang and
+    Munos 2025, "On a few pitfalls in KL divergence gradient estimation for RL"). k2's gradient, x_t grad(x_t), is
+    right: `straight_through` uses it and keeps the value of the estimate. `importance` also holds for samples of an
+    older policy. All are gradients of a token's KL given the tokens before it; a KL in the reward also counts a token's
+    effect on later tokens.
 
     log_ratio: x_t = log pi_ref - log pi, [N]. importance: r_t = pi / pi_old, [N], with gradient. Raises ConfigError for
     an unknown name.

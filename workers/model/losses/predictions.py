@@ -3,9 +3,6 @@
     log_probs, entropy [N] + columns of the micro-batch --gather--> Predictions --sequences()--> one for each sequence
     Statistic (0-d tensor, reduction) of each micro-batch --to_metrics: one copy for all--> Metrics, merged
 
-A loss reads one row of all tokens, or whole sequences one by one. A sequence is never split over micro-batches, and
-under context parallelism its log-probs have been gathered.
-
 N predicted tokens (those with `loss_mask`), B sequences of the micro-batch.
 """
 
@@ -28,11 +25,11 @@ Tokens = TypeVar("Tokens", bound="PackedTokens")
 
 @dataclass(frozen=True, kw_only=True)
 class PackedTokens:
-    """Hold columns at the N predicted tokens of a micro-batch, for `Predictions` and `ValuePredictions`.
+    """Hold columns at the N predicted tokens of a micro-batch.
 
     columns: name -> [N]; per-sequence columns repeat on each token. sequence_index: int64 [N], ascending, the sequence
-    of each token, 0 to num_sequences - 1; a sequence may have none. objects: non-numeric data such as `uid`, name ->
-    object array [num_sequences]. meta: values of the whole batch, such as `step`.
+    of each token; a sequence may have none. objects: non-numeric data such as `uid`, name -> object array [B]. meta:
+    values of the whole batch, such as `step`.
     """
 
     columns: dict[str, Tensor]
@@ -98,7 +95,7 @@ class Predictions(PackedTokens):
 
     @classmethod
     def gather(cls, log_probs: Tensor, entropy: Tensor, sequences: DataProto, rows: ModelInput) -> "Predictions":
-        """Join the model's outputs [N] with the columns of `sequences`, the micro-batch laid out in `rows`."""
+        """Join the model's outputs [N] with the columns of the micro-batch."""
         return cls(log_probs=log_probs, entropy=entropy, **columns_at(sequences, rows, log_probs.device))
 
     def sequences(self) -> Iterator["Predictions"]:
@@ -132,7 +129,6 @@ class Statistic:
     count: str = ""
 
     def merged_with(self, other: "Statistic") -> "Statistic":
-        """Merge as `Metric.merged_with`, on the device."""
         if self.reduction is Reduction.MAX:
             return replace(self, value=torch.maximum(self.value, other.value))
         if self.reduction is Reduction.MIN:
@@ -149,10 +145,7 @@ def total(value: Tensor) -> Statistic:
 
 
 def mean(values: Tensor, count: str = "tokens") -> Statistic:
-    """Return the mean of `values`, weighted by their number across micro-batches.
-
-    count: what is counted, `tokens` or `sequences`.
-    """
+    """Return the mean of `values`, weighted by their number across micro-batches. count: `tokens` or `sequences`."""
     return Statistic(Reduction.MEAN, values.detach().sum(), len(values), count)
 
 

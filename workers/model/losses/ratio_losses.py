@@ -6,9 +6,8 @@
     gspo        clip of the geometric mean of the sequence's ratios
     gmpo        geometric mean of the sequence's clipped ratios
 
-A_t: the advantage of token t, `advantages`, by token or sequence. |y|: predicted tokens of the sequence. Token losses
-[N], to be minimised. gspo and gmpo share one value among a sequence's tokens: under sequence_mean_token_mean the
-aggregate is the papers' mean over sequences.
+A_t: `advantages`, by token or sequence. |y|: predicted tokens of the sequence. gspo and gmpo share one value among a
+sequence's tokens: under sequence_mean_token_mean the aggregate is the papers' mean over sequences.
 """
 
 import torch

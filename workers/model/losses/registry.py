@@ -2,9 +2,6 @@
 
     Predictions --policy loss--> [N] --* rollout correction--> + KL - entropy --aggregate by Denominators--> loss
 
-A policy loss is a registered function from predictions to token losses [N]. It states its normaliser, the aggregation
-for the setting `auto`. The other steps are the same for all losses.
-
 To add a loss, set `algorithm.loss.name=custom` and `algorithm.loss.function=module:function` (or
 `path/file.py:function`), decorated in one of two forms:
 
@@ -44,12 +41,10 @@ def log_ratio_to_old(predictions: Predictions) -> Tensor:
 
 
 def ratio_to_old(predictions: Predictions) -> Tensor:
-    """Return r_t, [N], with gradient; see `bounded_exp`."""
     return bounded_exp(log_ratio_to_old(predictions))
 
 
 def clip(ratio: Tensor, config: LossConfig) -> Tensor:
-    """clip(r, 1 - clip_low, 1 + clip_high)."""
     return ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
 
 
@@ -74,8 +69,6 @@ Preparation = Callable[
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """Hold a registered loss: token losses [N] from predictions, its own aggregation, and its preparation."""
-
     function: TokenLosses
     aggregation: str
     prepare: Preparation | None = None
@@ -120,7 +113,7 @@ def per_sequence_loss(function: TokenLosses) -> TokenLosses:
 
 
 def make_policy_loss(config: LossConfig) -> "PolicyObjective":
-    """Return the registered loss with its settings.
+    """Return the loss of `config`.
 
     Raises ConfigError if no loss has that name, or a setting of `config` is invalid or has no effect for it.
     """
@@ -149,7 +142,6 @@ class PolicyObjective:
 
     @property
     def aggregation(self) -> str:
-        """Return the normaliser: the setting, or the loss's own for `auto`."""
         return self.loss.aggregation if self.config.aggregation == "auto" else self.config.aggregation
 
     def __call__(self, predictions: Predictions, denominators: Denominators) -> tuple[Tensor, Statistics]:
@@ -187,10 +179,7 @@ def prepare(
     denominators: Denominators,
     groups: Sequence[dist.ProcessGroup] = (),
 ) -> Sequence[DataProto]:
-    """Return this rank's micro-batches with the columns that the loss adds from the whole mini-batch, if any.
-
-    groups: together the data-parallel ranks, which all call; none for one process.
-    """
+    """Return this rank's micro-batches with the columns that the loss adds; see `hold_back`."""
     if isinstance(loss_function, PolicyObjective) and loss_function.loss.prepare is not None:
         return loss_function.loss.prepare(parts, denominators, loss_function.config, groups)
     return parts

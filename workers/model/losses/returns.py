@@ -5,8 +5,7 @@
         PPO           r_t --gae, V_t--> A_t, R_t --whiten, all ranks--> A_t
         REINFORCE++   r_t --discounted_returns--> G_t --whiten, all ranks--> A_t
 
-Runs on the rank that computed the values, so that the driver moves no tokens. Only tokens that the policy produced
-count: tokens of prompts and tools are skipped.
+Runs on the rank that computed the values, so that the driver moves no tokens.
 
 B sequences, N tokens with `loss_mask` of this rank's sequences, one sequence after another.
 """
@@ -72,11 +71,8 @@ def gae(
 
         delta_t = r_t + gamma V_{t+1} - V_t        A_t = delta_t + gamma lam A_{t+1}        R_t = A_t + V_t
 
-    V and A are 0 after the last token.
-
-    rewards, values: float [N], sequence after sequence, V_t before token t. lengths: int [B], tokens of each sequence,
-    may be 0. Returns (advantages for the policy, returns for the critic), float64 [N]. Raises DataError if sizes
-    disagree.
+    V and A are 0 after the last token. rewards, values: float [N], V_t before token t. lengths: int [B], may be 0.
+    Returns (advantages, returns), float64 [N]. Raises DataError if sizes disagree.
     """
     if not len(rewards) == len(values) == lengths.sum():
         raise DataError(f"{len(rewards)} rewards and {len(values)} values for sequences of {lengths.sum()} tokens")
@@ -96,18 +92,17 @@ def gae(
 def discounted_returns(rewards: np.ndarray, lengths: np.ndarray, gamma: float) -> np.ndarray:
     """Return G_t = r_t + gamma G_{t+1}, 0 after the last token, float64 [N]: `gae` with values 0 and lambda 1.
 
-    The return of REINFORCE (Williams 1992), and of REINFORCE++ (Hu et al. 2025) if the rewards include its KL penalty.
+    The return of REINFORCE (Williams 1992), and of REINFORCE++ (Hu et al. 2025) if rewards include its KL penalty.
     """
     returns, _ = gae(rewards, np.zeros(len(rewards)), lengths, gamma=gamma)
     return returns
 
 
 def whiten(values: Tensor, groups: Sequence[dist.ProcessGroup] = (), device: torch.device | str = "cpu") -> Tensor:
-    """Return (x - mean(x)) / (std(x) + epsilon) over the values of all ranks, in any distribution; float64 [N].
+    """Return (x - mean(x)) / (std(x) + epsilon) over the values of all ranks, float64 [N].
 
-    Uses two passes, because a variance from sums of squares loses digits if the mean is far from 0. The standard
-    deviation is the population's (n), as in OpenRLHF; verl uses the sample's (n - 1), a factor of about 1 - 1 / 2n.
-
+    Uses two passes, because a variance from sums of squares loses digits if the mean is far from 0. The deviation is
+    the population's (n), as in OpenRLHF; verl uses the sample's (n - 1).
     groups: together the data-parallel ranks, which all call; none for one process. device: where they add up sums.
     """
     values = values.double()

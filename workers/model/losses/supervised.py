@@ -14,10 +14,7 @@ from workers.model.losses.registry import LossFunction
 
 
 def make_sft_loss(aggregation: str = "token_mean", constant_length: int = 0) -> LossFunction:
-    """Return the negative log-likelihood of the tokens with `loss_mask`, L_t = -log pi(y_t).
-
-    aggregation, constant_length: the normaliser, see `token_weights`.
-    """
+    """Return the negative log-likelihood, L_t = -log pi(y_t), with a normaliser of `token_weights`."""
 
     def sft(predictions: Predictions, denominators: Denominators) -> tuple[Tensor, Statistics]:
         loss = aggregate(-predictions.log_probs, predictions, denominators, aggregation, constant_length)

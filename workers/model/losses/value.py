@@ -28,7 +28,7 @@ class ValuePredictions(PackedTokens):
 
     @classmethod
     def gather(cls, values: Tensor, sequences: DataProto, rows: ModelInput) -> "ValuePredictions":
-        """Join the model's values [N] with the columns of `sequences`, the micro-batch laid out in `rows`."""
+        """Join the model's values [N] with the columns of the micro-batch."""
         return cls(values=values, **columns_at(sequences, rows, values.device))
 
 
@@ -41,8 +41,7 @@ def make_value_loss(config: ValueLossConfig) -> ValueLossFunction:
         L_t = 1/2 max((V_t - R_t)^2, (V_old_t + clip(V_t - V_old_t, -clip, clip) - R_t)^2)
         without clip:   L_t = 1/2 (V_t - R_t)^2
 
-    Needs `returns`, and with a clip `old_values`, from before the first update on the batch. Normaliser:
-    config.aggregation. The statistics make `explained_variance` exact over micro-batches and ranks.
+    Needs `returns`, and with a clip `old_values`, from before the first update on the batch.
     """
 
     def value_loss(predictions: ValuePredictions, denominators: Denominators) -> tuple[Tensor, Statistics]:
