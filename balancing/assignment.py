@@ -3,10 +3,8 @@
     sequences --+-- Karmarkar-Karp, repaired -------+--> exchanges --> sorted, dealt --> exchanges
                 +-- longest first (packing.py) -----+    of all        into steps        within each step
 
-    sequences -> ranks -> micro-batches of each rank -> repair: sequences above a cap move to micro-batches with room
-
-Karmarkar-Karp balances workload and ignores caps, so its micro-batches may exceed them until repaired. Longest first is
-the fallback if repair fails. All ranks of a step wait for the heaviest, and sorted neighbours differ least.
+Karmarkar-Karp balances workload and ignores caps, so sequences above a cap move to micro-batches with room. Longest
+first is the fallback if that fails. All ranks of a step wait for the heaviest, and sorted neighbours differ least.
 """
 
 from collections.abc import Iterator
@@ -17,13 +15,11 @@ import numpy as np
 
 from balancing.compiled import compiled
 from balancing.errors import CountError
-from balancing.exchange import TOLERANCE
+from balancing.exchange import EFFORT, TOLERANCE, even_out
 from balancing.filling import fill_to_level
-from balancing.grouping import Floats, Grouping, Integers
+from balancing.grouping import Caps, Floats, Grouping, Integers
 from balancing.packing import (
-    Caps,
     CountRule,
-    even_out,
     fewest_by_best_fit,
     fewest_micro_batches,
     heaviest_first,
@@ -141,19 +137,27 @@ def computed_weights(grouping: Grouping, weights: Floats, request: Request) -> F
     return grouping.heaviest(weights) if request.caps.padded else weights
 
 
-def even_out_within_steps(schedule: Schedule, sizes: Integers, weights: Floats, request: Request) -> Schedule:
-    group_of = schedule.grouping.group_of.copy()
-    loads = schedule.loads(weights)
-    for step in np.flatnonzero(loads.max(axis=1) > loads.mean(axis=1) * (1 + TOLERANCE)):
+def even_out_within_steps(
+    schedule: Schedule,
+    sizes: Integers,
+    weights: Floats,
+    request: Request,
+    tolerance: float = TOLERANCE,
+    effort: int = EFFORT,
+) -> Schedule:
+    group_of, loads = schedule.grouping.group_of.copy(), schedule.loads(weights)
+    enough = loads.mean(axis=1) * (1 + tolerance)
+    for step in np.flatnonzero(loads.max(axis=1) > enough):
         rows = np.flatnonzero(group_of // request.ranks == step)
-        ranks = Grouping(group_of[rows] - step * request.ranks, request.ranks)
-        even = even_out(ranks, weights[rows], sizes[rows], request.caps, only_heaviest=True)
+        ranks, target = Grouping(group_of[rows] - step * request.ranks, request.ranks), float(enough[step])
+        even = even_out(
+            ranks, weights[rows], sizes[rows], request.caps, only_heaviest=True, target=target, effort=effort
+        )
         group_of[rows] = even.group_of + step * request.ranks
     return replace(schedule, grouping=Grouping(group_of, schedule.grouping.count))
 
 
 def _places(groups: int, steps: int, ranks: int) -> Integers:
-    """Number the micro-batches of groups in order. Every step has one; the last steps may be incomplete."""
     spare = groups - steps
     in_step = 1 + np.clip(spare - np.arange(steps) * (ranks - 1), 0, ranks - 1)
     before = np.cumsum(in_step) - in_step

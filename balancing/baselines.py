@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from balancing.assignment import Request, Schedule, checked_steps
-from balancing.grouping import Floats, Grouping, Integers
-from balancing.packing import Caps, heaviest_first, keeps_caps, spread
-from balancing.padded import deal_padded, split_most_tokens, take_in_order
+from balancing.grouping import Caps, Floats, Grouping, Integers
+from balancing.packing import heaviest_first, keeps_caps, spread
+from balancing.padded import split_most_tokens, take_in_order
 from balancing.partition import partition
 from balancing.schedule import side_by_side
 from balancing.validation import check_fits, membership, one_of, positive_integer, sequence_lengths, weight_array
@@ -115,10 +115,10 @@ def _cut_sorted(rows: list[Integers], tokens: Integers, max_tokens: int) -> Step
     """Cut as published: all ranks share the cuts, which follow from the longest row at each position."""
     together = np.concatenate(rows)
     together = together[np.lexsort((together, tokens[together]))]
-    filled = min(len(rows), len(together))
-    deal = deal_padded(tokens[together], ranks=filled, max_tokens=max_tokens)
-    columns = [together[mine] for mine in deal.ranks] + [together[:0]] * (len(rows) - filled)
-    return [[mine[start:stop] for mine in columns] for start, stop in deal.slices]
+    columns, sequences = [together[rank :: len(rows)] for rank in range(len(rows))], len(together)
+    longest = np.minimum(np.arange(len(columns[0])) * len(rows) + len(rows), sequences) - 1
+    runs = take_in_order(tokens[together[longest]], max_tokens, sequences, padded=True)
+    return [[mine[start:stop] for mine in columns] for start, stop in runs]
 
 
 def _keeps_caps(grouping: Grouping, sizes: Integers, caps: Caps) -> bool:

@@ -8,8 +8,7 @@ measured seconds -- fitted ---+
 
     seconds_i ~ overhead + linear * sum(L) + quadratic * sum(L**2)        L: lengths in micro-batch i
 
-It minimises relative errors, because timing noise is proportional to the time. With absolute errors, one micro-batch
-of a minute would outweigh a hundred of a second.
+It minimises relative errors, because timing noise is proportional to the time.
 
 `CostModel.from_model_config` counts the FLOPs of a forward pass from a Hugging Face model config:
 
@@ -18,7 +17,7 @@ config --> weights that a token passes through, over all layers and the output h
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, Literal
 
@@ -33,85 +32,6 @@ FEWEST_MEASUREMENTS = 4
 """Three terms need a fourth measurement to estimate the error."""
 HIGHEST_CONDITION = 1_000.0
 """Above this condition number, 1 % timing noise exceeds the coefficients."""
-
-
-@dataclass(frozen=True)
-class FitQuality:
-    """relative_error: root mean square of `predicted / measured - 1`. condition: condition number of the design matrix
-    with normalised columns, about the factor by which the fit amplifies timing noise.
-    """
-
-    relative_error: float
-    measurements: int
-    condition: float
-
-
-def fit_terms(terms: Floats, seconds: ArrayLike) -> tuple[Floats, FitQuality]:
-    """Fit overhead, linear and quadratic by least squared relative error: float64 [3], non-negative.
-
-    terms: float64 [m, 3], 1, sum(L) and sum(L**2) of each micro-batch. seconds: m times, positive.
-    Raises CostModelError if the data do not suffice.
-    """
-    times = _positive_times(seconds)
-    if len(times) < FEWEST_MEASUREMENTS:
-        raise CostModelError(
-            f"{len(times)} measurements are too few to fit three terms and estimate the error; "
-            f"pass at least {FEWEST_MEASUREMENTS}"
-        )
-    relative = terms / times[:, None]
-    condition = _condition(relative)
-    if not condition <= HIGHEST_CONDITION:
-        raise CostModelError(
-            f"the measured micro-batches are too similar to separate overhead, linear and quadratic cost (condition "
-            f"{condition:.3g}, at most {HIGHEST_CONDITION:g}); measure small and large micro-batches, "
-            "of short sequences and of long ones"
-        )
-    coefficients = _non_negative_least_squares(relative, np.ones(len(times)))
-    if not coefficients[1:].any():
-        raise CostModelError("the measured seconds do not grow with tokens; measure micro-batches of more tokens")
-    predicted = terms @ coefficients
-    relative_error = float(np.sqrt(np.mean((predicted / times - 1.0) ** 2)))
-    return coefficients, FitQuality(relative_error, len(times), condition)
-
-
-def regressors(micro_batches: Sequence[ArrayLike]) -> Floats:
-    """Return 1, sum and squared sum of each micro-batch's lengths, float64 [m, 3]. Raises LengthError."""
-    rows = []
-    for number, lengths in enumerate(micro_batches):
-        tokens = whole_numbers(lengths, f"micro_batches[{number}]", minimum=1).astype(np.float64)
-        rows.append((1.0, tokens.sum(), np.square(tokens).sum()))
-    return np.array(rows, np.float64).reshape(len(rows), 3)
-
-
-def _positive_times(seconds: ArrayLike) -> Floats:
-    times = weight_array(seconds, "seconds")
-    if (times == 0).any():
-        raise CostModelError(f"seconds[{int(np.argmax(times == 0))}] is 0; a measured time is positive")
-    return times
-
-
-def _condition(design: Floats) -> float:
-    norms = np.linalg.norm(design, axis=0)
-    return float(np.linalg.cond(design / norms)) if (norms > 0).all() else float("inf")
-
-
-def _non_negative_least_squares(design: Floats, target: Floats) -> Floats:
-    """Solve exactly over coefficients >= 0, as the best non-negative solution of the seven column subsets.
-
-    With three columns this replaces the active-set method of Lawson and Hanson (1974).
-    """
-    columns = design.shape[1]
-    norms = np.linalg.norm(design, axis=0)
-    best, lowest = np.zeros(columns), float(target @ target)
-    for count in range(columns, 0, -1):
-        for subset in combinations(range(columns), count):
-            chosen = list(subset)
-            solution = np.linalg.lstsq(design[:, chosen] / norms[chosen], target, rcond=None)[0] / norms[chosen]
-            residual = target - design[:, chosen] @ solution
-            if (solution >= 0).all() and residual @ residual < lowest:
-                best, lowest = np.zeros(columns), float(residual @ residual)
-                best[chosen] = solution
-    return best
 
 
 UNGATED_MODELS = frozenset({"gpt_neox", "phi", "starcoder2", "nemotron", "opt", "gptj", "falcon"})
@@ -139,8 +59,6 @@ def forward_flops(config: Mapping[str, Any] | object) -> tuple[float, float]:
 
 
 class _Fields:
-    """Read a config, a mapping or an object; of a multi-modal one its text part."""
-
     def __init__(self, config: Mapping[str, Any] | object) -> None:
         self._config = config
         nested = self.get("text_config")
@@ -176,7 +94,6 @@ def _attention(fields: _Fields) -> tuple[int, int]:
 
 
 def _latent_attention(fields: _Fields, hidden: int, heads: int) -> tuple[int, int]:
-    """Multi-head latent attention (DeepSeek-V2, 2024): low-rank keys, values and optionally queries."""
     rope, nope = fields.integer("qk_rope_head_dim"), fields.integer("qk_nope_head_dim")
     value, kv_rank = fields.integer("v_head_dim"), fields.integer("kv_lora_rank")
     query_rank = fields.integer("q_lora_rank", default=0)
@@ -223,8 +140,7 @@ Unit = Literal["FLOP", "token", "second"]
 class CostModel:
     """Cost of a sequence of L tokens: `linear * L + quadratic * L**2`, in `unit`.
 
-    linear: matrix products with weights. quadratic: causal attention.
-    Plans depend only on their ratio; a common factor scales the predicted times.
+    linear: matrix products with weights. quadratic: causal attention. Plans depend only on their ratio.
     Raises CostModelError if a coefficient is negative, not finite, or both are 0; OptionError for an unknown unit.
     """
 
@@ -272,35 +188,84 @@ class CostModel:
     def fit(cls, micro_batches: Sequence[ArrayLike], seconds: ArrayLike) -> "CostFit":
         """Fit seconds to measurements: `overhead + linear * sum(L) + quadratic * sum(L**2)` per micro-batch.
 
-        micro_batches: the lengths that ran together, one array per measurement. seconds: positive times. Fit training
-        steps and forward passes separately.
-        Raises LengthError; CostModelError for fewer than `FEWEST_MEASUREMENTS`, for micro-batches too similar to
-        separate the terms, and for times that do not grow with tokens.
+        micro_batches: the lengths that ran together, one array per measurement. seconds: positive times.
+        Raises LengthError; CostModelError if the data do not determine the three terms.
         """
-        if len(micro_batches) != np.size(seconds):
-            raise CostModelError(
-                f"{len(micro_batches)} micro-batches with {np.size(seconds)} seconds; pass one time for each"
-            )
-        return _cost_fit(regressors(micro_batches), seconds)
+        sums = []
+        for number, lengths in enumerate(micro_batches):
+            tokens = whole_numbers(lengths, f"micro_batches[{number}]", minimum=1).astype(np.float64)
+            sums.append((tokens.sum(), np.square(tokens).sum()))
+        tokens, squared = np.array(sums, np.float64).reshape(len(sums), 2).T
+        return cls.fit_sums(tokens, squared, seconds)
 
     @classmethod
     def fit_sums(cls, tokens: ArrayLike, squared_tokens: ArrayLike, seconds: ArrayLike) -> "CostFit":
         """Fit as `fit`, from sum(L) and sum(L**2) of each micro-batch, the form in which a run records them."""
         columns = [weight_array(tokens, "tokens"), weight_array(squared_tokens, "squared_tokens")]
-        if not len(columns[0]) == len(columns[1]) == np.size(seconds):
-            raise CostModelError("tokens, squared_tokens and seconds differ in length; pass one of each a micro-batch")
-        return _cost_fit(np.column_stack([np.ones(len(columns[0])), *columns]), seconds)
+        if len(columns[0]) != len(columns[1]):
+            raise CostModelError("tokens and squared_tokens differ in length; pass one of each a micro-batch")
+        return _fitted(np.column_stack([np.ones(len(columns[0])), *columns]), seconds)
 
 
 @dataclass(frozen=True)
-class CostFit(FitQuality):
-    """A fitted cost model in seconds. overhead_seconds: fixed cost of a micro-batch, which plans ignore."""
+class CostFit:
+    """A fitted cost model in seconds.
+
+    overhead_seconds: fixed cost of a micro-batch, which only pipeline plans count. relative_error: root mean square of
+    `predicted / measured - 1`. condition: condition number of the design matrix with normalised columns, about the
+    factor by which the fit amplifies timing noise.
+    """
 
     model: CostModel
     overhead_seconds: float
+    relative_error: float
+    measurements: int
+    condition: float
 
 
-def _cost_fit(terms: Floats, seconds: ArrayLike) -> CostFit:
-    coefficients, quality = fit_terms(terms, seconds)
+def _fitted(terms: Floats, seconds: ArrayLike) -> CostFit:
+    times = weight_array(seconds, "seconds")
+    if len(terms) != len(times):
+        raise CostModelError(f"{len(terms)} micro-batches with {len(times)} seconds; pass one time for each")
+    if (times == 0).any():
+        raise CostModelError(f"seconds[{int(np.argmax(times == 0))}] is 0; a measured time is positive")
+    if len(times) < FEWEST_MEASUREMENTS:
+        raise CostModelError(
+            f"{len(times)} measurements are too few to fit three terms and estimate the error; "
+            f"pass at least {FEWEST_MEASUREMENTS}"
+        )
+    relative = terms / times[:, None]
+    condition = _condition(relative)
+    if not condition <= HIGHEST_CONDITION:
+        raise CostModelError(
+            f"the measured micro-batches are too similar to separate overhead, linear and quadratic cost (condition "
+            f"{condition:.3g}, at most {HIGHEST_CONDITION:g}); measure small and large micro-batches, "
+            "of short sequences and of long ones"
+        )
+    coefficients = _non_negative_least_squares(relative, np.ones(len(times)))
+    if not coefficients[1:].any():
+        raise CostModelError("the measured seconds do not grow with tokens; measure micro-batches of more tokens")
+    error = float(np.sqrt(np.mean((terms @ coefficients / times - 1.0) ** 2)))
     overhead, linear, quadratic = coefficients.tolist()
-    return CostFit(model=CostModel(linear, quadratic, "second"), overhead_seconds=overhead, **asdict(quality))
+    return CostFit(CostModel(linear, quadratic, "second"), overhead, error, len(times), condition)
+
+
+def _condition(design: Floats) -> float:
+    norms = np.linalg.norm(design, axis=0)
+    return float(np.linalg.cond(design / norms)) if (norms > 0).all() else float("inf")
+
+
+def _non_negative_least_squares(design: Floats, target: Floats) -> Floats:
+    """Solve exactly over coefficients >= 0: the best non-negative solution of the column subsets."""
+    columns = design.shape[1]
+    norms = np.linalg.norm(design, axis=0)
+    best, lowest = np.zeros(columns), float(target @ target)
+    for count in range(columns, 0, -1):
+        for subset in combinations(range(columns), count):
+            chosen = list(subset)
+            solution = np.linalg.lstsq(design[:, chosen] / norms[chosen], target, rcond=None)[0] / norms[chosen]
+            residual = target - design[:, chosen] @ solution
+            if (solution >= 0).all() and residual @ residual < lowest:
+                best, lowest = np.zeros(columns), float(residual @ residual)
+                best[chosen] = solution
+    return best

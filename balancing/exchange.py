@@ -11,14 +11,13 @@ Groups are linked lists of sequences in arrays of fixed length, changed in place
     first[group] -> sequence -> following[sequence] -> .. -> -1        in descending order of weight
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from balancing.compiled import compiled
-from balancing.grouping import Floats, Integers
+from balancing.grouping import Caps, Floats, Grouping, Integers
 
 Bundles = tuple[Floats, Floats, Integers, Integers]
 """Weights (descending), tokens, first and second member (-1 for none) of each bundle."""
@@ -33,8 +32,8 @@ PAIRED = 40
 """Pairs are made of at most so many members of a group, evenly spaced by weight."""
 REACH = 32
 """If caps forbid the best bundle, the search examines so many on either side."""
-EFFORT = 10_000_000
-"""The search ends after so many groups and bundles, about 50 ms of compiled code."""
+EFFORT = 1_000_000
+"""The search ends after so many groups and bundles, about 5 ms of compiled code."""
 EFFORT_EACH = 200
 SORTING = 8
 
@@ -43,7 +42,7 @@ class LinkedGroups(NamedTuple):
     """n sequences, numbered in descending order of weight, in k groups.
 
     weights, sizes: float64 [n]; sizes are tokens. group_of, following: int64 [n]. first, counts: int64 [k].
-    loads, tokens: float64 [k], sums of weights (plus `base`) and of sizes over each group. base: float64 [k].
+    loads, tokens: float64 [k], sums of weights and of sizes over each group.
     """
 
     weights: Floats
@@ -54,13 +53,10 @@ class LinkedGroups(NamedTuple):
     counts: Integers
     loads: Floats
     tokens: Floats
-    base: Floats
 
 
 @compiled
-def link(weights: Floats, sizes: Floats, group_of: Integers, base: Floats) -> LinkedGroups:
-    """Build the lists from a copy of `group_of`. base: float64 [k], loads of empty groups."""
-    count = len(base)
+def _link(weights: Floats, sizes: Floats, group_of: Integers, count: int) -> LinkedGroups:
     groups = LinkedGroups(
         weights,
         sizes,
@@ -68,9 +64,8 @@ def link(weights: Floats, sizes: Floats, group_of: Integers, base: Floats) -> Li
         np.full(len(weights), -1),
         np.full(count, -1),
         np.zeros(count, np.int64),
-        base.copy(),
         np.zeros(count),
-        base,
+        np.zeros(count),
     )
     last = np.full(count, -1)
     for sequence in range(len(weights)):
@@ -80,7 +75,7 @@ def link(weights: Floats, sizes: Floats, group_of: Integers, base: Floats) -> Li
 
 
 @compiled
-def members_of(groups: LinkedGroups, group: int) -> Integers:
+def _members_of(groups: LinkedGroups, group: int) -> Integers:
     members = np.empty(groups.counts[group], np.int64)
     sequence = groups.first[group]
     for position in range(len(members)):
@@ -90,12 +85,12 @@ def members_of(groups: LinkedGroups, group: int) -> Integers:
 
 
 @compiled
-def relink(groups: LinkedGroups, one: int, other: int) -> None:
+def _relink(groups: LinkedGroups, one: int, other: int) -> None:
     """Rebuild the lists of two groups after `group_of` changed, and their sums, so that no error accumulates."""
     left, right = groups.first[one], groups.first[other]
     for group in (one, other):
         groups.first[group], groups.counts[group] = -1, 0
-        groups.loads[group], groups.tokens[group] = groups.base[group], 0.0
+        groups.loads[group], groups.tokens[group] = 0.0, 0.0
     last_one, last_other = -1, -1
     while left >= 0 or right >= 0:
         if right < 0 or (left >= 0 and left < right):
@@ -111,7 +106,7 @@ def relink(groups: LinkedGroups, one: int, other: int) -> None:
 
 
 @compiled
-def next_lightest(loads: Floats, last: int) -> int:
+def _next_lightest(loads: Floats, last: int) -> int:
     """Return the group after `last` (-1: start) in ascending order of (load, number); -1 after the last group."""
     found = -1
     for group in range(len(loads)):
@@ -133,72 +128,57 @@ def _append(groups: LinkedGroups, sequence: int, group: int, last: int) -> None:
     groups.tokens[group] += groups.sizes[sequence]
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Caps on the tokens and sequences of a group. equal_size: counts of groups differ by at most one."""
-
-    max_tokens: float = np.inf
-    max_sequences: float = np.inf
-    equal_size: bool = False
-
-
-def even_out_arrays(
-    group_of: Integers,
-    count: int,
+def even_out(
+    grouping: Grouping,
     weights: Floats,
     sizes: Integers,
-    limits: Limits,
+    caps: Caps,
     *,
+    equal_size: bool = False,
     only_heaviest: bool = False,
     target: float = 0.0,
     effort: int = EFFORT,
-    base: Floats | None = None,
-) -> Integers:
+) -> Grouping:
     """Make the heaviest groups lighter by exchanges until the groups are even or no exchange helps.
 
-    group_of: int64 [n], in 0..count, within `limits`. weights: float64 [n].
-    sizes: int64 [n], tokens; the sum over a group is capped, as in the packed layout.
+    Groups keep `caps` of the packed layout, and none that had a sequence becomes empty.
+    weights: float64 [n]. sizes: int64 [n], tokens. equal_size: counts of groups differ by at most one.
     only_heaviest: stop when no exchange makes the heaviest group lighter.
     target: load at which a group is light enough, if the caller knows a bound above the mean.
     effort: groups and bundles to examine, plus `EFFORT_EACH` for each sequence.
-    base: float64 [count], a load of each group besides its sequences; None is 0.
-    Returns a new int64 [n]; groups keep `limits`, and none that had a sequence is empty.
     """
-    order = np.argsort(-weights, kind="stable")
+    count, order = grouping.count, np.argsort(-weights, kind="stable")
     descending = weights[order]
-    own = np.zeros(count) if base is None else base
     if only_heaviest and len(weights):
         level = max(float(weights.sum()) / count * (1 + TOLERANCE), target, float(descending[0]))
     else:
-        level = max(_mean_without_giants(descending, own) * (1 + TOLERANCE), target)
+        level = max(_mean_without_giants(descending, count) * (1 + TOLERANCE), target)
     evened = exchange_until_even(
         descending,
         sizes[order].astype(np.float64),
-        group_of[order],
-        own,
-        float(limits.max_tokens),
-        float(limits.max_sequences),
-        limits.equal_size,
+        grouping.group_of[order],
+        count,
+        float(caps.max_tokens),
+        float(caps.max_sequences),
+        equal_size,
         only_heaviest,
         level,
         effort + EFFORT_EACH * len(weights),
     )
     result = np.empty_like(evened)
     result[order] = evened
-    return result
+    return Grouping(result, count)
 
 
-def _mean_without_giants(descending: Floats, base: Floats) -> float:
+def _mean_without_giants(descending: Floats, count: int) -> float:
     """Return the mean load of groups without giants: sequences that outweigh the mean of the remaining groups.
 
     A giant is best alone in its group; the other groups even out at a mean without it.
     """
-    count = len(base)
     alone = descending[: count - 1]
-    left = descending.sum() + base.sum() - np.concatenate([[0.0], np.cumsum(alone)])
+    left = descending.sum() - np.concatenate([[0.0], np.cumsum(alone)])
     means = left / (count - np.arange(len(left)))
-    giants = int(np.argmin(np.append(alone > means[:-1], False))) if not base.any() else 0
-    return float(means[giants])
+    return float(means[np.argmin(np.append(alone > means[:-1], False))])
 
 
 @compiled
@@ -206,7 +186,7 @@ def exchange_until_even(
     weights: Floats,
     sizes: Floats,
     group_of: Integers,
-    base: Floats,
+    count: int,
     max_tokens: float,
     max_sequences: float,
     equal_size: bool,
@@ -214,10 +194,9 @@ def exchange_until_even(
     level: float,
     effort: int,
 ) -> Integers:
-    """Search as `even_out_arrays`, for sequences in descending order of weight; end at a load of `level`."""
-    groups, count = link(weights, sizes, group_of, base), len(base)
-    # A sequence alone in a group of the lowest base cannot improve: any exchange keeps the heavier load.
-    is_open = (groups.counts > 1) | (base > base.min())
+    """Search as `even_out`, for sequences in descending order of weight; end at a load of `level`."""
+    groups = _link(weights, sizes, group_of, count)
+    is_open = groups.counts > 1  # any exchange of a sequence alone keeps the heavier load
     partners = count if only_heaviest else PARTNERS
     failures = 0
     for _ in range(20 * count + 200):
@@ -237,13 +216,12 @@ def exchange_until_even(
         for sequence in returned:
             if sequence >= 0:
                 groups.group_of[sequence] = heavy
-        relink(groups, heavy, light)
+        _relink(groups, heavy, light)
     return groups.group_of
 
 
 @compiled
 def _heaviest(loads: Floats, is_open: NDArray[np.bool_], only_heaviest: bool) -> int:
-    """Return the heaviest open group; -1 for none, or if `only_heaviest` and the heaviest of all is not open."""
     heaviest = -1
     for group in range(len(loads)):
         if (is_open[group] or only_heaviest) and (heaviest < 0 or loads[group] > loads[heaviest]):
@@ -268,7 +246,7 @@ def _best_exchange(
             if position == PARTNERS:  # one of the first few mostly suffices; from here on sorting pays
                 ascending = np.argsort(loads, kind="mergesort")
             if position < PARTNERS:
-                light = next_lightest(loads, light)
+                light = _next_lightest(loads, light)
                 spent += len(loads)
             else:
                 light = ascending[position]
@@ -331,7 +309,7 @@ def _nearest(
 
 @compiled
 def _bundles(groups: LinkedGroups, group: int, largest: int) -> tuple[Bundles, Bundles, Bundles]:
-    members = members_of(groups, group)
+    members = _members_of(groups, group)
     nothing = (np.zeros(1), np.zeros(1), np.full(1, -1), np.full(1, -1))
     singles = (groups.weights[members], groups.sizes[members], members, np.full(len(members), -1))
     return nothing, singles, _pairs(groups, members) if largest == 2 else nothing

@@ -1,4 +1,4 @@
-"""Store groups of sequences as one flat array, the form in which packing and scheduling compute."""
+"""Store groups of sequences as one flat array, and the caps on a group."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,6 +8,15 @@ from numpy.typing import NDArray
 
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Caps:
+    """Caps of a micro-batch. padded: rows times the longest count as tokens, instead of their sum."""
+
+    max_tokens: int
+    max_sequences: int
+    padded: bool = False
 
 
 @dataclass(frozen=True, eq=False)

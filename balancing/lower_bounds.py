@@ -2,7 +2,6 @@
 
     fewest_bins        number of micro-batches       the caps; Martello and Toth (1990)
     mean_bound         heaviest of k sets            the mean, or the heaviest weight
-    pigeonhole_bound   heaviest of k sets            as above, or sets that heavy weights have to share
     step_time_bound    time of a mini-batch          workload / ranks, or steps that long sequences prolong
     prefix_...         the same for groups           as above, with every prefix in each part that the caps force
 
@@ -18,11 +17,6 @@ from balancing.prefixes import Groups
 
 MOST_TOGETHER = 4
 """`step_time_bound` considers up to this many long sequences in one micro-batch."""
-THRESHOLDS = 48
-"""`pigeonhole_bound` tries this many evenly spaced values of t, and those at the largest drops of weight."""
-DROPS = 16
-MOST_SHARED = 16
-"""`pigeonhole_bound` tries this many values of j."""
 
 
 def fewest_bins(sizes: Integers, capacity: int, max_items: int) -> int:
@@ -54,47 +48,8 @@ def _martello_toth(sizes: Integers, capacity: int) -> int:
 
 def mean_bound(weights: Floats, k: int) -> float:
     """Return the heaviest weight or the mean, rounded up for whole numbers. weights: float64 [n], descending."""
-    return max(_rounded(float(weights.sum()) / k, weights), float(weights[0]))
-
-
-def pigeonhole_bound(weights: Floats, k: int, equal_size: bool) -> float:
-    """Bound the heaviest of k <= n sets, at least `mean_bound`; takes a few milliseconds.
-
-    Consider the t heaviest weights. If g sets hold more than j of them, the other k - g sets hold at most j each.
-    So the g sets hold at least max(t - j * (k - g), g * (j + 1)) of them. Their mean, over the lightest of the t,
-    bounds the heaviest set. With `equal_size` each of the g sets is filled up with the lightest of all weights. The
-    minimum over g holds for every t and j. t = j * k + 1 gives the classical bound for identical machines.
-    weights: float64 [n], descending.
-    """
-    before = np.concatenate([[0.0], np.cumsum(weights)])
-    best = mean_bound(weights, k)
-    for shared in range(min(MOST_SHARED, (len(weights) - 1) // k + 1)):
-        best = max(best, _least_mean(before, k, shared, _thresholds(weights, shared * k, k), equal_size))
-    return _rounded(best, weights)
-
-
-def _least_mean(before: Floats, k: int, shared: int, heaviest: Integers, equal_size: bool) -> float:
-    """Return the bound for j = `shared`, the most over t in `heaviest`. before: float64 [n + 1], prefix sums."""
-    count, sets, top = len(before) - 1, np.arange(1, k + 1), heaviest[:, None]
-    crowd = np.maximum(top - shared * (k - sets), (shared + 1) * sets)
-    possible = crowd <= top
-    if equal_size:
-        possible &= crowd <= -(-count // k) * sets
-    crowd = np.where(possible, crowd, 0)
-    others = np.clip(count // k * sets - crowd, 0, count - top) if equal_size else 0
-    weight = before[top] - before[top - crowd] + before[count] - before[count - others]
-    return float(np.where(possible, weight / sets, np.inf).min(axis=1).max())
-
-
-def _thresholds(weights: Floats, crowded: int, k: int) -> Integers:
-    count = len(weights)
-    spaced = np.linspace(crowded + 1, min(count, crowded + k), THRESHOLDS).astype(np.int64)
-    drops = np.argsort(np.diff(weights), kind="stable")[:DROPS] + 1
-    return np.unique(np.concatenate([spaced, drops[drops > crowded], [count]]))
-
-
-def _rounded(bound: float, weights: Floats) -> float:
-    return float(np.ceil(bound)) if (weights == np.floor(weights)).all() else bound
+    mean = float(weights.sum()) / k
+    return max(float(np.ceil(mean)) if (weights == np.floor(weights)).all() else mean, float(weights[0]))
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,7 @@ from functools import lru_cache
 import numpy as np
 
 from balancing.compiled import compiled
-from balancing.grouping import Floats, Integers
-from balancing.packing import Caps
+from balancing.grouping import Caps, Floats, Integers
 from balancing.pipeline import Pipeline
 from balancing.pipeline_time import ends_of, passes_of
 
@@ -96,7 +95,6 @@ def _play(
     rounds: int,
     rate: float,
 ) -> tuple[Floats, float, float]:
-    """Return the best times found, their makespan, and the bound."""
     steps = len(floor)
     disliked, mean, path, fixed, total = np.zeros(steps), np.zeros(steps), np.zeros(steps), 0.0, 0.0
     best, lowest, bound = np.ones(steps), np.inf, 0.0
@@ -132,7 +130,6 @@ def _longest(
 
 @compiled
 def _within(weights: Floats, floor: Floats, limits: Floats) -> Floats:
-    """Scale times in proportion to `weights` to a mean of 1, within floor and limits."""
     free, left = np.ones(len(weights)), float(len(weights))
     times: Floats = weights / weights.sum() * left
     for _ in range(len(weights)):
@@ -247,7 +244,6 @@ def covered_shape(pipeline: Pipeline, steps: int, most: float, levels: Levels) -
 
 
 def _granted(pipeline: Pipeline, most: float, levels: Levels, floor: Floats) -> tuple[Shape, Floats]:
-    """Raise `floor` until the best shape above it grants all levels; return both."""
     for _ in range(REPAIRS):
         total = max(1.0, float(floor.mean()))
         shape = split(pipeline, floor / total, most, REPAIR_ROUNDS)
@@ -261,7 +257,6 @@ def _granted(pipeline: Pipeline, most: float, levels: Levels, floor: Floats) -> 
 
 @compiled
 def _raised(times: Floats, floor: Floats, weights: Floats, together: Floats) -> Floats:
-    """Raise `floor` until times above it grant all levels, or no step can hold more."""
     times, floor = np.maximum(times, floor), floor.copy()
     for level in range(len(weights)):
         weight, most = weights[level], together[level]

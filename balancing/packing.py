@@ -2,8 +2,6 @@
 
     lengths -> aligned sizes -> number of micro-batches -> filling by workload, under the caps -> exchanges -> indices
 
-Every index is in exactly one micro-batch, none is empty, and none exceeds `max_tokens` or `max_sequences`. Their number
-is at least `min_count` and a multiple of `multiple_of`.
 A packed micro-batch takes the sum of its aligned lengths, a padded one its rows times the longest aligned length.
 """
 
@@ -16,18 +14,15 @@ from numpy.typing import ArrayLike, NDArray
 
 from balancing.alignment import round_up
 from balancing.errors import CountError
-from balancing.exchange import Limits, even_out_arrays
+from balancing.exchange import even_out
 from balancing.filling import best_fit, fill_lightest
-from balancing.grouping import Floats, Grouping, Integers
+from balancing.grouping import Caps, Floats, Grouping, Integers
 from balancing.lower_bounds import fewest_bins
 from balancing.padded import Runs, equal_counts, pack_padded, split_most_tokens, take_in_order
 from balancing.validation import check_fits, one_of, positive_integer, sequence_lengths, weight_array
 
 Layout = Literal["packed", "padded"]
 PackAlgorithm = Literal["load_balance", "none"]
-
-EFFORT = 1_000_000
-"""Limit of one search for exchanges, about 5 ms of compiled code; see `exchange.even_out_arrays`."""
 
 
 def pack(
@@ -70,15 +65,6 @@ def pack(
     grouping = pack_evenly(sizes[order], None if weights is None else weights[order], caps, count)
     grouping = heaviest_first(grouping, sizes[order], loads[order], order)
     return [np.sort(order[group]) for group in grouping.members()]
-
-
-@dataclass(frozen=True)
-class Caps:
-    """Caps of a micro-batch. padded: count tokens as in the padded layout."""
-
-    max_tokens: int
-    max_sequences: int
-    padded: bool = False
 
 
 @dataclass(frozen=True)
@@ -171,16 +157,6 @@ def _pack_for_sure(sizes: Integers, loads: Floats, caps: Caps, count: int) -> Gr
     return grouping
 
 
-def even_out(
-    grouping: Grouping, loads: Floats, sizes: Integers, caps: Caps, *, only_heaviest: bool = False
-) -> Grouping:
-    limits = Limits(caps.max_tokens, caps.max_sequences)
-    group_of = even_out_arrays(
-        grouping.group_of, grouping.count, loads, sizes, limits, only_heaviest=only_heaviest, effort=EFFORT
-    )
-    return Grouping(group_of, grouping.count)
-
-
 def heaviest_first(grouping: Grouping, sizes: Integers, weights: Floats, indices: Integers) -> Grouping:
     """Renumber by descending weight, ties by the sum of squared sizes, then by the least of `indices` (int64 [n])."""
     first = np.full(grouping.count, np.iinfo(np.int64).max)
@@ -202,14 +178,11 @@ def _by_best_fit(sizes: Integers, loads: Floats, caps: Caps, count: int) -> Grou
 
 def _by_exchanges(sizes: Integers, loads: Floats, caps: Caps, count: int) -> Grouping | None:
     """Even out tokens without a cap until they keep it, which packs thirds of the cap three to a micro-batch."""
-    tokens, limits = sizes.astype(np.float64), Limits(max_sequences=caps.max_sequences)
-    start = _by_load(sizes, tokens, Caps(int(sizes.sum()), caps.max_sequences), count)
+    tokens, uncapped = sizes.astype(np.float64), Caps(int(sizes.sum()), caps.max_sequences)
+    start = _by_load(sizes, tokens, uncapped, count)
     if start is None:
         return None
-    group_of = even_out_arrays(
-        start.group_of, count, tokens, sizes, limits, only_heaviest=True, target=float(caps.max_tokens), effort=EFFORT
-    )
-    grouping = Grouping(group_of, count)
+    grouping = even_out(start, tokens, sizes, uncapped, only_heaviest=True, target=float(caps.max_tokens))
     return grouping if grouping.sums(sizes).max() <= caps.max_tokens else None
 
 

@@ -1,89 +1,16 @@
-"""Form contiguous runs of sequences: the padded layout, and any layout in the given order.
-
-    lengths sorted -> dealt to ranks with stride -> the same cuts on every rank -> rows * padded length <= cap
-
-`deal_padded` is the published dynamic batching for models without variable-length attention.
-"""
+"""Form contiguous runs of sequences: the padded layout, and any layout in the given order."""
 
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import ArrayLike
 
-from balancing.alignment import round_up
 from balancing.compiled import compiled
-from balancing.errors import CountError
 from balancing.grouping import Floats, Grouping, Integers
-from balancing.validation import check_fits, positive_integer, sequence_lengths
 
 Runs = list[tuple[int, int]]
 """Consecutive half-open ranges of positions."""
-
-
-@dataclass(frozen=True, eq=False)
-class PaddedDeal:
-    """Sequences of every rank, and the cuts, which all ranks share.
-
-    ranks[r]: int64, shortest first; counts differ by at most one.
-    slices: (start, stop) of each micro-batch in `ranks[r]`; on some ranks the last may have one row less.
-    padded_lengths: int64, width of each micro-batch. tokens: computed cells over all ranks.
-    """
-
-    ranks: tuple[Integers, ...]
-    slices: tuple[tuple[int, int], ...]
-    padded_lengths: Integers
-    tokens: int
-
-    def padding_removed_of(self, width: int) -> float:
-        """Return the share of cells that is not computed, of a batch padded to `width`."""
-        return 1.0 - self.tokens / (sum(map(len, self.ranks)) * width)
-
-
-def deal_padded(
-    lengths: ArrayLike,
-    *,
-    ranks: int,
-    max_tokens: int,
-    max_sequences: int | None = None,
-    multiple_of: int = 1,
-    length_multiple: int = 1,
-) -> PaddedDeal:
-    """Sort by length, deal with stride, cut into micro-batches of `rows * padded_length <= max_tokens`.
-
-    All ranks share cuts and widths. multiple_of: the micro-batches with most tokens are split until their number is a
-    multiple of it (for pipelines); halves keep the width, so that no new shape appears.
-    Raises as `pack`; CountError for fewer sequences than ranks, or too few rows on a rank for the count.
-    """
-    tokens = sequence_lengths(lengths)
-    if positive_integer(ranks, "ranks") > len(tokens):
-        raise CountError(
-            f"{len(tokens)} sequences cannot be dealt to ranks={ranks}; lower ranks or pass more sequences"
-        )
-    sizes = round_up(tokens, positive_integer(length_multiple, "length_multiple"))
-    check_fits(tokens, sizes, positive_integer(max_tokens, "max_tokens"))
-    order = np.argsort(tokens, kind="stable")
-    widest = sizes[order[np.minimum(np.arange(ranks - 1, len(order) + ranks - 1, ranks), len(order) - 1)]]
-    rows = len(order) if max_sequences is None else positive_integer(max_sequences, "max_sequences")
-    runs = take_in_order(widest, max_tokens, rows, padded=True)
-    count = -(-len(runs) // positive_integer(multiple_of, "multiple_of")) * multiple_of
-    if count > len(widest):
-        raise CountError(
-            f"{len(widest)} rows on a rank cannot fill {count} micro-batches (the cap needs {len(runs)}, "
-            f"multiple_of={multiple_of}); lower multiple_of or pass more sequences"
-        )
-    width_of = np.concatenate([np.full(stop - start, widest[stop - 1]) for start, stop in runs])
-    runs = split_most_tokens(runs, width_of, count, padded=True)
-    widths = width_of[[start for start, _ in runs]]
-    dealt = tuple(order[rank::ranks] for rank in range(ranks))
-    computed = sum(
-        (min(stop, len(mine)) - start) * width
-        for mine in dealt
-        for (start, stop), width in zip(runs, widths, strict=True)
-    )
-    return PaddedDeal(dealt, tuple(runs), widths, int(computed))
 
 
 def take_in_order(
@@ -185,8 +112,6 @@ def _lowest_token_limit(descending: Integers, max_tokens: int, max_sequences: in
 def _lowest_weight_limit(
     descending: Integers, weights: Floats, max_tokens: int, max_sequences: int, count: int
 ) -> Runs:
-    """Find by bisection the lowest run weight with at most `count` runs, to about 1e-6 of the total."""
-
     def runs_within(limit: float) -> Runs:
         return take_in_order(descending, max_tokens, max_sequences, padded=True, weights=weights, max_weight=limit)
 

@@ -16,8 +16,7 @@ Initially each weight is a solution with k-1 empty sets. The two solutions with 
 until one is left. For equal counts each run of k sorted weights is a solution (Michiels, Korst, Aarts and van Leeuwen
 2003), and weights of 0 complete the last run.
 
-Empty sets are not stored, and a solution of one weight is an index. At any time one solution has empty sets and at
-most n / k have none; joining a single weight is a binary insertion.
+Empty sets are not stored, and a solution of one weight is an index; joining a single weight is a binary insertion.
 """
 
 import heapq
@@ -29,9 +28,9 @@ from numpy.typing import ArrayLike
 
 from balancing.compiled import compiled
 from balancing.errors import CountError, WeightError
-from balancing.exchange import TOLERANCE, Limits, even_out_arrays
-from balancing.grouping import Floats, Grouping, Integers
-from balancing.lower_bounds import mean_bound, pigeonhole_bound
+from balancing.exchange import TOLERANCE, even_out
+from balancing.grouping import Caps, Floats, Grouping, Integers
+from balancing.lower_bounds import mean_bound
 from balancing.validation import one_of, positive_integer, weight_array
 
 EFFORT_EACH = 5_000
@@ -105,14 +104,11 @@ def longest_first(weights: Floats, k: int, equal_size: bool = False) -> Integers
 
 
 def refined(weights: Floats, k: int, equal_size: bool = False) -> Integers:
-    """Exchange until the heaviest set is within 1e-5 of the lower bound; see `karmarkar_karp`.
-
-    Starts from Karmarkar-Karp and, if the bound is not reached, also from longest-first; keeps the better.
-    """
+    """Exchange, from Karmarkar-Karp and longest-first, until the heaviest set is within 1e-5 of `mean_bound`."""
     start = karmarkar_karp(weights, k, equal_size)
-    if k >= len(weights) or _heaviest(weights, start) <= mean_bound(weights, k) * (1 + TOLERANCE):
+    level = mean_bound(weights, k) * (1 + TOLERANCE)
+    if k >= len(weights) or _heaviest(weights, start) <= level:
         return start
-    level = pigeonhole_bound(weights, k, equal_size) * (1 + TOLERANCE)
     best, lowest = start, np.inf
     for set_of in sorted((start, longest_first(weights, k, equal_size)), key=lambda sets: _heaviest(weights, sets)):
         evened = _exchanged(weights, set_of, k, equal_size, level)
@@ -124,16 +120,12 @@ def refined(weights: Floats, k: int, equal_size: bool = False) -> Integers:
 
 
 def _exchanged(weights: Floats, set_of: Integers, k: int, equal_size: bool, level: float) -> Integers:
-    return even_out_arrays(
-        set_of,
-        k,
-        weights,
-        np.zeros(len(weights), np.int64),
-        Limits(equal_size=equal_size),
-        only_heaviest=True,
-        target=level,
-        effort=min(MOST_EFFORT, EFFORT_EACH * len(weights)),
+    count, effort = len(weights), min(MOST_EFFORT, EFFORT_EACH * len(weights))
+    sizes, sets = np.zeros(count, np.int64), Grouping(set_of, k)
+    evened = even_out(
+        sets, weights, sizes, Caps(0, count), equal_size=equal_size, only_heaviest=True, target=level, effort=effort
     )
+    return evened.group_of
 
 
 def _heaviest(weights: Floats, set_of: Integers) -> float:
@@ -203,7 +195,6 @@ def largest_differencing(weights: Floats, k: int, in_runs: bool) -> Integers:
 
 @compiled
 def _take(heap: list[tuple[float, int, int]], weights: Floats, single: int) -> tuple[int, int]:
-    """Pop the solution with the largest difference: its row (-1 for a single weight), and the next single weight."""
     if len(heap) and (single == len(weights) or -heap[0][0] >= weights[single]):
         return heapq.heappop(heap)[2], single
     return -1, single + 1
@@ -239,7 +230,6 @@ def _insert_weight(
 def _join(
     full: int, other: int, rows: Integers, filled: Integers, sums: Floats, last: Integers, following: Integers
 ) -> None:
-    """Join the heaviest sets of `other` with the lightest of `full`, which has no empty set, and sort again."""
     for position in range(filled[other]):
         heavy, light = rows[other, position], rows[full, -1 - position]
         following[last[light]], last[light] = heavy, last[heavy]

@@ -25,14 +25,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from balancing.assignment import Request, Schedule, computed_weights
+from balancing.assignment import Request, Schedule, computed_weights, even_out_within_steps
 from balancing.compiled import compiled
 from balancing.errors import CountError
-from balancing.exchange import Limits, even_out_arrays
-from balancing.grouping import Floats, Grouping, Integers
+from balancing.grouping import Caps, Floats, Grouping, Integers
 from balancing.lower_bounds import most_workload
 from balancing.micro_step_targets import Shape, covered_shape, in_units, levels_of, rounded_limit
-from balancing.packing import Caps, CountRule
+from balancing.packing import CountRule
 from balancing.pipeline import Pipeline
 from balancing.pipeline_time import fastest_order, makespan
 from balancing.schedule import to_ranks, with_steps
@@ -99,10 +98,7 @@ def _planned(work: Work, request: Request, counts: Sequence[int]) -> Iterator[Sc
 
 
 def _in_best_shape(work: Work, request: Request, pipeline: Pipeline, counts: Sequence[int]) -> Iterator[Schedule]:
-    """Yield schedules dealt to the best shape of each number of micro-steps, as far as caps allow.
-
-    Skips a number whose shape does not beat the best so far by `NEAR`.
-    """
+    """Yield the best schedule that is dealt to the best shape of a number of micro-steps."""
     found, least = list[tuple[Schedule, float]](), float("inf")
     for steps in counts:
         mean = float(work.weights.sum()) / request.ranks / steps
@@ -117,7 +113,7 @@ def _in_best_shape(work: Work, request: Request, pipeline: Pipeline, counts: Seq
             found.append((best, makespan(pipeline, likely_times(best, work.weights))))
             least = min(least, found[-1][1])
     if found:
-        yield even_out_steps(_fewest_steps(found), work.sizes, work.weights, request)
+        yield even_out_within_steps(_fewest_steps(found), work.sizes, work.weights, request, EVEN, EFFORT)
 
 
 def shape_for(sizes: Integers, weights: Floats, request: Request, pipeline: Pipeline, steps: int, mean: float) -> Shape:
@@ -140,7 +136,7 @@ NOWHERE = -1
 EVEN = 2e-4
 """Ranks of a step are even if the heaviest is within this share of their mean."""
 EFFORT = 300_000
-"""Limit of exchanges within a step, about 2 ms of compiled code; see `exchange.even_out_arrays`."""
+"""Limit of exchanges within a step, about 2 ms of compiled code; see `exchange.even_out`."""
 
 TRIES = 50_000
 """Limit of full micro-batches found when sequences are dealt one by one, about 10 ms of compiled code."""
@@ -169,24 +165,10 @@ def likely_times(dealt: Schedule, weights: Floats) -> Floats:
     return likely
 
 
-def even_out_steps(dealt: Schedule, sizes: Integers, weights: Floats, request: Request) -> Schedule:
-    group_of, limits = dealt.grouping.group_of.copy(), Limits(request.caps.max_tokens, request.caps.max_sequences)
-    for step, mean in enumerate(dealt.loads(weights).mean(axis=1).tolist()):
-        rows = np.flatnonzero(group_of // request.ranks == step)
-        ranks = group_of[rows] - step * request.ranks
-        even = even_out_arrays(
-            ranks, request.ranks, weights[rows], sizes[rows], limits,
-            only_heaviest=True, target=mean * (1 + EVEN), effort=EFFORT,
-        )  # fmt: skip
-        group_of[rows] = even + step * request.ranks
-    return replace(dealt, grouping=Grouping(group_of, dealt.grouping.count))
-
-
 @compiled
 def _deal_layers(
     sizes: Integers, weights: Floats, ranks: int, times: Floats, max_tokens: int, max_sequences: int
 ) -> Integers:
-    """Return the micro-batch of each sequence, NOWHERE from the first layer that does not fit."""
     steps, full = len(times), len(sizes) // ranks
     tokens, loads = np.zeros((steps, ranks), np.int64), np.zeros((steps, ranks))
     layers, room, empty = np.zeros(steps, np.int64), times.copy(), steps
@@ -221,7 +203,6 @@ def _deal_layers(
 def _deal_singly(
     sizes: Integers, weights: Floats, ranks: int, times: Floats, max_tokens: int, max_sequences: int
 ) -> Integers:
-    """Return the micro-batch of each sequence, NOWHERE from the first that does not fit, or at the limit."""
     count, smallest, tries = len(times) * ranks, sizes.min(), TRIES
     tokens, members, empty = np.zeros(count, np.int64), np.zeros(count, np.int64), count
     group_of = np.full(len(sizes), NOWHERE, np.int64)

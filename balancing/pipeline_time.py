@@ -12,8 +12,7 @@ together. Attention is assumed to spread over the parts like everything else.
     micro-steps in the order given, descending, light at both ends --> the fastest of these
       --> move one, or exchange two, as long as the simulated makespan falls --> order
 
-The published heuristic, `small_ends`, puts light ones at both ends, where a pipeline fills and drains. The search is
-never slower, because `small_ends` is one of its starts.
+`small_ends` is the published heuristic.
 """
 
 from dataclasses import dataclass

@@ -28,8 +28,8 @@ from balancing.assignment import Order, Request, Schedule, Start
 from balancing.baselines import PUBLISHED, schedule_rank_locally
 from balancing.cost_model import CostModel
 from balancing.errors import LengthError, OptionError
-from balancing.grouping import Floats, Grouping, Integers
-from balancing.packing import Caps, CountRule, Layout
+from balancing.grouping import Caps, Floats, Grouping, Integers
+from balancing.packing import CountRule, Layout
 from balancing.pipeline import Pipeline
 from balancing.pipeline_plan import Work, computed_alone, schedule_on_pipeline
 from balancing.pipeline_time import makespan

@@ -2,11 +2,10 @@
 
     sequences --> Karmarkar-Karp, refined (assignment.py) --> at workload / ranks? --> order of steps --> ranks
                                                            no: try more, keep the fastest
-    more: fill long steps first, exchange between steps
+    more: fill long steps first
 
-All ranks wait for the heaviest micro-batch of a micro-step, where they reduce gradients or gather parameters. So the
-time of a mini-batch is the sum over steps of the heaviest micro-batch: at least workload / ranks, and at least what
-long sequences force (`lower_bounds.step_time_bound`).
+All ranks wait for the heaviest micro-batch of a micro-step, so a mini-batch takes the sum over steps of the heaviest
+micro-batch: at least workload / ranks, and at least what long sequences force (`lower_bounds.step_time_bound`).
 
 Filling long steps first:
 
@@ -15,11 +14,6 @@ Filling long steps first:
 
 A sequence above the fair share of a rank prolongs its step in any plan. The other ranks of the step are filled up to
 the same time, so that they do not wait.
-
-Exchanges between micro-steps: ranks that would wait take over work from other steps, which become shorter.
-
-    time of each step (its heaviest rank) --> shorter target times, at least their lower bounds (lower_bounds.py)
-    weight of a micro-batch - target time of its step = excess --> exchanges that even out the excess
 """
 
 from collections.abc import Callable, Sequence
@@ -35,24 +29,19 @@ from balancing.assignment import (
     checked_steps,
     computed_weights,
     deal,
-    deal_into_steps,
     even_out_within_steps,
     from_longest_first,
     repair_caps,
 )
-from balancing.exchange import TOLERANCE, Limits, even_out_arrays
+from balancing.exchange import TOLERANCE
 from balancing.filling import fill_to_level
 from balancing.grouping import Floats, Grouping, Integers
-from balancing.lower_bounds import StepTimeBound, minimum_step_times, step_time_bound
+from balancing.lower_bounds import StepTimeBound, step_time_bound
 from balancing.packing import CountRule, pack_in_order
 from balancing.pipeline_time import small_ends
 
 AT_THE_BOUND = 5e-5
 """A first schedule within this share of workload / ranks is final."""
-FAR_FROM_THE_BOUND = 5e-3
-"""Above this share over the lower bound, other starts are tried, which take longer than everything before."""
-FEW_STEPS = 3
-"""Up to so many micro-steps, none prolonged by long sequences, exchanges between them come first."""
 
 
 def schedule_evenly(sizes: Integers, weights: Floats, request: Request) -> Schedule:
@@ -63,7 +52,7 @@ def schedule_evenly(sizes: Integers, weights: Floats, request: Request) -> Sched
     """
     best = deal(sizes, weights, request)
     if not request.caps.padded and len(weights) >= best.grouping.count:
-        best = _or_faster(best, sizes, weights, request)
+        best = fill_long_steps_first(sizes, weights, request, best)
     weights = computed_weights(best.grouping, weights, request)
     return arranged(best, weights, request.order)
 
@@ -74,28 +63,6 @@ def arranged(schedule: Schedule, weights: Floats, order: Order) -> Schedule:
     weights: float64 [n], as computed.
     """
     return to_ranks(_in_order(schedule, weights, order), weights)
-
-
-def _or_faster(first: Schedule, sizes: Integers, weights: Floats, request: Request) -> Schedule:
-    if first.time(weights) <= float(weights.sum()) / request.ranks * (1 + AT_THE_BOUND):
-        return first
-    least = time_bound(sizes, weights, request, first.steps)
-    bound, enough = least.time, least.time * (1 + GOOD_ENOUGH)
-    if first.steps <= FEW_STEPS and least.long_steps == 0:
-        first = exchange_between_steps(first, sizes, weights, request, enough, rounds=1)
-    best = fill_long_steps_first(sizes, weights, request, first, bound)
-    if best.time(weights) <= bound * (1 + FAR_FROM_THE_BOUND):
-        return best
-    found = exchange_between_steps(best, sizes, weights, request, enough)
-    return (
-        found
-        if first is best
-        else _faster(found, exchange_between_steps(first, sizes, weights, request, enough), weights)
-    )
-
-
-def _faster(one: Schedule, other: Schedule, weights: Floats) -> Schedule:
-    return other if other.time(weights) < one.time(weights) else one
 
 
 def schedule_in_order(sizes: Integers, request: Request) -> Schedule:
@@ -122,7 +89,6 @@ def side_by_side(columns: Sequence[Sequence[Integers]], steps: int, sequences: i
 
 
 def _in_order(schedule: Schedule, weights: Floats, order: Order) -> Schedule:
-    """Put the heaviest step first; `small_ends` puts light ones at both ends, which shortens pipeline bubbles."""
     times = schedule.loads(weights).max(axis=1)
     return with_steps(schedule, small_ends(times) if order == "small_ends" else np.argsort(-times, kind="stable"))
 
@@ -148,22 +114,19 @@ def to_ranks(schedule: Schedule, weights: Floats) -> Schedule:
 
 
 GOOD_ENOUGH = 1e-3
-"""A schedule within this share of the lower bound is not improved further."""
+"""A schedule within this share of the lower bound is final."""
 LEAST_GAIN = 1e-4
 """Another schedule is computed only if its lower bound is better by this share."""
 MOST_LONG_TOGETHER = 4
 """At most so many long sequences share a micro-batch by intent."""
 
 
-def fill_long_steps_first(
-    sizes: Integers, weights: Floats, request: Request, dealt: Schedule, bound: float
-) -> Schedule:
-    """Return the best of `dealt` and of schedules whose first steps are filled before the rest is dealt.
-
-    Tries `_VARIANTS` until the time is near `bound`.
-    """
+def fill_long_steps_first(sizes: Integers, weights: Floats, request: Request, dealt: Schedule) -> Schedule:
+    """Return the best of `dealt` and of schedules whose first steps are filled before the rest is dealt."""
     best, lowest = dealt, dealt.time(weights)
-    enough = bound * (1 + GOOD_ENOUGH)
+    if lowest <= float(weights.sum()) / request.ranks * (1 + AT_THE_BOUND):
+        return dealt
+    enough = time_bound(sizes, weights, request, dealt.steps).time * (1 + GOOD_ENOUGH)
     for moves in _VARIANTS:
         if lowest <= enough:
             break
@@ -237,7 +200,6 @@ class _Filling:
         return even_out_within_steps(schedule, self._sizes, self._weights, self._request)
 
     def _longest_with_others(self, steps: int) -> bool:
-        """Fill up to `steps` steps, each to the weight of the longest sequence left or to the fair share."""
         for _ in range(min(steps, self.steps_left - 1)):
             if len(self.left):
                 self._take(self._row(max(float(self._weights[self.left[0]]), self._fair_share())))
@@ -253,7 +215,6 @@ class _Filling:
         return float(self._weights[self.left].sum()) / (self._request.ranks * self.steps_left)
 
     def _levels_of_several(self) -> list[float]:
-        """Return weights of as many of the longest as fit together, down to two, if above the fair share."""
         longest = self.left[0]
         together = min(self._request.caps.max_tokens // int(self._sizes[longest]), MOST_LONG_TOGETHER)
         levels = [float(self._weights[longest]) * count for count in range(together, 1, -1)]
@@ -291,59 +252,3 @@ _VARIANTS: tuple[tuple[Callable[[_Filling], bool], ...], ...] = (
     (_Filling.above_fair_share, _Filling.several_long_together),
 )
 """Moves of `fill_long_steps_first`; a variant is skipped if one of its moves fills no step."""
-
-
-ROUNDS = 4
-EFFORT = 4_000_000
-"""Limit of a round's exchanges, about 20 ms of compiled code; see `exchange.even_out_arrays`."""
-BISECTIONS = 20
-
-
-def exchange_between_steps(
-    schedule: Schedule, sizes: Integers, weights: Floats, request: Request, enough: float, rounds: int = ROUNDS
-) -> Schedule:
-    """Return the schedule or a faster one; stop at a time of `enough`."""
-    best, lowest, share = schedule, schedule.time(weights), 1.0
-    minimum = _minimum_times(sizes, weights, request, schedule.steps)
-    for _ in range(rounds):
-        if lowest <= enough or schedule.steps == 1:
-            break
-        evened = _exchanged(best, _target_times(best, weights, minimum, share), sizes, weights, request)
-        other = deal_into_steps(evened, sizes, weights, request, best.steps, best.start)
-        other = even_out_within_steps(other, sizes, weights, request)
-        if other.time(weights) < lowest * (1 - TOLERANCE):
-            best, lowest = other, other.time(weights)
-        else:
-            share /= 2
-    return best
-
-
-def _minimum_times(sizes: Integers, weights: Floats, request: Request, steps: int) -> Floats:
-    caps = request.caps
-    times = minimum_step_times(sizes, weights, request.ranks, steps, caps.max_tokens, caps.max_sequences)
-    return np.pad(times, (0, steps - len(times)))
-
-
-def _target_times(schedule: Schedule, weights: Floats, minimum: Floats, share: float) -> Floats:
-    """Reduce the sum of times by `share` of the waiting, none below its lower bound: float64 [steps]."""
-    loads = schedule.loads(weights)
-    times = loads.max(axis=1)
-    waiting = float((times - loads.mean(axis=1)).sum())
-    rank_of_step = np.argsort(np.argsort(-times, kind="stable"), kind="stable")
-    least = np.minimum(times, minimum[rank_of_step])
-    low, high = 0.0, float(times.max())
-    for _ in range(BISECTIONS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if np.minimum(times - least, middle).sum() < share * waiting else (low, middle)
-    targets: Floats = np.maximum(times - high, least)
-    return targets
-
-
-def _exchanged(schedule: Schedule, targets: Floats, sizes: Integers, weights: Floats, request: Request) -> Grouping:
-    """Even out excess over target times: each micro-batch starts with the longest target time less its own."""
-    longest = float(targets.max())
-    base = np.repeat(longest - targets, request.ranks)
-    limits = Limits(request.caps.max_tokens, request.caps.max_sequences)
-    count, group_of = schedule.grouping.count, schedule.grouping.group_of
-    evened = even_out_arrays(group_of, count, weights, sizes, limits, base=base, target=longest, effort=EFFORT)
-    return Grouping(evened, count)

@@ -3,8 +3,7 @@
     plan --findings--> waiting by cause, number of micro-steps, padding --+--> text
          --advice----> changed arguments of plan_batch, planned again   --+
 
-The waiting of all findings adds up to the `idle_share` of the plan's statistics. Advice names only settings that were
-planned again, with the time that they save.
+The waiting of all findings adds up to the `idle_share` of the plan's statistics.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,8 +21,8 @@ from balancing.analysis.statistics import (
     step_time,
 )
 from balancing.errors import BalancingError
-from balancing.grouping import Floats
-from balancing.packing import Caps, fewest_micro_batches
+from balancing.grouping import Caps, Floats
+from balancing.packing import fewest_micro_batches
 from balancing.plan import MicroStep, Plan, plan_batch
 
 EVEN = 1e-6
@@ -135,10 +134,6 @@ def findings(plan: Plan) -> list[Finding]:
 
 
 def _why(step: MicroStep, loads: Floats, place: str, plan: Plan) -> tuple[str, str]:
-    """Return why ranks wait in a micro-step, and the evidence; causes that no cap could change come first.
-
-    loads: float64 [ranks]. place: names the micro-step.
-    """
     how, mean, sizes = plan.settings, loads.mean(), plan.sizes
     counts = [len(rows) for rows in step.ranks]
     uneven = f"in {place} the heaviest rank is {loads.max() / mean - 1:.2%} over the mean"

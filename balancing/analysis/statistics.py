@@ -6,10 +6,9 @@ import numpy as np
 
 from balancing.alignment import round_up
 from balancing.assignment import karmarkar_karp_twice
-from balancing.grouping import Floats, Integers
+from balancing.grouping import Caps, Floats, Integers
 from balancing.lower_bounds import minimum_step_times, prefix_step_time_bound, step_time_bound
 from balancing.micro_step_targets import least_makespan
-from balancing.packing import Caps
 from balancing.padded import take_in_order
 from balancing.pipeline import Pipeline
 from balancing.pipeline_plan import most_in_a_step

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from balancing import CostModel, plan_batch, plan_statistics
 from balancing.analysis.distributions import draw
+from balancing.grouping import Caps
 from balancing.micro_step_targets import Levels, best_shape, covered_shape, levels_of
-from balancing.packing import Caps
 from balancing.pipeline import Pipeline
 
 COSTS = CostModel(4.2e10, 6e5)

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from balancing import BalancingError, pack
 from balancing.errors import CountError, LengthError, OptionError, OverCapError, WeightError
 from balancing.lower_bounds import fewest_bins
-from balancing.padded import deal_padded
 
 FIRST = [100, 900, 50, 950, 400, 600]
 SECOND = [512, 1024, 256, 2048, 128, 768, 1536, 384, 896, 640]
@@ -167,84 +166,19 @@ def test_workload_is_even_on_a_long_tailed_batch():
     assert len(groups) == fewest_bins(lengths, 16384, 512)
 
 
-class TestDealPadded:
-    """Dynamic batching, the worked examples."""
-
-    LENGTHS = (7, 6, 8, 5, 1, 3, 8, 6)
-
-    def test_d1_dispatched_order(self):
-        deal = deal_padded(self.LENGTHS, ranks=2, max_tokens=10, length_multiple=2)
-        assert as_lists(deal.ranks) == [[4, 3, 7, 2], [5, 1, 0, 6]]
-
-    @pytest.mark.parametrize(
-        ("cap", "multiple_of", "slices", "widths", "tokens"),
-        [
-            (10, 1, [(0, 1), (1, 2), (2, 3), (3, 4)], [4, 6, 8, 8], 52),
-            (12, 1, [(0, 2), (2, 3), (3, 4)], [6, 8, 8], 56),
-            (12, 2, [(0, 1), (1, 2), (2, 3), (3, 4)], [6, 6, 8, 8], 56),
-            (12, 4, [(0, 1), (1, 2), (2, 3), (3, 4)], [6, 6, 8, 8], 56),
-        ],
-    )
-    def test_d2_d5_worked_example_of_eight(self, cap, multiple_of, slices, widths, tokens):
-        deal = deal_padded(self.LENGTHS, ranks=2, max_tokens=cap, multiple_of=multiple_of, length_multiple=2)
-        assert list(deal.slices) == slices
-        assert deal.padded_lengths.tolist() == widths
-        assert deal.tokens == tokens
-
-    def test_d2_worked_example_of_six(self):
-        deal = deal_padded([2, 4, 7, 6, 3, 4], ranks=2, max_tokens=20, length_multiple=2)
-        assert (list(deal.slices), deal.padded_lengths.tolist()) == ([(0, 2), (2, 3)], [4, 8])
-
-    def test_d7_the_worked_example_computes_56_of_80_cells(self):
-        deal = deal_padded(self.LENGTHS, ranks=2, max_tokens=12, length_multiple=2)
-        assert (deal.tokens, deal.padding_removed_of(10)) == (56, pytest.approx(0.3))
-
-    def test_d5_impossible_count_is_refused(self):
-        with pytest.raises(CountError, match="4 rows on a rank cannot fill 5 micro-batches"):
-            deal_padded(self.LENGTHS, ranks=2, max_tokens=12, multiple_of=5, length_multiple=2)
-
-    @given(
-        st.lists(st.integers(1, 60), min_size=1, max_size=50),
-        st.integers(1, 6),
-        st.integers(64, 300),
-        st.sampled_from([1, 2, 16]),
-        st.integers(1, 3),
-    )
-    def test_d4_all_ranks_share_cuts_and_every_cap_holds(self, lengths, ranks, cap, multiple, multiple_of):
-        ranks = min(ranks, len(lengths))
-        try:
-            deal = deal_padded(lengths, ranks=ranks, max_tokens=cap, length_multiple=multiple, multiple_of=multiple_of)
-        except CountError:
-            assert -(-len(lengths) // ranks) < multiple_of * -(-len(lengths) // multiple_of)
-            return
-        assert sorted(np.concatenate(deal.ranks)) == list(range(len(lengths)))
-        assert len(deal.slices) % multiple_of == 0
-        for mine in deal.ranks:
-            for (start, stop), width in zip(deal.slices, deal.padded_lengths, strict=True):
-                assert max((lengths[i] for i in mine[start:stop]), default=0) <= width
-                assert len(mine[start:stop]) * width <= cap
-                assert width % multiple == 0
-
-
 @pytest.mark.parametrize(
     ("lengths", "cap", "options", "error", "words"),
     [
         ([], 10, {}, LengthError, "lengths is empty"),
-        ([3, 0], 10, {}, LengthError, r"lengths\[1\] is 0"),
-        ([3, -4], 10, {}, LengthError, r"lengths\[1\] is -4"),
-        ([3, float("nan")], 10, {}, LengthError, r"lengths\[1\] is nan"),
         ([3, 2.5], 10, {}, LengthError, r"lengths\[1\] is 2.5"),
         ([[1], [2, 3]], 10, {}, LengthError, "not an array"),
         (["a"], 10, {}, LengthError, "pass whole numbers"),
         ([3, 12], 10, {}, OverCapError, r"lengths\[1\] is 12 tokens, above max_tokens=10"),
         ([3, 9], 10, {"length_multiple": 8}, OverCapError, r"9 tokens \(16 after alignment\).*at least 16"),
-        ([3], 0, {}, OptionError, "max_tokens=0"),
-        ([3], 10, {"max_sequences": 0}, OptionError, "max_sequences=0"),
         ([3], 10, {"min_count": 2}, CountError, "1 sequences cannot fill 2 micro-batches"),
         ([3, 3, 3], 10, {"min_count": 2, "multiple_of": 4}, CountError, "multiple_of=4"),
         ([3, 3], 10, {"workloads": [1]}, WeightError, "workloads holds 1 values for 2"),
         ([3, 3], 10, {"workloads": [1, float("nan")]}, WeightError, r"workloads\[1\] is nan"),
-        ([3], 10, {"layout": "ragged"}, OptionError, "layout='ragged'"),
         ([3], 10, {"algorithm": "magic"}, OptionError, "algorithm='magic'"),
     ],
 )

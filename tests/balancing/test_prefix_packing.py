@@ -14,8 +14,6 @@ from balancing.analysis.explain import replan
 from balancing.analysis.statistics import lower_bound, predicted_grids, step_time
 from balancing.cost_model import SEVEN_BILLION
 from balancing.errors import CountError, LengthError, OptionError
-from balancing.prefix_packing import exchange_prefixes
-from balancing.prefixes import Groups
 from tests.benchmarks.balancing.shared_prompts import Batch
 
 COSTS = CostModel(1.0, 0.001)
@@ -149,7 +147,6 @@ def test_512_groups_of_16_on_64_ranks_end_near_the_bound():
     [("geometric", (256, 2048), 0.0125), ("lognormal", (256, 2048), 0.0235), ("short", (16, 256), 0.0125)],
 )
 def test_512_groups_that_are_about_as_heavy_as_a_micro_batch_end_near_the_bound(responses, prompts, most):
-    """Placed by their weight alone, geometric ones end 1.7 % above."""
     plan = Batch.draw(responses, prompts, "1", cap=2.0).plan()
     assert 440 < plan.mini_batches[0].steps * plan.ranks <= 512
     assert plan_statistics(plan)["over_bound"] <= most
@@ -157,7 +154,7 @@ def test_512_groups_that_are_about_as_heavy_as_a_micro_batch_end_near_the_bound(
 
 
 def test_without_numba_the_plan_of_shared_prompts_is_the_same():
-    """About as many micro-batches as groups, so that all loops are run: fillings and exchanges."""
+    """About as many micro-batches as groups, so that groups are cut."""
     script = """
 import numpy as np
 from tests.balancing.test_prefix_packing import planned
@@ -212,45 +209,3 @@ def test_contradictions_are_refused(arguments, error, text):
     given_arguments = {"prefix_groups": [0, 0], "prefix_lengths": [3, 3], "ranks": 1, "max_tokens": 100} | arguments
     with pytest.raises(error, match=text):
         plan_batch([4, 5], **given_arguments)
-
-
-def sums(groups: Groups, micro_batch_of: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The workload, tokens and sequences of each micro-batch, by definition."""
-    keys = np.unique(micro_batch_of * len(groups.shared) + groups.group)
-    place, group = keys // len(groups.shared), keys % len(groups.shared)
-    work = np.bincount(micro_batch_of, groups.own, count) + np.bincount(place, groups.shared[group], count)
-    tokens = np.bincount(micro_batch_of, groups.own_tokens, count)
-    tokens = tokens + np.bincount(place, groups.shared_tokens[group], count)
-    return work, tokens, np.bincount(micro_batch_of, minlength=count)
-
-
-@given(st.integers(0, 2**31), st.integers(0, 60), st.integers(0, 3))
-@settings(deadline=None, max_examples=150)
-def test_exchanges_keep_the_caps_and_never_raise_the_most_excess(seed, room, more_sequences):
-    generator = np.random.default_rng(seed)
-    sizes = generator.integers(1, 4, generator.integers(2, 8))
-    group, count = np.repeat(np.arange(len(sizes)), sizes), int(generator.integers(2, len(sizes) + 1))
-    own, shared = generator.integers(1, 20, len(group)), generator.integers(0, 30, len(sizes))
-    start, work = np.concatenate([[0], np.cumsum(sizes)]), own * generator.uniform(1, 2)
-    groups = Groups(work, own, group, start, shared.astype(float), shared)
-    places = np.concatenate([np.arange(count), generator.integers(0, count, len(group) - count)])
-    before = generator.permutation(places)
-    loads, tokens, sequences = sums(groups, before, count)
-    levels = np.full(count, generator.uniform(0.8, 1.2) * loads.mean())
-    most_tokens, most_sequences = int(tokens.max()) + room, int(sequences.max()) + more_sequences
-    after, _ = exchange_prefixes(groups, before, levels, most_tokens, most_sequences, 100_000)
-    new_loads, new_tokens, new_sequences = sums(groups, after, count)
-    assert new_tokens.max() <= most_tokens
-    assert 1 <= new_sequences.min() <= new_sequences.max() <= most_sequences
-    assert (new_loads - levels).max() <= max((loads - levels).max(), 0) + 1e-9
-
-
-def test_an_exchange_that_computes_no_prefix_again_is_preferred_to_a_more_even_one():
-    # Micro-batch 0 is above its level of 9. Group 0 is in 0 and 1; 2 is lighter, but would compute its prefix again.
-    own, group = np.array([4.0, 4.0, 1.0, 1.0, 0.5]), np.array([0, 0, 0, 1, 2])
-    shared = np.array([2.0, 0.5, 0.5])
-    groups = Groups(own, np.ones(5, np.int64), group, np.array([0, 3, 4, 5]), shared, np.ones(3, np.int64))
-    before = np.array([0, 0, 1, 1, 2])
-    after, _ = exchange_prefixes(groups, before, np.full(3, 9.0), 100, 100, 10_000)
-    assert after.tolist() != before.tolist()
-    assert set(after[group == 0].tolist()) == {0, 1}

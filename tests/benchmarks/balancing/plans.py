@@ -43,11 +43,6 @@ class Batch:
         """cap_over_longest: None takes the cap that the adversarial lengths are made for."""
         lengths = draw(name, count, seed)
         cap = DEFAULT_CAP if cap_over_longest is None else int(cap_over_longest * lengths.max())
-        return cls.of(lengths, ranks, cap, seed)
-
-    @classmethod
-    def of(cls, lengths: NDArray[np.int64], ranks: int, cap: int, seed: int) -> "Batch":
-        """These lengths in random mini-batches."""
         members = np.array_split(np.random.default_rng(seed).permutation(len(lengths)), MINI_BATCHES)
         return cls(lengths, ranks, cap, members)
 
@@ -81,7 +76,6 @@ def tables() -> list[Table]:
         step_times("Step time, cap of twice the longest sequence", REALISTIC, 2.0),
         step_times("Step time, cap of the longest sequence", REALISTIC, 1.0),
         step_times("Step time, adversarial lengths", ADVERSARIAL, None),
-        hard_mini_batches(),
         micro_batch_counts(),
         violations(),
         planning_times(),
@@ -98,8 +92,8 @@ def step_times(title: str, names: tuple[str, ...], cap_over_longest: float | Non
         ["lengths", "sequences x ranks", "cap", "over ideal", "lower bound", "above bound, mean", "worst"],
         rows,
         f"Time of synchronous micro-steps over workload / ranks, - 1: mean over {len(SEEDS)} batches of {MINI_BATCHES} "
-        "random mini-batches. Then the same for the lower bound (lower_bounds.py), and percentage points between the "
-        "two, for the mean and the worst mini-batch. Costs of a 7B-like Qwen2.5.",
+        "random mini-batches; the lower bound (lower_bounds.py) likewise; percentage points between the two, mean and "
+        "worst mini-batch. Costs of a 7B-like Qwen2.5.",
     )
 
 
@@ -119,50 +113,6 @@ def _step_time_row(name: str, count: int, ranks: int, cap_over_longest: float | 
 
 def _times(plan: Plan) -> NDArray[np.float64]:
     return np.array([times.sum() for times in plan.predicted_times()])
-
-
-def hard_mini_batches() -> Table:
-    """Batches with a mini-batch that schedules of equal micro-batches leave far above its bound."""
-    rows = []
-    for name, (make, seeds) in HARD.items():
-        gaps = np.concatenate([_gaps(Batch.of(make(seed), 32, DEFAULT_CAP, seed)) for seed in seeds])
-        rows.append([name, str(len(seeds)), f"{100 * gaps.mean():.3f} %", f"{100 * gaps.max():.3f} %"])
-    return Table(
-        "Step time, hard mini-batches",
-        ["4096 lengths x 32 ranks", "batches", "above bound, mean", "worst"],
-        rows,
-        f"Cap of {DEFAULT_CAP:,}, {MINI_BATCHES} random mini-batches. Points above the lower bound, which need not be "
-        "reachable.",
-    )
-
-
-def _gaps(batch: Batch) -> NDArray[np.float64]:
-    """Of each mini-batch: its time above its bound, over workload / ranks."""
-    plan = batch.plan()
-    ideal = np.array([plan.workloads[part.rows].sum() / batch.ranks for part in plan.mini_batches])
-    gaps: NDArray[np.float64] = (_times(plan) - batch.bounds(plan)) / ideal
-    return gaps
-
-
-def just_above_half(seed: int) -> NDArray[np.int64]:
-    """Half of 4,096 lengths within an eighth above half the cap, of which no two fit together; the others lognormal."""
-    generator, half = np.random.default_rng(seed), DEFAULT_CAP // 2
-    long = generator.integers(half + 1, half + half // 8 + 1, 4096)
-    short = np.clip(np.rint(generator.lognormal(np.log(600), 1, 4096)), 16, DEFAULT_CAP).astype(np.int64)
-    return np.where(generator.random(4096) < 0.5, long, short)
-
-
-def geometrically_distributed(seed: int) -> NDArray[np.int64]:
-    """4,096 lengths of mean 10,000."""
-    return np.clip(np.random.default_rng(seed).geometric(1e-4, 4096), 1, DEFAULT_CAP)
-
-
-HARD: dict[str, tuple[Callable[[int], NDArray[np.int64]], tuple[int, ...]]] = {
-    "geometric": (lambda seed: draw("geometric", 4096, seed), (27, 73, 93, 107, 128)),
-    "geometrically distributed": (geometrically_distributed, (2, 3, 5)),
-    "half of them just above half the cap": (just_above_half, (0, 1, 4)),
-}
-"""Lengths of a seed, and the seeds."""
 
 
 def micro_batch_counts() -> Table:
@@ -260,8 +210,8 @@ def planning_times() -> Table:
         "Planning time",
         ["lengths", "sequences x ranks", "plan_batch", "pickled plan", "to pickle"],
         rows,
-        f"{MINI_BATCHES} mini-batches, median of {REPETITIONS}. The cap is twice the longest sequence. Tight: the "
-        f"longest sequence. Adversarial: {DEFAULT_CAP:,}.",
+        f"{MINI_BATCHES} mini-batches, median of {REPETITIONS}; cap of twice the longest sequence, tight: of the "
+        f"longest, adversarial: {DEFAULT_CAP:,}.",
     )
 
 
