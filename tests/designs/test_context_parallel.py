@@ -36,13 +36,10 @@ def test_c1_c6_p5_losses_and_log_probs_are_those_of_one_rank(
         np.testing.assert_allclose(result.log_probs[row], log_probs, atol=1e-6)
 
 
-def test_c2_ulysses_wants_heads_that_divide_and_names_ring(file: str) -> None:
+def test_c2_ulysses_wants_heads_that_divide_and_names_ring(ranks: RankPool, file: str, alone: Result) -> None:
+    """Four query heads on two of keys and values: ring over three ranks, Ulysses over four, not three or eight."""
     assert "ring" in refusal(*SMALL, *shared("ulysses", 3))
     assert "ring" in refusal(*SMALL, *shared("ulysses", 8))
-
-
-def test_c2_ring_has_no_such_limit_and_key_value_heads_are_repeated(ranks: RankPool, file: str, alone: Result) -> None:
-    """Four query heads on two of keys and values: ring over three ranks, Ulysses over four."""
     for method, size in (("ring", 3), ("ulysses", 4)):
         result = compute(ranks, file, *SMALL, *shared(method, size))
         assert result.metrics["loss"] == pytest.approx(alone.metrics["loss"], rel=1e-9)

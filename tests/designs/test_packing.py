@@ -46,7 +46,7 @@ def test_p2_sequences_are_padded_to_a_multiple_of_2_cp_tp(file: str, overrides: 
     assert configuration(file, *SMALL, *overrides).length_multiple == multiple
 
 
-def test_p2_p3_p4_ranks_hold_the_published_rows(ranks: RankPool, file: str) -> None:
+def test_p3_p4_ranks_hold_the_published_rows(ranks: RankPool, file: str) -> None:
     """The worked example: segments r and 2 cp - 1 - r of every padded sequence."""
     cells = compute(ranks, file, *up_to(8), *CP, "batch.mini_batches=1", sequences=worked_example()).cells
     assert cells == [[[5, P, 6, 6, 7, 7, P, P, 8, P]], [[5, P, 6, 6, 7, 7, 7, 7, P, P]]]

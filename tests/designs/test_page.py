@@ -3,10 +3,11 @@
 import ast
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from tests.end_to_end.processes import ROOT
 
-PAGE = ROOT / "docs" / "designs.md"
+PAGE, TESTS = ROOT / "docs" / "designs.md", sorted(Path(__file__).parent.glob("test_*.py"))
 IDS = [
     *(f"P{number}" for number in range(1, 17)),
     *(f"D{number}" for number in range(1, 9)),
@@ -35,6 +36,12 @@ def arguments(path: str, name: str) -> set[str]:
 
 def test_every_behaviour_has_a_row() -> None:
     assert [name for name, _, _ in rows()] == IDS
+
+
+def test_an_id_has_one_test_here() -> None:
+    names = re.findall(r"^def test_((?:[pdmvc]\d+_)+)", "\n".join(map(Path.read_text, TESTS)), re.MULTILINE)
+    ids = [found for name in names for found in name.rstrip("_").split("_")]
+    assert sorted(set(ids)) == sorted(ids)
 
 
 def test_every_row_names_a_test_of_that_id_that_starts_from_a_configuration() -> None:
