@@ -56,8 +56,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
-    if options.html:
-        raise OptionError("--html: removed. Use --png for the picture; runs/NAME/report.html has a run's pictures.")
     console = Console()
     recorded: dict[str, Any] = {}
     if options.lengths is not None and options.lengths.is_dir():
@@ -203,7 +201,6 @@ def _parser() -> argparse.ArgumentParser:
     picture.add_argument("--png", type=Path, help="Gantt charts before and after")
     named = [*STRATEGIES[:-1], SMALL_ENDS]
     picture.add_argument("--before", choices=named, metavar="NAME", help=f"the upper chart: {', '.join(named)}")
-    picture.add_argument("--html", help=argparse.SUPPRESS)
     return parser
 
 

@@ -23,6 +23,7 @@ passes this test. A shape that fails cannot be dealt: its steps would come out l
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -202,23 +203,18 @@ CLOSE = 1e-9
 """Tolerance for rounding errors: a time holds a sequence that is longer by this share."""
 
 
-@dataclass(frozen=True, eq=False)
-class Levels:
-    """weights: float64 [levels], v_j, descending. together: int64 [levels], q_j >= 1."""
+class Levels(NamedTuple):
+    """weights: float64 [levels], v_j, descending. together: float64 [levels], q_j >= 1."""
 
     weights: Floats
-    together: Integers
-
-    @property
-    def arrays(self) -> tuple[Floats, Floats]:
-        return self.weights, self.together.astype(np.float64)
+    together: Floats
 
 
 def levels_of(sizes: Integers, weights: Floats, ranks: int, caps: Caps, most: int) -> Levels:
     """Return the first `most` levels. sizes: int64 [n]. weights: float64 [n]; both in descending weight."""
     at = np.arange(0, len(weights), ranks)[:most]
     smallest = np.minimum.accumulate(sizes)[at]
-    return Levels(weights[at], np.minimum(caps.max_tokens // smallest, caps.max_sequences))
+    return Levels(weights[at], np.minimum(caps.max_tokens // smallest, caps.max_sequences).astype(np.float64))
 
 
 def covered_shape(pipeline: Pipeline, steps: int, most: float, levels: Levels) -> Shape:
@@ -227,7 +223,7 @@ def covered_shape(pipeline: Pipeline, steps: int, most: float, levels: Levels) -
     pipeline, levels: in units of the mean micro-step. most: of a micro-step that no level raises. bound: 0, none.
     """
     free = best_shape(pipeline, steps, most)
-    floor = _raised(free.times, np.zeros(steps), *levels.arrays)
+    floor = _raised(free.times, np.zeros(steps), *levels)
     if not floor.any():
         return free
     best, floor = _granted(pipeline, most, levels, floor)
@@ -248,7 +244,7 @@ def _granted(pipeline: Pipeline, most: float, levels: Levels, floor: Floats) -> 
         total = max(1.0, float(floor.mean()))
         shape = split(pipeline, floor / total, most, REPAIR_ROUNDS)
         shape = Shape(total * shape.times, total * shape.makespan, 0.0)
-        raised = _raised(shape.times, floor, *levels.arrays)
+        raised = _raised(shape.times, floor, *levels)
         if (raised == floor).all():
             break
         floor = raised

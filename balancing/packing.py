@@ -110,21 +110,10 @@ def pack_evenly(sizes: Integers, weights: Floats | None, caps: Caps, count: Coun
     loads = sizes.astype(np.float64) if weights is None else weights
     lowest = count.at_least(fewest_micro_batches(sizes, caps), len(sizes))
     grouping = pack_into(sizes, loads, caps, lowest)
-    return grouping if grouping is not None else _fewest_by_bisection(sizes, loads, caps, count, lowest)
-
-
-def _fewest_by_bisection(sizes: Integers, loads: Floats, caps: Caps, count: CountRule, too_few: int) -> Grouping:
-    enough = count.at_least(fewest_by_best_fit(sizes, caps), len(sizes))
-    found = None
-    while enough - too_few > count.multiple_of:
-        middle = count.at_least((too_few + enough) // 2, len(sizes))
-        middle = middle if middle < enough else enough - count.multiple_of
-        grouping = pack_into(sizes, loads, caps, middle)
-        if grouping is None:
-            too_few = middle
-        else:
-            enough, found = middle, grouping
-    return found if found is not None else _pack_for_sure(sizes, loads, caps, enough)
+    while grouping is None:
+        lowest = count.at_least(lowest + 1, len(sizes))
+        grouping = pack_into(sizes, loads, caps, lowest)
+    return grouping
 
 
 def fewest_micro_batches(sizes: Integers, caps: Caps) -> int:
@@ -148,13 +137,6 @@ def pack_into(sizes: Integers, loads: Floats, caps: Caps, count: int) -> Groupin
         if grouping is not None:
             return even_out(grouping, loads, sizes, caps)
     return None
-
-
-def _pack_for_sure(sizes: Integers, loads: Floats, caps: Caps, count: int) -> Grouping:
-    grouping = pack_into(sizes, loads, caps, count)
-    if grouping is None:
-        raise RuntimeError(f"best-fit-decreasing found no place in {count} micro-batches; this is a defect of packing")
-    return grouping
 
 
 def heaviest_first(grouping: Grouping, sizes: Integers, weights: Floats, indices: Integers) -> Grouping:

@@ -2,7 +2,6 @@
 
     karmarkar_karp    largest differencing                                         free or equal counts
     longest_first     heaviest first, to the lightest set                          free or equal counts
-    sort_and_deal     sorted, dealt like cards                                     equal counts
     refined           karmarkar_karp or longest_first, then exchanges              free or equal counts
 
 Equal counts differ by at most one if k does not divide n. All are deterministic.
@@ -37,7 +36,7 @@ EFFORT_EACH = 5_000
 MOST_EFFORT = 50_000_000
 """Limit of the total effort, about 0.2 s of compiled code."""
 
-Algorithm = Literal["refined", "karmarkar_karp", "longest_first", "sort_and_deal"]
+Algorithm = Literal["refined", "karmarkar_karp", "longest_first"]
 
 
 def partition(
@@ -132,18 +131,10 @@ def _heaviest(weights: Floats, set_of: Integers) -> float:
     return float(np.bincount(set_of, weights=weights).max())
 
 
-def sort_and_deal(weights: Floats, k: int, equal_size: bool = True) -> Integers:
-    """Sort in ascending order, ties in given order, and deal with stride k; see `karmarkar_karp`."""
-    set_of = np.empty(len(weights), np.int64)
-    set_of[np.argsort(weights, kind="stable")] = np.arange(len(weights)) % k
-    return set_of
-
-
 _ALGORITHMS: dict[str, Callable[[Floats, int, bool], Integers]] = {
     "refined": refined,
     "karmarkar_karp": karmarkar_karp,
     "longest_first": longest_first,
-    "sort_and_deal": sort_and_deal,
 }
 
 

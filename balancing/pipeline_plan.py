@@ -25,12 +25,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from balancing.assignment import Request, Schedule, computed_weights, even_out_within_steps
+from balancing.assignment import Request, Schedule, even_out_within_steps
 from balancing.compiled import compiled
 from balancing.errors import CountError
 from balancing.grouping import Caps, Floats, Grouping, Integers
 from balancing.lower_bounds import most_workload
-from balancing.micro_step_targets import Shape, covered_shape, in_units, levels_of, rounded_limit
+from balancing.micro_step_targets import covered_shape, in_units, levels_of, rounded_limit
 from balancing.packing import CountRule
 from balancing.pipeline import Pipeline
 from balancing.pipeline_time import fastest_order, makespan
@@ -104,7 +104,9 @@ def _in_best_shape(work: Work, request: Request, pipeline: Pipeline, counts: Seq
         mean = float(work.weights.sum()) / request.ranks / steps
         if len(work.sizes) < steps * request.ranks or mean == 0:
             continue
-        shape = shape_for(work.sizes, work.weights, request, pipeline, steps, mean)
+        most = rounded_limit(most_in_a_step(work.sizes, work.weights, request.ranks, request.caps) / mean)
+        levels = levels_of(work.sizes, work.weights / mean, request.ranks, request.caps, steps)
+        shape = covered_shape(in_units(pipeline, mean), steps, most, levels)
         if mean * shape.makespan > least * (1 - NEAR):
             continue
         dealt = list(deal_to_times(work.sizes, work.weights, request, shape.times * mean))
@@ -116,20 +118,9 @@ def _in_best_shape(work: Work, request: Request, pipeline: Pipeline, counts: Seq
         yield even_out_within_steps(_fewest_steps(found), work.sizes, work.weights, request, EVEN, EFFORT)
 
 
-def shape_for(sizes: Integers, weights: Floats, request: Request, pipeline: Pipeline, steps: int, mean: float) -> Shape:
-    scaled, caps = in_units(pipeline, mean), request.caps
-    most = rounded_limit(most_in_a_step(sizes, weights, request.ranks, caps) / mean)
-    levels = levels_of(sizes, weights / mean, request.ranks, caps, steps)
-    return covered_shape(scaled, steps, most, levels)
-
-
 def most_in_a_step(sizes: Integers, weights: Floats, ranks: int, caps: Caps) -> float:
     """Return the most work of a micro-step under the cap on tokens, mean of its ranks."""
     return float(most_workload(sizes, weights, np.array([ranks]), caps.max_tokens)[0]) / ranks
-
-
-def computed_alone(weights: Floats, request: Request) -> Callable[[Schedule], Floats]:
-    return lambda schedule: computed_weights(schedule.grouping, weights, request)
 
 
 NOWHERE = -1

@@ -114,12 +114,6 @@ def makespan(pipeline: Pipeline, times: ArrayLike) -> float:
     return float(timeline(pipeline, times).ends.max())
 
 
-def bubble(pipeline: Pipeline, times: ArrayLike) -> float:
-    """Return the share of time in which stages wait, overhead counted as work. times, raises: as `timeline`."""
-    work = float(micro_step_times(pipeline, times).sum())
-    return max(0.0, 1.0 - work / (pipeline.stages * makespan(pipeline, times)))
-
-
 def micro_step_times(pipeline: Pipeline, times: ArrayLike) -> Floats:
     """Return the most over ranks plus the overhead, float64 [m]. times, raises WeightError: as `timeline`."""
     array = np.asarray(times, np.float64)

@@ -24,14 +24,14 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from balancing.alignment import round_up
-from balancing.assignment import Order, Request, Schedule, Start
+from balancing.assignment import Order, Request, Schedule, Start, computed_weights
 from balancing.baselines import PUBLISHED, schedule_rank_locally
 from balancing.cost_model import CostModel
 from balancing.errors import LengthError, OptionError
 from balancing.grouping import Caps, Floats, Grouping, Integers
 from balancing.packing import CountRule, Layout
 from balancing.pipeline import Pipeline
-from balancing.pipeline_plan import Work, computed_alone, schedule_on_pipeline
+from balancing.pipeline_plan import Work, schedule_on_pipeline
 from balancing.pipeline_time import makespan
 from balancing.prefix_packing import schedule_with_prefixes
 from balancing.prefixes import PrefixTree, SharedPrefixes
@@ -421,7 +421,11 @@ def _schedule(rows: Integers, batch: _Batch, settings: Settings) -> tuple[Schedu
 def _work(ordered: Integers, batch: _Batch, settings: Settings) -> Work:
     sizes, workloads = batch.sizes[ordered], batch.workloads[ordered]
     if batch.shared_prefixes is None:
-        computed = computed_alone(workloads, settings.request(len(batch.sizes)))
+        request = settings.request(len(batch.sizes))
+
+        def computed(schedule: Schedule) -> Floats:
+            return computed_weights(schedule.grouping, workloads, request)
+
         packed = settings.layout == "packed"
         return Work(sizes, workloads, partial(schedule_evenly, sizes, workloads), computed, divisible=packed)
     shared_prefixes = batch.shared_prefixes.select(ordered)

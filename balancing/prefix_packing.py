@@ -107,8 +107,8 @@ class _Filling:
             near = FAR
             times = prefix_step_times(self._groups, ranks, steps, caps.max_tokens, caps.max_sequences)
             forced = np.pad(times, (0, steps - len(times)))
-            fillings = [self._lowest(order, forced, bound) for order in self._orders(bound / steps)]
-            fillings = [each for each in fillings if each is not None]
+            tried = (self._lowest(order, forced, bound) for order in self._orders(bound / steps))
+            fillings = [filled for filled in tried if filled is not None]
             if not fillings:
                 continue
             count = steps * ranks

@@ -21,7 +21,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from balancing.analysis.statistics import ideal_time, step_time
+from balancing.analysis.statistics import bubble, ideal_time, step_time
 from balancing.grouping import Floats
 from balancing.pipeline import Pipeline
 from balancing.pipeline_time import timeline
@@ -89,8 +89,6 @@ def chart_of_stages(title: str, plan: Plan, pipeline: Pipeline, ideal: float) ->
     """Chart all passes of a plan on its pipeline, mini-batch after mini-batch. ideal: time 1 on the axis."""
     drawn = [timeline(pipeline, times) for times in plan.predicted_times()]
     ends = np.cumsum([each.ends.max() for each in drawn]) / ideal
-    work = sum(float((times + pipeline.overhead).sum()) for times in plan.predicted_times())
-    bubble = max(0.0, 1.0 - work / (pipeline.stages * ends[-1] * ideal))
 
     def draw(panel: Axes) -> None:
         for each, start, end in zip(drawn, [0.0, *ends[:-1]], ends, strict=True):
@@ -105,7 +103,7 @@ def chart_of_stages(title: str, plan: Plan, pipeline: Pipeline, ideal: float) ->
     colour = MICRO_BATCH_COLOURS(0.4)
     legend = [Patch(color=colour, alpha=FORWARD, label="forward"), Patch(color=colour, label="backward")]
     legend.append(Patch(color=WAITING, label="bubble"))
-    return Chart(title, f"bubble {bubble:.1%}", pipeline.stages, "stage", float(ends[-1]), draw, legend)
+    return Chart(title, f"bubble {bubble(plan, pipeline):.1%}", pipeline.stages, "stage", float(ends[-1]), draw, legend)
 
 
 def figure_of(charts: Sequence[Chart]) -> Figure:

@@ -59,14 +59,19 @@ def plan_statistics(plan: Plan, width: int | None = None) -> dict[str, float]:
 
 def _on_pipeline(plan: Plan, pipeline: Pipeline) -> dict[str, float]:
     times, spans = plan.predicted_times(), float(plan.predicted_makespans().sum())
-    work = sum(float((each + pipeline.overhead).sum()) for each in times)
     published = sum(makespan(pipeline, each[small_ends(each)]) for each in times)
     return {
         "pipeline/predicted_time": spans,
-        "pipeline/bubble": max(0.0, 1.0 - work / (pipeline.stages * spans)),
+        "pipeline/bubble": bubble(plan, pipeline),
         "pipeline/over_bound": spans / sum(_makespan_bound(part, plan, pipeline) for part in plan.mini_batches) - 1.0,
         "pipeline/small_ends": published / spans - 1.0,
     }
+
+
+def bubble(plan: Plan, pipeline: Pipeline) -> float:
+    """Return the share of time in which a stage waits; the overhead of micro-batches counts as work."""
+    work = sum(float((each + pipeline.overhead).sum()) for each in plan.predicted_times())
+    return max(0.0, 1.0 - work / (pipeline.stages * float(plan.predicted_makespans().sum())))
 
 
 def _makespan_bound(mini_batch: MiniBatch, plan: Plan, pipeline: Pipeline) -> float:

@@ -103,8 +103,8 @@ def beyond(mean: float, largest: float, limit: float, dtype: str, equal_weights:
         )
     if equal_weights is not AtEqualWeights.NONE and mean > TOLERANCE[dtype]:
         return (
-            f"{told} {equal_weights.value}, which is more than rounding in {dtype} ({TOLERANCE[dtype]:g}): the engine does "
-            "not compute what the trainer does; `python -m controller.doctor` compares them with a tiny model."
+            f"{told} {equal_weights.value}, which is more than rounding in {dtype} ({TOLERANCE[dtype]:g}): the engine "
+            "does not compute what the trainer does; `python -m controller.doctor` compares them with a tiny model."
         )
     if mean > limit:
         return (

@@ -49,7 +49,7 @@ class PromptValues:
 
 
 def summarize(responses: Sequence[ScoredResponse], success: str, threshold: float) -> dict[str, float]:
-    """Return means of every score, with several responses a prompt pass@k and maj@n, with several sources also by source.
+    """Return means of every score, with several responses a prompt pass@k and maj@n, of several sources also of each.
 
     pass@k is given for k = 1, 2, 4, ... and n, the number of responses to most prompts. Names: `reward`, `pass@4`,
     `SOURCE/reward`. Scores that only some responses have are averaged over those.

@@ -35,7 +35,7 @@ def test_every_plan_has_room_for_each_level(lengths: list[int], ranks: int, pipe
 
 
 def test_a_shape_is_raised_where_the_longest_sequence_would_not_fit() -> None:
-    pipeline, levels = Pipeline(4), Levels(np.array([1.5, 1.4]), np.array([2, 2]))
+    pipeline, levels = Pipeline(4), Levels(np.array([1.5, 1.4]), np.array([2.0, 2.0]))
     free, covered = (best_shape(pipeline, 16, 2.0), covered_shape(pipeline, 16, 2.0, levels))
     assert (held(free.times, levels) < [1, 2]).any()
     assert (held(covered.times, levels) >= [1, 2]).all()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from balancing import BalancingError, partition
 from balancing.errors import CountError, OptionError, WeightError
 
-ALGORITHMS = ("refined", "karmarkar_karp", "longest_first", "sort_and_deal")
+ALGORITHMS = ("refined", "karmarkar_karp", "longest_first")
 
 weight_lists = st.lists(st.integers(0, 10_000), min_size=1, max_size=60)
 
@@ -122,10 +122,6 @@ def test_without_numba_there_is_one_warning_and_the_same_partitions():
     assert plans == [[s.tolist() for s in partition(weights, k, **options)] for weights, k, options in requests]
 
 
-def test_m8_longest_first_puts_each_into_the_lightest_set():
-    assert [s.tolist() for s in partition([5, 4, 3, 3, 3], 2, algorithm="longest_first")] == [[0, 3], [1, 2, 4]]
-
-
 @settings(deadline=None)
 @given(weights=st.lists(st.integers(1, 100), min_size=3, max_size=7), equal_size=st.booleans())
 def test_refined_is_never_far_from_the_optimum(weights, equal_size):
@@ -146,11 +142,6 @@ def test_many_weights_per_set_come_within_1e_5_of_the_mean_with_equal_counts():
     assert {len(s) for s in sets} == {64}
     heaviest = sums(weights, sets).max()
     assert heaviest <= np.ceil(weights.sum() / 64) * (1 + 1e-5)
-
-
-def test_d1_sorted_and_dealt_with_stride_ties_stable():
-    sets = partition([7, 6, 8, 5, 1, 3, 8, 6], 2, algorithm="sort_and_deal")
-    assert [indices.tolist() for indices in sets] == [[2, 3, 4, 7], [0, 1, 5, 6]]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from balancing.errors import CountError, WeightError
 from balancing.micro_step_targets import best_shape, least_makespan
 from balancing.pipeline import Pipeline
-from balancing.pipeline_time import bubble, fastest_order, makespan, small_ends, timeline
+from balancing.pipeline_time import fastest_order, makespan, small_ends, timeline
 
 TIMES = st.floats(0.0, 10.0)
 
@@ -56,12 +56,6 @@ def test_transfers_overheads_and_shares_count():
 def test_all_ranks_wait_for_the_heaviest():
     ranks = np.array([[1.0, 4.0], [2.0, 0.0]])
     assert makespan(Pipeline(2), ranks) == makespan(Pipeline(2), [4.0, 2.0])
-
-
-def test_the_bubble_of_equal_micro_batches_is_as_published():
-    """(p - 1) / m of the work; of the whole time that is (p - 1) / (m + p - 1)."""
-    assert bubble(Pipeline(4), [1.0] * 8) == pytest.approx(3 / 11)
-    assert bubble(Pipeline(1), [1.0, 5.0]) == 0.0
 
 
 @settings(max_examples=60, deadline=None)

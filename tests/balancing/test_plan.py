@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balancing import BalancingError, CostModel, Plan, explain, plan_batch, plan_statistics
+from balancing import BalancingError, CostModel, Plan, plan_batch, plan_statistics
 from balancing.analysis.distributions import DEFAULT_CAP
 from balancing.errors import CountError, LengthError, MiniBatchError, OptionError, OverCapError
 from tests.benchmarks.balancing.plans import COST_MODEL, Batch
@@ -122,18 +122,6 @@ def test_p1_normalisers_do_not_depend_on_the_plan():
             assert [m.sequences for m in plan.for_rank(rank).mini_batches] == [len(m) for m in mini_batches]
 
 
-def test_p12_p13_d6_training_and_forward_only_passes_have_settings_of_their_own():
-    lengths = lognormal(128)
-    training = plan_batch(lengths, ranks=2, max_tokens=8192, min_count=12)
-    forward_only = plan_batch(lengths, ranks=2, max_tokens=32768, min_count=2)
-    for plan, least in ((training, 12), (forward_only, 2)):
-        (mini_batch,) = plan.mini_batches
-        assert mini_batch.sums(lengths).max() <= plan.max_tokens
-        assert mini_batch.steps >= least
-        assert (mini_batch.tokens, mini_batch.sequences) == (lengths.sum(), 128)
-    assert forward_only.mini_batches[0].steps < training.mini_batches[0].steps
-
-
 def test_p9_the_micro_batches_of_each_rank_weigh_the_same():
     plan = plan_batch(lognormal(512), ranks=4, max_tokens=16384, cost_model=SEVEN_BILLION)
     loads = plan.mini_batches[0].sums(plan.workloads)
@@ -175,12 +163,6 @@ def test_v6_empty_micro_batches_are_refused_on_request():
 def test_v6_more_micro_steps_than_sequences_are_refused():
     with pytest.raises(CountError, match="min_count=3"):
         plan_batch([5, 9], ranks=1, mini_batches=[[0, 1]], max_tokens=100, min_count=3)
-
-
-def test_v7_only_real_lengths_count():
-    # Rows of 100 tokens fit a cap of 8192 however wide the tensor that holds them.
-    plan = plan_batch([100] * 8, ranks=2, mini_batches=[range(8)], max_tokens=8192)
-    assert len(plan.mini_batches[0].micro_steps) == 1
 
 
 def test_p11_algorithm_none_keeps_the_given_order():
@@ -259,19 +241,15 @@ def test_long_sequences_share_micro_batches_rather_than_hold_every_step_up():
     assert loads.max(axis=1).sum() / loads.mean(axis=1).sum() < 1.01
 
 
-def test_predicted_times_are_those_of_the_slowest_rank():
-    plan = plan_batch([4, 4, 3, 1], ranks=2, max_tokens=4, cost_model=CostModel(1.0, 1.0))
-    assert [times.tolist() for times in plan.predicted_times()] == [[20.0, 12.0]]
-
-
-def test_predicted_times_of_padded_rows_are_those_of_the_longest():
-    plan = plan_batch([4, 1, 1, 1], ranks=1, max_tokens=16, layout="padded")
-    assert [times.tolist() for times in plan.predicted_times()] == [[16.0]]
-
-
-def test_a_plan_explains_itself():
-    plan = plan_batch([8192, *[100] * 30], ranks=4, max_tokens=16384, cost_model=QUADRATIC)
-    assert "8,192" in explain(plan)
+@pytest.mark.parametrize(
+    ("lengths", "options", "expected"),
+    [
+        ([4, 4, 3, 1], {"ranks": 2, "max_tokens": 4, "cost_model": CostModel(1.0, 1.0)}, [20.0, 12.0]),
+        ([4, 1, 1, 1], {"ranks": 1, "max_tokens": 16, "layout": "padded"}, [16.0]),
+    ],
+)
+def test_predicted_times_are_those_of_the_slowest_rank_and_the_longest_row(lengths, options, expected):
+    assert [times.tolist() for times in plan_batch(lengths, **options).predicted_times()] == [expected]
 
 
 def test_v3_statistics_of_a_small_batch_counted_by_hand():
@@ -298,16 +276,8 @@ def test_a_plan_is_small_to_send():
     received = pickle.loads(sent)
     assert as_lists(received) == as_lists(plan)
     assert received.settings == plan.settings
-
-
-def test_a_ranks_plan_is_small_to_send():
-    plan = plan_batch(lognormal(2048), ranks=8, mini_batches=shuffled_mini_batches(2048, 4), max_tokens=16384)
     part = plan.for_rank(3)
-    sent = pickle.dumps(part, protocol=5)
-    assert len(sent) < 8 * len(part.rows) + 2000
-    received = pickle.loads(sent)
-    assert received.rows.tolist() == part.rows.tolist()
-    assert received.mini_batches == part.mini_batches
+    assert len(pickle.dumps(part, protocol=5)) < 8 * len(part.rows) + 2000
 
 
 @pytest.mark.parametrize(
