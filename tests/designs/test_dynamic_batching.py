@@ -77,7 +77,12 @@ def test_d5_virtual_stages_need_a_multiple_of_the_stages_and_get_it(
     file: str, cut: tuple[str, ...], count: int
 ) -> None:
     """The published lengths and cap, which need 3: the widest micro-batches are split until their count divides."""
-    how = ("policy.data_parallel=2", "policy.max_tokens_per_micro_batch=12", "model.length_multiple=2", "balance.algorithm=roll")
+    how = (
+        "policy.data_parallel=2",
+        "policy.max_tokens_per_micro_batch=12",
+        "model.length_multiple=2",
+        "balance.algorithm=roll",
+    )
     config = configuration(file, *up_to(8), *PADDED, *how, *cut)
     for of in ("policy.update", "policy.log_probs"):
         assert len(micro_batches(plan_of(config, [7, 6, 8, 5, 1, 3, 8, 6], of=of))) == count

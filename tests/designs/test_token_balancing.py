@@ -21,6 +21,7 @@ Run = Callable[..., StandInRun]
 Calls = list[tuple[str, Plan | None]]
 LENGTHS = [100, 900, 50, 950, 400, 600]
 ONE_STEP = ("batch.mini_batches=1",)
+ONE_RANK = (*SMALL, "policy.data_parallel=1", *ONE_STEP)
 
 
 def long_tailed(count: int, longest: int = 40) -> list[int]:
@@ -56,7 +57,7 @@ def test_v6_the_count_is_the_smallest_that_fits_and_equal_over_ranks(ranks: Rank
     plan = plan_of(configuration(file, *SMALL, "policy.data_parallel=2", *counts), long_tailed(24))
     assert [len(plan.for_rank(rank).mini_batches[0].micro_batches) for rank in range(2)] == [4, 4]
     # Two stages of two parts each: the first reads every token once, in rows of different lengths.
-    how = (*SMALL, "policy.data_parallel=1", "policy.max_tokens_per_micro_batch=40", "model.path=deep", *ONE_STEP, "model.share_prefixes=never")
+    how = (*ONE_RANK, "policy.max_tokens_per_micro_batch=40", "model.path=deep", "model.share_prefixes=never")
     alone = compute(ranks, file, *how)
     cut = ("policy.parallel.pipeline_parallel=2", "policy.parallel.virtual_stages=2", "balance.order=makespan")
     staged = compute(ranks, file, *how, *cut)
@@ -75,7 +76,7 @@ def test_v6_the_count_is_the_smallest_that_fits_and_equal_over_ranks(ranks: Rank
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 def test_v8_heavier_micro_batches_come_first_by_default(file: str, layout: str) -> None:
     lengths, small_ends = [36, 30, 35, 40, 38], "balance.order=small_ends"
-    how = (*SMALL, "policy.data_parallel=1", "policy.max_tokens_per_micro_batch=40", f"model.layout={layout}", *ONE_STEP)
+    how = (*ONE_RANK, "policy.max_tokens_per_micro_batch=40", f"model.layout={layout}")
     ordered, both_ends = (
         [lengths[row] for step in micro_batches(plan_of(configuration(file, *how, *order), lengths)) for row in step[0]]
         for order in ((), (small_ends,))
@@ -90,7 +91,8 @@ def test_v8_heavier_micro_batches_come_first_by_default(file: str, layout: str) 
     ("lengths", "cap"), [(LENGTHS, 2000), ([512, 1024, 256, 2048, 128, 768, 1536, 384, 896, 640], 4096)]
 )
 def test_m5_the_worked_examples_end_in_two_equal_micro_batches(file: str, lengths: list[int], cap: int) -> None:
-    config = configuration(file, *up_to(max(lengths)), "policy.data_parallel=1", f"policy.max_tokens_per_micro_batch={cap}", *ONE_STEP)
+    how = (*ONE_RANK, *up_to(max(lengths)), f"policy.max_tokens_per_micro_batch={cap}")
+    config = configuration(file, *how)
     steps = micro_batches(plan_of(config, lengths))
     assert [sum(lengths[row] for row in step[0]) for step in steps] == [sum(lengths) // 2] * 2
 
@@ -127,7 +129,8 @@ def test_m2_a_sample_longer_than_the_cap_is_refused_by_its_place_length_and_cap(
     config = configuration(file, *SMALL, "policy.max_tokens_per_micro_batch=40")
     with pytest.raises(OverCapError, match=r"lengths\[2\] is 41 tokens.*40"):
         plan_of(config, [7, 40, 41, 3])
-    for name in ("policy.max_tokens_per_micro_batch", "policy.forward_max_tokens_per_micro_batch", "reference.forward_max_tokens_per_micro_batch"):
+    for cap in ("policy.max_tokens", "policy.forward_max_tokens", "reference.forward_max_tokens"):
+        name = f"{cap}_per_micro_batch"
         with pytest.raises(ConfigError, match=f"{name}=39"):  # before the run, a cap that a sample could break
             configuration(file, *SMALL, "algorithm.loss.kl_coefficient=0.1", f"{name}=39")
 

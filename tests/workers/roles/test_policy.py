@@ -41,7 +41,8 @@ def sequences() -> DataProto:
 def planned(ranks: int, cap: int, algorithm: str) -> tuple[RemoteBatch, Plan]:
     """The driver's light columns, and its plan."""
     config = Config()
-    config.policy.data_parallel, config.policy.max_tokens_per_micro_batch, config.balance.algorithm = ranks, cap, algorithm
+    config.policy.data_parallel, config.balance.algorithm = ranks, algorithm
+    config.policy.max_tokens_per_micro_batch = cap
     columns = {"group_number": np.unique(UIDS, return_inverse=True)[1], "length": sequences().lengths.numpy()}
     columns["response_tokens"] = sequences().loss_token_counts.numpy()
     batch = with_group_tokens(RemoteBatch(columns, {}), MINI_BATCHES)

@@ -14,17 +14,15 @@ up over micro-batches and ranks to the mini-batch's, however the batch was split
     returns.py       token rewards, advantages and returns
 """
 
-from workers.model.losses.aggregation import Denominators, aggregate, group_tokens, token_weights
-from workers.model.losses.clip_cov import clip_cov, hold_back, kl_cov
+from workers.model.losses.aggregation import Denominators, group_tokens, token_weights
+from workers.model.losses.clip_cov import hold_back
 from workers.model.losses.correction import correction_weights, rollout_mismatch
 from workers.model.losses.kl import kl_estimate, kl_of_loss
 from workers.model.losses.predictions import Predictions, Statistic, Statistics, mean, to_metrics, total
-from workers.model.losses.ratio_losses import cispo, gmpo, gspo, ppo_clip, reinforce, sapo
+from workers.model.losses.ratio_losses import ppo_clip
 from workers.model.losses.registry import (
     POLICY_LOSSES,
     LossFunction,
-    PolicyLoss,
-    PolicyObjective,
     make_policy_loss,
     per_sequence_loss,
     policy_loss,
@@ -43,23 +41,15 @@ __all__ = [
     "POLICY_LOSSES",
     "Denominators",
     "LossFunction",
-    "PolicyLoss",
-    "PolicyObjective",
     "Predictions",
     "Statistic",
     "Statistics",
     "ValueLossFunction",
     "ValuePredictions",
-    "aggregate",
-    "cispo",
-    "clip_cov",
     "correction_weights",
     "explained_variance",
-    "gmpo",
     "group_tokens",
-    "gspo",
     "hold_back",
-    "kl_cov",
     "kl_estimate",
     "kl_of_loss",
     "make_policy_loss",
@@ -70,9 +60,7 @@ __all__ = [
     "policy_loss",
     "ppo_clip",
     "prepare",
-    "reinforce",
     "rollout_mismatch",
-    "sapo",
     "sft",
     "to_metrics",
     "token_weights",
