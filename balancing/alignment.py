@@ -5,7 +5,7 @@
     cp rank 1 has segments 1 and 2:      2 3 4 5
 
 With causal attention a token costs as much as it has predecessors, so segments r and 2*cp-1-r together cost the same
-on every rank; two contiguous halves of 6 tokens would cost 6 and 15.
+on every rank.
 """
 
 import numpy as np
@@ -42,7 +42,6 @@ def zigzag_positions(padded_lengths: ArrayLike, context_parallel: int, context_r
 
     padded_lengths: int [n], each a multiple of `2*cp` (any length for cp = 1).
     Returns int64 [sum(padded_lengths) / cp], segments r and 2*cp-1-r of each sequence, sequence after sequence.
-    The local bounds of the sequences are `cumulative_lengths(padded_lengths) // cp`.
     Raises LengthError for a length that is not a multiple, OptionError for a rank outside the group.
     """
     cp = positive_integer(context_parallel, "context_parallel")

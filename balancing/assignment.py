@@ -167,10 +167,9 @@ def _places(groups: int, steps: int, ranks: int) -> Integers:
 
 
 def karmarkar_karp_twice(weights: Floats, ranks: int, steps: int) -> Grouping:
-    """Make `steps` micro-batches for each rank by Karmarkar-Karp alone, without caps.
+    """Make `steps` micro-batches for each rank by Karmarkar-Karp alone, without caps, each rank's heaviest first.
 
-    weights: float64 [n], descending. Micro-batch `step * ranks + rank` belongs to that rank, its heaviest first.
-    A rank with fewer sequences than steps has empty micro-batches.
+    weights: float64 [n], descending. A rank with fewer sequences than steps has empty micro-batches.
     """
     rank_of = karmarkar_karp(weights, ranks)
     return Grouping(split_ranks(weights, rank_of, ranks, steps), steps * ranks)
@@ -197,9 +196,8 @@ def repair_caps(
 ) -> Integers:
     """Bring groups within the caps, none of them empty; int64 [n], -1 for a sequence that fits nowhere.
 
-    sizes: int64 [n], tokens. weights: float64 [n], descending. group_of: int64 [n], in 0..count; n >= count.
     Sequences above a cap move, longest first, to the lightest group with room. An empty group takes the lightest
-    sequence of the group with most sequences.
+    sequence of the group with most sequences. weights: descending.
     """
     kept = group_of.copy()
     tokens, counts = np.bincount(group_of, sizes, count), np.bincount(group_of, minlength=count)

@@ -7,9 +7,8 @@
     mindspeed_rl    longest first, to the lightest     the same
     roll            sorted, dealt with stride          in that order, as many rows as fit; padded to the longest
 
-`published_steps` is each algorithm as published: mini-batches follow from the deal instead of the caller, and
-micro-batches may exceed the cap. `schedule_rank_locally` (`plan_batch(algorithm=...)`) deals and cuts in the same way
-within the caller's mini-batches and keeps every cap, with more micro-batches if needed.
+`published_steps` is each algorithm as published: mini-batches follow from the deal, and micro-batches may exceed the
+cap. `schedule_rank_locally` keeps the caller's mini-batches and every cap.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,9 +45,8 @@ def published_steps(
 ) -> list[Steps]:
     """Return each mini-batch's micro-steps as the system `name` would plan them; may exceed the cap.
 
-    lengths: n whole numbers >= 1. mini_batches: only their number counts; each rank cuts its sequences into as many
-    runs. workloads: n numbers >= 0; a rank runs its heaviest micro-batch first.
-    A rank with fewer sequences than micro-batches has empty ones at the end. Raises as `plan_batch`.
+    mini_batches: only their number counts. workloads: n numbers >= 0; a rank runs its heaviest micro-batch first.
+    Raises as `plan_batch`.
     """
     one_of(name, "name", PUBLISHED)
     tokens = sequence_lengths(lengths)
@@ -68,9 +66,7 @@ def schedule_rank_locally(
 ) -> Schedule:
     """Schedule one mini-batch, dealt and cut as the system `name` does, under the constraints of `request`.
 
-    lengths: int64 [n], real tokens, which are dealt. sizes: int64 [n], aligned tokens, which count towards caps.
-    weights: float64 [n]; a rank runs its heaviest micro-batch first.
-    Raises CountError as `schedule_evenly` does.
+    lengths, sizes: int64 [n], real tokens, which are dealt, and aligned ones. Raises as `schedule_evenly`.
     """
     ranks, cut = _DEALS[name](lengths, request.ranks), _CUTS[name]
     local = [cut(sizes[rows], request.caps, 1) for rows in ranks]

@@ -10,10 +10,8 @@ measured seconds -- fitted ---+
 
 It minimises relative errors, because timing noise is proportional to the time.
 
-`CostModel.from_model_config` counts the FLOPs of a forward pass from a Hugging Face model config:
-
-config --> weights that a token passes through, over all layers and the output head --> 2 FLOPs each, per token
-       --> widths of attention scores and weighted sums                              --> FLOPs per squared token
+`CostModel.from_model_config` counts 2 FLOPs per token for each weight, and the widths of attention scores and weighted
+sums per squared token.
 """
 
 from collections.abc import Mapping, Sequence
@@ -176,10 +174,8 @@ class CostModel:
         """Count FLOPs from a Hugging Face model config: a mapping (`config.json`) or an object with attributes.
 
         A product [m, k] x [k, n] counts 2*m*k*n FLOPs, causal attention L**2 / 2 pairs, a mixture of experts only the
-        active experts, and embedding look-ups nothing. Supports dense, grouped-query and latent (`kv_lora_rank`)
-        attention and mixtures of experts; sliding windows count as full attention.
-        training: forward and backward (`TRAINING_FACTOR`) instead of forward only.
-        Raises CostModelError for a missing key.
+        active experts, and embedding look-ups nothing; sliding windows count as full attention.
+        training: forward and backward (`TRAINING_FACTOR`). Raises CostModelError for a missing key.
         """
         forward = cls(*forward_flops(config))
         return forward.scaled(TRAINING_FACTOR) if training else forward
@@ -211,9 +207,8 @@ class CostModel:
 class CostFit:
     """A fitted cost model in seconds.
 
-    overhead_seconds: fixed cost of a micro-batch, which only pipeline plans count. relative_error: root mean square of
-    `predicted / measured - 1`. condition: condition number of the design matrix with normalised columns, about the
-    factor by which the fit amplifies timing noise.
+    overhead_seconds: fixed cost of a micro-batch. relative_error: root mean square of `predicted / measured - 1`.
+    condition: of the design matrix with normalised columns; the fit amplifies timing noise by about this factor.
     """
 
     model: CostModel

@@ -6,9 +6,7 @@
 a and b are bundles of up to two members, sorted by weight, so that one pass over both lists finds the best exchange.
 Each exchange makes the heavier group lighter and no group heavier than the heavier one was, so the search ends.
 
-Groups are linked lists of sequences in arrays of fixed length, changed in place by compiled loops.
-
-    first[group] -> sequence -> following[sequence] -> .. -> -1        in descending order of weight
+    first[group] -> sequence -> following[sequence] -> .. -> -1        groups are linked lists, heaviest member first
 """
 
 from typing import NamedTuple
@@ -143,8 +141,7 @@ def even_out(
 
     Groups keep `caps` of the packed layout, and none that had a sequence becomes empty.
     weights: float64 [n]. sizes: int64 [n], tokens. equal_size: counts of groups differ by at most one.
-    only_heaviest: stop when no exchange makes the heaviest group lighter.
-    target: load at which a group is light enough, if the caller knows a bound above the mean.
+    only_heaviest: stop when no exchange makes the heaviest group lighter. target: load that is light enough.
     effort: groups and bundles to examine, plus `EFFORT_EACH` for each sequence.
     """
     count, order = grouping.count, np.argsort(-weights, kind="stable")
@@ -171,10 +168,7 @@ def even_out(
 
 
 def _mean_without_giants(descending: Floats, count: int) -> float:
-    """Return the mean load of groups without giants: sequences that outweigh the mean of the remaining groups.
-
-    A giant is best alone in its group; the other groups even out at a mean without it.
-    """
+    """Return the mean load without giants: sequences that outweigh the mean of the remaining groups, best alone."""
     alone = descending[: count - 1]
     left = descending.sum() - np.concatenate([[0.0], np.cumsum(alone)])
     means = left / (count - np.arange(len(left)))
@@ -233,10 +227,7 @@ def _heaviest(loads: Floats, is_open: NDArray[np.bool_], only_heaviest: bool) ->
 def _best_exchange(
     groups: LinkedGroups, heavy: int, partners: int, max_tokens: float, max_sequences: float, equal_size: bool
 ) -> tuple[int, int, tuple[int, int], tuple[int, int]]:
-    """Exchange `heavy` at best with the first of the lightest `partners` that allows it, singles before pairs.
-
-    Returns the partner (-1 for none), the effort, and the sequences that go to the partner and come back.
-    """
+    """Return partner (-1: none), effort, and the sequences that go to the partner and come back."""
     spent = 0
     loads, tokens, counts = groups.loads, groups.tokens, groups.counts
     for largest in range(1, 3):
@@ -285,10 +276,7 @@ def _counts_allow(heavy: int, light: int, moved: int, max_sequences: float, equa
 def _nearest(
     give: Bundles, take: Bundles, half_gap: float, best: float, room_heavy: float, room_light: float
 ) -> tuple[float, int, int]:
-    """Find the bundles whose weights differ by nearest to `half_gap`, nearer than `best`, under the caps.
-
-    room_heavy, room_light: tokens that each group may add. Returns the distance and both positions, -1 for none.
-    """
+    """Return the least distance of a difference of weights to `half_gap`, and both positions, -1 for none."""
     best_i, best_j, start = -1, -1, 0
     for i in range(len(give[0])):
         wanted = give[0][i] - half_gap

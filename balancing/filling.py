@@ -76,10 +76,7 @@ def fill_to_level(
     max_tokens: int,
     max_sequences: int,
 ) -> Integers:
-    """Place each in the lightest bin with room whose load stays within `level`; leave out those that fit nowhere.
-
-    placed: int64 [n], the bin of already placed sequences, -1 for the others.
-    """
+    """Place each in the lightest bin with room whose load stays within `level`. placed: bins of placed ones, or -1."""
     assignment, loads = placed.copy(), np.zeros(bins)
     room, places = np.full(bins, max_tokens, np.int64), np.full(bins, max_sequences, np.int64)
     for index in np.flatnonzero(placed >= 0):

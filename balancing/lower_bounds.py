@@ -20,10 +20,7 @@ MOST_TOGETHER = 4
 
 
 def fewest_bins(sizes: Integers, capacity: int, max_items: int) -> int:
-    """Bound the number of bins of `capacity` tokens and `max_items` items: max(ceil(n / max_items), L2).
-
-    sizes: int64 [n], each in 1..capacity.
-    """
+    """Bound the number of bins of `capacity` tokens and `max_items` items: max(ceil(n / max_items), L2)."""
     return max(-(-len(sizes) // max_items), _martello_toth(sizes, capacity))
 
 

@@ -163,11 +163,8 @@ def least_makespan(
 ) -> float:
     """Bound the makespan of all plans with so many micro-steps, in the unit of `work`, `time`, `longest`.
 
-    work: workload / ranks, which `micro_steps` micro-steps of at most `most` each share. time: least sum of a plan's
-    micro-step times. longest: least time of its longest micro-step.
-    Returns the greater of two bounds. First, the means over ranks add up to `work`, are at most `most`, and do not
-    exceed the micro-step's time. Second, the times add up to at least `time`, and one of them is at least `longest`,
-    wherever it lies.
+    Returns the greater of two bounds. First, the means over ranks add up to `work` and are at most `most`. Second, the
+    times add up to at least `time`, and one of them is at least `longest`, wherever it lies.
     """
     evenly = work / micro_steps
     relaxed = best_shape(in_units(pipeline, evenly), micro_steps, rounded_limit(most / evenly))

@@ -40,12 +40,11 @@ def pack(
     """Group sequences into the fewest micro-batches that the caps allow, with workloads as equal as possible.
 
     lengths: n whole numbers >= 1. max_tokens: cap of a micro-batch (of a context-parallel group: cap of a rank times
-    cp). workloads: n numbers >= 0 to balance; None balances tokens. length_multiple: lengths are rounded up to a
-    multiple before they count. algorithm: `load_balance`, or `none`, which cuts the given order.
-    Returns int64 arrays. `load_balance`: heaviest micro-batch first, ties by the sum of squared lengths, then by first
-    index; indices ascending. `none`: in given order.
+    cp). workloads: n numbers >= 0; None balances tokens. length_multiple: lengths are rounded up to a multiple.
+    algorithm: `load_balance`, or `none`, which cuts the given order.
+    Returns int64 arrays, heaviest micro-batch first, or for `none` in given order; indices ascending.
     Raises LengthError, WeightError, OptionError for bad values; OverCapError for a sequence above the cap; CountError
-    if `min_count` and `multiple_of` ask for more micro-batches than there are sequences.
+    if counts ask for more micro-batches than there are sequences.
     """
     one_of(layout, "layout", ("packed", "padded"))
     one_of(algorithm, "algorithm", ("load_balance", "none"))
@@ -87,8 +86,8 @@ class CountRule:
 def pack_in_order(sizes: Integers, caps: Caps, count: CountRule) -> Runs:
     """Cut the given order into as few runs as the caps allow.
 
-    Runs have equal counts of sequences if that keeps the caps. Otherwise each run ends where the next sequence would
-    exceed a cap, and the runs with most tokens are halved until there are enough.
+    Runs have equal counts if that keeps the caps. Otherwise each run ends where the next sequence would exceed a cap,
+    and the runs with most tokens are halved until there are enough.
     """
     filled = take_in_order(sizes, caps.max_tokens, caps.max_sequences, padded=caps.padded)
     bins = count.at_least(len(filled), len(sizes))

@@ -84,7 +84,7 @@ def pack_padded(
 
     Taking as many of the longest remaining sequences as fit minimises the count: any sequence that shares a micro-batch
     with the longest can be exchanged for the next longest, and no micro-batch grows.
-    sizes: int64 [n], aligned. weights: float64 [n]; None is padded tokens. allowed_count: (needed, sequences) -> count.
+    weights: None is padded tokens. allowed_count: (needed, sequences) -> count.
     """
     order = np.argsort(-sizes, kind="stable")
     descending = sizes[order]

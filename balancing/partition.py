@@ -4,8 +4,6 @@
     longest_first     heaviest first, to the lightest set                          free or equal counts
     refined           karmarkar_karp or longest_first, then exchanges              free or equal counts
 
-Equal counts differ by at most one if k does not divide n. All are deterministic.
-
 Largest differencing (Karmarkar and Karp 1982) for k sets takes O(n log n) for free counts:
 
     partial solutions, by difference    A: a1 >= a2 >= .. >= ak    joined, heaviest with lightest:
@@ -14,8 +12,7 @@ Largest differencing (Karmarkar and Karp 1982) for k sets takes O(n log n) for f
 Initially each weight is a solution with k-1 empty sets. The two solutions with the largest differences are joined
 until one is left. For equal counts each run of k sorted weights is a solution (Michiels, Korst, Aarts and van Leeuwen
 2003), and weights of 0 complete the last run.
-
-Empty sets are not stored, and a solution of one weight is an index; joining a single weight is a binary insertion.
+Empty sets are not stored, and a solution of one weight is an index.
 """
 
 import heapq

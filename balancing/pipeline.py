@@ -37,10 +37,9 @@ class Pipeline:
 
     stages: ranks in a row. virtual_stages: chunks of layers on each (interleaved 1F1B above 1, for at least 2 stages).
     backward: backward cost / forward cost; 0 plans passes without gradients.
-    stage_shares: cost share of each of the stages * virtual_stages parts, in order of the layers, positive numbers,
-    scaled to a sum of 1. None is equal parts.
-    transfer: time of one transfer between stages. overhead: fixed cost of a micro-batch over all parts, forward and
-    backward (`CostFit.overhead_seconds`). Both in the unit of the cost model.
+    stage_shares: positive cost of each of the stages * virtual_stages parts; None is equal parts.
+    transfer: time of one transfer between stages. overhead: fixed cost of a micro-batch over all parts
+    (`CostFit.overhead_seconds`). Both in the unit of the cost model.
     Raises OptionError for values out of range.
     """
 
@@ -118,10 +117,7 @@ def check_count(pipeline: Pipeline, micro_batches: int) -> None:
 
 
 def needs(pipeline: Pipeline, stage: int, action: Action) -> tuple[int, Action] | None:
-    """Return the stage and the action whose result this action takes; None for the first part of the model.
-
-    The backward pass of the last part takes the forward pass of the same part, on its own stage.
-    """
+    """Return the stage and the action whose result this action takes; None for the first part of the model."""
     part = action.chunk * pipeline.stages + stage
     if action.kind == "forward":
         return None if part == 0 else _at(pipeline, "forward", part - 1, action)

@@ -4,10 +4,8 @@
                                                   +--> best shape (micro_step_targets.py), dealt to it --+
       --> fastest order of each (pipeline_time.py) --> the least makespan, with as few micro-steps as come near it
 
-A pipeline of p stages waits about (p - 1) / m of its time for the first and the last of m micro-steps. More micro-steps
-help until long sequences, or `Pipeline.overhead`, prolong each.
-
-Sequences are dealt to the target times:
+A pipeline of p stages waits about (p - 1) / m of its time for the first and the last of m micro-steps. Sequences are
+dealt to the target times:
 
     sequences, heaviest first --+--> layers of `ranks` neighbours, one for each rank
                                 |      --> each to the micro-step with most room left below its time, under the caps
@@ -47,8 +45,7 @@ NEAR = 0.01
 class Work:
     """A mini-batch. sizes: int64 [n]. weights: float64 [n]. Both in descending order of weight, then of size.
 
-    plan: the schedule without a pipeline. computed: the weights that a schedule computes. divisible: whether sequences
-    may be dealt again, each with its own weight.
+    plan: without a pipeline. computed: the weights that a schedule computes. divisible: whether sequences may be dealt.
     """
 
     sizes: Integers
@@ -134,10 +131,7 @@ TRIES = 50_000
 
 
 def deal_to_times(sizes: Integers, weights: Floats, request: Request, times: Floats) -> Iterator[Schedule]:
-    """Yield schedules whose steps take about `times`, ranks not yet even; none if caps or too few sequences forbid it.
-
-    sizes: int64 [n], tokens. weights: float64 [n]. Both in descending order of weight. times: float64 [steps].
-    """
+    """Yield schedules whose steps take about `times`, ranks not yet even; none if caps or counts forbid it."""
     steps, caps = len(times), request.caps
     if caps.padded or len(sizes) < steps * request.ranks:
         return

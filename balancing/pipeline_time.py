@@ -6,13 +6,10 @@
                                  the arrival of what it needs from another stage  --> makespan, bubble, timeline
 
 A micro-step of time t takes `share * t / (1 + backward)` forward in a part of the model, and `backward` times that
-back. The time of a micro-step is the most over its ranks, because data-parallel ranks of a stage gather its parameters
-together. Attention is assumed to spread over the parts like everything else.
+back. Data-parallel ranks of a stage gather its parameters together, so t is the most over the ranks.
 
     micro-steps in the order given, descending, light at both ends --> the fastest of these
       --> move one, or exchange two, as long as the simulated makespan falls --> order
-
-`small_ends` is the published heuristic.
 """
 
 from dataclasses import dataclass

@@ -65,7 +65,7 @@ class MiniBatch:
     bounds: int64 [steps * ranks + 1]; micro-batch `i = step * ranks + rank` is `rows[bounds[i] : bounds[i + 1]]`.
     start: the initial assignment before refinement, or the algorithm.
     tokens, loss_tokens, sequences, groups: totals over all ranks, by which losses divide. Sequences and groups without
-    a loss token do not count, because a mean of sequence means has no term for them.
+    a loss token do not count.
     """
 
     rows: Integers = field(repr=False)
@@ -105,8 +105,7 @@ class MiniBatch:
 class RankMiniBatch:
     """One rank's part of a mini-batch.
 
-    micro_batches: (start, stop) in `RankPlan.rows`. A rank takes part in the collectives of an empty micro-batch.
-    tokens, loss_tokens, sequences, groups: totals over all ranks, as in `MiniBatch`.
+    micro_batches: (start, stop) in `RankPlan.rows`. tokens, loss_tokens, sequences, groups: as in `MiniBatch`.
     """
 
     micro_batches: tuple[tuple[int, int], ...]

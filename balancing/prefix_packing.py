@@ -216,8 +216,8 @@ class _Room(NamedTuple):
 def fill_groups(groups: Groups, order: Integers, levels: Floats, max_tokens: int, max_sequences: int) -> Integers:
     """Place whole groups in the fullest micro-batch with room; divide a group over the emptiest if none has room.
 
-    order: int64 [G]. levels: float64 [M], descending, the most work of each micro-batch.
-    Returns int64 [n], the micro-batch of each sequence. It stops at the first part that fits nowhere and leaves -1.
+    levels: float64 [M], descending, the most work of each micro-batch. Returns the micro-batch of each sequence, int64
+    [n], -1 from the first part on that fits nowhere.
     """
     count = len(levels)
     room = _Room(levels.copy(), np.full(count, max_tokens), np.full(count, max_sequences))
@@ -253,8 +253,7 @@ def _place(
 ) -> tuple[bool, int]:
     """Find the fullest micro-batch with room for all of `left`, True; else the one with most room, False; or -1.
 
-    is_open: int64, micro-batches with room. tried: bool [M], those that take no more of this group; [0] without cuts.
-    untouched: room for sequences in an empty micro-batch.
+    tried: bool [M], micro-batches that take no more of this group; [0] without cuts. untouched: room of an empty one.
     """
     own, tokens = 0.0, 0
     for row in left:

@@ -114,8 +114,7 @@ class SharedPrefixes:
     def in_groups(self, sizes: Integers, weights: Floats) -> tuple[Groups, Integers]:
         """Return the sequences by group, and their order, int64 [n].
 
-        sizes: int64 [n], tokens. weights: float64 [n], each of a sequence alone. With a tree, a sequence counts only
-        what it does not share with its neighbour, the least that any plan computes.
+        With a tree, a sequence counts only what it does not share with its neighbour, the least that any plan computes.
         """
         shared = self if self.tree is None else self.tree
         own = weights - shared.workloads
@@ -160,10 +159,7 @@ class Subtrees:
 def subtrees(
     sizes: Integers, weights: Floats, prefixes: SharedPrefixes, max_tokens: int, of_a_rank: float
 ) -> Iterator[Subtrees]:
-    """Yield divisions into subtrees, large ones first; nothing if no two sequences share more than their prefix.
-
-    sizes: int64 [n], tokens. weights: float64 [n], each of a sequence alone. of_a_rank: the least work of a rank.
-    """
+    """Yield divisions into subtrees, large ones first; nothing if no two sequences share more than their prefix."""
     tree, rows = prefixes.tree, prefixes.in_order()
     if tree is None or not (tree.tokens > prefixes.tokens).any():
         return

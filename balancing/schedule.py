@@ -11,9 +11,6 @@ Filling long steps first:
 
     longest sequence left --> time limit of the next step --> sequences, longest first, to the lightest rank within it
                               ^------------------------------ next step; at last the rest is dealt (assignment.py)
-
-A sequence above the fair share of a rank prolongs its step in any plan. The other ranks of the step are filled up to
-the same time, so that they do not wait.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,9 +42,8 @@ AT_THE_BOUND = 5e-5
 
 
 def schedule_evenly(sizes: Integers, weights: Floats, request: Request) -> Schedule:
-    """Return the fastest schedule found over all ranks and micro-steps together.
+    """Return the fastest schedule found. sizes, weights: in descending order of weight, then of size.
 
-    sizes: int64 [n], tokens. weights: float64 [n]. Both in descending order of weight, then of size.
     Raises CountError if the counts of `request` cannot be kept.
     """
     best = deal(sizes, weights, request)
@@ -58,10 +54,7 @@ def schedule_evenly(sizes: Integers, weights: Floats, request: Request) -> Sched
 
 
 def arranged(schedule: Schedule, weights: Floats, order: Order) -> Schedule:
-    """Put steps in `order`, and each step's heaviest micro-batches on the ranks with least work so far.
-
-    weights: float64 [n], as computed.
-    """
+    """Put steps in `order`, and each step's heaviest micro-batches on the ranks with least work so far."""
     return to_ranks(_in_order(schedule, weights, order), weights)
 
 

@@ -58,10 +58,7 @@ def weight_array(weights: ArrayLike, name: str, size: int | None = None) -> Floa
 
 
 def check_fits(lengths: Integers, aligned: Integers, max_tokens: int) -> None:
-    """Raise OverCapError for the first sequence that alone exceeds the cap.
-
-    lengths, aligned: int64 [n], real and aligned lengths.
-    """
+    """Raise OverCapError for the first sequence that alone exceeds the cap."""
     too_long = aligned > max_tokens
     if not too_long.any():
         return

@@ -38,10 +38,8 @@ REPETITIONS = 3
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """The batch to plan. lengths: int64 [n].
-
-    arguments: of `plan_batch`, at least ranks, mini_batches, max_tokens and cost_model (the published systems use only
-    these). prefixes: the arguments about shared prefixes; may be empty.
+    """lengths: int64 [n]. arguments: of `plan_batch`, at least ranks, mini_batches, max_tokens and cost_model (the
+    published systems use only these). prefixes: the arguments about shared prefixes.
     """
 
     lengths: Integers

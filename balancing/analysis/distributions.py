@@ -24,9 +24,8 @@ Distribution = Callable[[np.random.Generator, int, int], NDArray[np.int64]]
 
 
 def draw(name: str, count: int, seed: int, *, cap: int = DEFAULT_CAP) -> NDArray[np.int64]:
-    """Draw int64 [count] lengths in tokens, each at least 1; deterministic.
+    """Draw int64 [count] lengths in tokens; deterministic. cap: of a micro-batch, for adversarial distributions.
 
-    name: one of `DISTRIBUTIONS`. cap: tokens of a micro-batch, which only the adversarial distributions use.
     Raises OptionError for an unknown name, or a count or cap below 1.
     """
     one_of(name, "name", tuple(DISTRIBUTIONS))

@@ -1,9 +1,7 @@
 """Explain in words where the ranks of a plan wait and why, and which settings would shorten the step.
 
-    plan --findings--> waiting by cause, number of micro-steps, padding --+--> text
-         --advice----> changed arguments of plan_batch, planned again   --+
-
-The waiting of all findings adds up to the `idle_share` of the plan's statistics.
+plan --findings--> waiting by cause, number of micro-steps, padding --+--> text
+     --advice----> changed arguments of plan_batch, planned again   --+
 """
 
 from collections.abc import Iterator, Mapping
@@ -44,8 +42,7 @@ class Finding:
 class Advice:
     """Changed arguments of `plan_batch` with which the step takes `after` instead of `before`.
 
-    Times are in the cost model's unit. context_parallel: factor by which context parallelism grows; `changes` then
-    count a context-parallel group as one rank. micro_steps: over all mini-batches, with the changes.
+    context_parallel: factor by which it grows; `changes` then count a context-parallel group as one rank.
     """
 
     words: str

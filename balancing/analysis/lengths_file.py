@@ -40,8 +40,7 @@ def read_lengths(
 ) -> NDArray[np.int64]:
     """Read the lengths of a file, or of one step of a run (None is its last): int64 [n], n >= 1.
 
-    Raises LengthFileError, which names the file, if it is missing, of an unknown kind, or has no such column or no
-    lengths; LengthError for lengths below `minimum`.
+    Raises LengthFileError, which names the file; LengthError for lengths below `minimum`.
     """
     values = list(run_step(path, step).get("lengths", [])) if path.is_dir() else read_column(path, column)
     if not values:

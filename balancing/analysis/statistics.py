@@ -21,26 +21,18 @@ Rows = list[list[Integers]]
 
 
 def plan_statistics(plan: Plan, width: int | None = None) -> dict[str, float]:
-    """Return floats by name. `_before`: the given order, dealt to ranks in runs of equal count and cut at the cap.
+    """Return floats by name; docs/metrics.md explains them.
 
-    tokens_per_rank{,_before}/{min,max,mean,difference}: real tokens of a rank in the global batch.
-    imbalance{,_before,_karmarkar_karp}/ranks: max / mean - 1 of the workload of ranks.
-    imbalance{,_before,_karmarkar_karp}/micro_steps: time of synchronous micro-steps / (workload / ranks) - 1.
+    `_before`: the given order, dealt to ranks in runs of equal count and cut at the cap. `_karmarkar_karp`: largest
+    differencing over ranks and their micro-batches, without caps or refinement.
+    imbalance/ranks: max / mean - 1 of the workload of ranks.
+    imbalance/micro_steps: time of synchronous micro-steps / (workload / ranks) - 1.
     over_bound: time of synchronous micro-steps / `lower_bound` - 1.
-    `_karmarkar_karp`: largest differencing over ranks and their micro-batches, without caps or refinement.
-    from_karmarkar_karp: share of mini-batches refined from Karmarkar-Karp (others: see schedule.py).
-    idle_share{,_before}: share of the ranks' time spent waiting in micro-steps.
-    predicted_time{,_before}/{total,longest_micro_step}: sum and maximum over micro-steps of the heaviest rank's
-    workload, in the cost model's unit, without padding.
+    predicted_time: of the heaviest rank, in the cost model's unit, without padding.
     cap_fill: mean share of max_tokens that a micro-batch takes, including empty ones.
-    padding_share: share of computed tokens that are not real.
-    padding_removed/{longest_row,width}: share of cells not computed, of a tensor as wide as the longest sequence, or as
-    `width` (omitted for None).
-    shared_tokens: share of all tokens that another sequence with the same prefix computes.
-    micro_batches: on each rank. empty_micro_batches: over all ranks.
-    pipeline/...: only with a pipeline. predicted_time: summed makespans of all mini-batches, in the cost model's unit.
-    bubble: share of predicted_time in which a stage waits, mean of the stages. over_bound: predicted time / a lower
-    bound for as many micro-steps - 1. small_ends: makespan in the published order / predicted time - 1.
+    padding_removed: share of cells not computed, of a tensor as wide as the longest sequence, or as `width`.
+    pipeline/over_bound: predicted time / a lower bound for as many micro-steps - 1. pipeline/small_ends: makespan in
+    the published order / predicted time - 1.
     """
     planned = predicted_grids(plan)
     before = [_given_rows(indices_of(mini_batch), plan) for mini_batch in plan.mini_batches]
