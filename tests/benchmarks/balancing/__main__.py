@@ -23,8 +23,8 @@ MODULES = ("partitions", "plans", "shared_prompts", "pipelines")
 """Each offers `tables() -> list[Table]`."""
 INTRODUCTION = """# Balancing: how good, how fast
 
-Made by `{command}` on {machine}. Seconds are medians of several repetitions with compiled code warm, and belong to
-that machine. Both sides of a ratio ran in one process. Batches are seeded (`balancing/analysis/distributions.py`).
+Made by `{command}` on {machine}. Seconds are CPU seconds of one thread, medians with compiled code warm.
+Batches are seeded (`balancing/analysis/distributions.py`).
 
 """
 

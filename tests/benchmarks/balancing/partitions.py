@@ -1,7 +1,5 @@
 """K-way partitions: how near to the lower bound, and how fast."""
 
-import statistics
-import time
 from typing import Any
 
 import numpy as np
@@ -10,7 +8,7 @@ from numpy.typing import NDArray
 from balancing import partition
 from balancing.analysis.distributions import DISTRIBUTIONS, draw
 from balancing.lower_bounds import mean_bound
-from tests.benchmarks.balancing.table import Table
+from tests.benchmarks.balancing.table import Table, cpu_seconds
 
 SHAPES = ((512, 64), (4096, 64), (32_768, 512), (262_144, 512))
 ALGORITHMS = ("karmarkar_karp", "refined")
@@ -38,9 +36,6 @@ def _row(name: str, count: int, k: int) -> list[str]:
 
 
 def _measured(weights: NDArray[np.int64], k: int, algorithm: Any) -> tuple[float, float]:
-    taken = []
-    for _ in range(REPETITIONS):
-        start = time.perf_counter()
-        sets = partition(weights, k, equal_size=True, algorithm=algorithm)
-        taken.append(time.perf_counter() - start)
-    return float(max(weights[indices].sum() for indices in sets)), statistics.median(taken)
+    seconds = cpu_seconds(lambda: partition(weights, k, equal_size=True, algorithm=algorithm), REPETITIONS)
+    sets = partition(weights, k, equal_size=True, algorithm=algorithm)
+    return float(max(weights[indices].sum() for indices in sets)), seconds

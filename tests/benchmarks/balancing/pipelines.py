@@ -1,7 +1,5 @@
 """Plans for pipelines: predicted time against its lower bound, the published order and the given one; planning time."""
 
-from statistics import median
-from time import process_time
 from typing import Any
 
 import numpy as np
@@ -13,7 +11,7 @@ from balancing.analysis.distributions import draw
 from balancing.analysis.statistics import plan_statistics
 from balancing.pipeline import Pipeline
 from tests.benchmarks.balancing.plans import COST_MODEL
-from tests.benchmarks.balancing.table import Table
+from tests.benchmarks.balancing.table import Table, cpu_seconds
 
 STAGES, RANKS = 4, 64
 LENGTHS = ("lognormal", "reasoning", "agentic", "grouped", "uniform")
@@ -53,11 +51,8 @@ def _table(count: int, mini_batches: int, virtual: int) -> Table:
 
 def _row(name: str, title: str, count: int, mini_batches: int, pipeline: Pipeline) -> list[str]:
     changes = ON_PIPELINES[title]
-    plan, seconds = plan_of(name, count, mini_batches, pipeline, **changes), []
-    for _ in range(REPETITIONS):
-        start = process_time()
-        plan_of(name, count, mini_batches, pipeline, **changes)
-        seconds.append(process_time() - start)
+    plan = plan_of(name, count, mini_batches, pipeline, **changes)
+    seconds = cpu_seconds(lambda: plan_of(name, count, mini_batches, pipeline, **changes), REPETITIONS)
     numbers = plan_statistics(plan)
     ideal = float(plan.workloads.sum()) / plan.ranks / pipeline.stages
     shares = (numbers["pipeline/predicted_time"] / ideal - 1.0, numbers["pipeline/bubble"])
@@ -66,6 +61,6 @@ def _row(name: str, title: str, count: int, mini_batches: int, pipeline: Pipelin
     figures = [
         *(f"{100 * share:.1f} %" for share in shares),
         f"{100 * over_bound:.2f} %",
-        f"{1e3 * median(seconds):.0f} ms",
+        f"{1e3 * seconds:.0f} ms",
     ]
     return [name, "Ballast" if title == OURS else title, steps, *figures]

@@ -1,10 +1,7 @@
 """Plans: step time against its lower bound, micro-batches against theirs, caps over random batches, planning time."""
 
 import pickle
-from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
-from time import perf_counter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +13,7 @@ from balancing.analysis.statistics import computed_tokens
 from balancing.cost_model import SEVEN_BILLION
 from balancing.errors import CountError
 from balancing.lower_bounds import fewest_bins, step_time_bound
-from tests.benchmarks.balancing.table import Table
+from tests.benchmarks.balancing.table import Table, cpu_seconds
 
 COST_MODEL = CostModel.from_model_config(SEVEN_BILLION)
 REALISTIC = ("lognormal", "reasoning", "agentic", "uniform", "grouped", "equal")
@@ -25,8 +22,8 @@ MINI_BATCHES = 4
 SHAPES = ((8192, 64), (4096, 32))
 """Sequences and ranks of a global batch."""
 SEEDS = range(3)
-RANDOM_BATCHES = 10_000
-REPETITIONS = 7
+RANDOM_BATCHES = 3_000
+REPETITIONS = 3
 
 
 @dataclass(frozen=True)
@@ -218,15 +215,6 @@ def planning_times() -> Table:
 def _time_row(name: str, batch: Batch) -> list[str]:
     plan = batch.plan()
     sent = pickle.dumps(plan, protocol=5)
-    figures = [f"{1e3 * _seconds(batch.plan):.1f} ms", f"{len(sent) / 1024:.0f} KiB"]
-    pickling = f"{1e3 * _seconds(lambda: pickle.dumps(plan, protocol=5)):.2f} ms"
+    figures = [f"{1e3 * cpu_seconds(batch.plan, REPETITIONS):.1f} ms", f"{len(sent) / 1024:.0f} KiB"]
+    pickling = f"{1e3 * cpu_seconds(lambda: pickle.dumps(plan, protocol=5), REPETITIONS):.2f} ms"
     return [name, f"{len(batch.lengths)} x {batch.ranks}", *figures, pickling]
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    taken = []
-    for _ in range(REPETITIONS):
-        start = perf_counter()
-        work()
-        taken.append(perf_counter() - start)
-    return median(taken)

@@ -1,9 +1,6 @@
 """Plans of groups that share prompts: time and heaviest rank over their lower bounds, caps, planning time."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from statistics import median
-from time import process_time
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +8,7 @@ from numpy.typing import NDArray
 from balancing import Plan, plan_batch
 from balancing.analysis.statistics import lower_bound, predicted_grids, step_time
 from tests.benchmarks.balancing.plans import COST_MODEL, REPETITIONS
-from tests.benchmarks.balancing.table import Table
+from tests.benchmarks.balancing.table import Table, cpu_seconds
 
 GROUPS, SAMPLES, RANKS = 512, 16, 64
 LONGEST_RESPONSE = 8192
@@ -127,7 +124,7 @@ def _row(responses: str, prompts: tuple[int, int], mini_batches: str, cap: float
         mini_batches,
         steps,
         *figures,
-        f"{1e3 * _cpu_seconds(batch.plan):.0f} ms",
+        f"{1e3 * cpu_seconds(batch.plan, REPETITIONS):.0f} ms",
     ]
 
 
@@ -152,7 +149,7 @@ def _row_of_tree(responses: str, alike: float, cap: float) -> list[str]:
     prompts, trees = batch.plan(), batch.plan(**tree)
     times = [step_time(predicted_grids(_with_tree(plan, trees))) for plan in (prompts, trees)]
     above = sum(int((part.sums(trees.sizes) > trees.max_tokens).sum()) for part in trees.mini_batches)
-    seconds = _cpu_seconds(lambda: batch.plan(**tree))
+    seconds = cpu_seconds(lambda: batch.plan(**tree), REPETITIONS)
     return [
         responses,
         f"{100 * alike:.0f} %",
@@ -172,13 +169,3 @@ def _with_tree(plan: Plan, known: Plan) -> Plan:
     for part in plan.mini_batches:
         shared[part.rows] = prefixes.select(part.rows).shared_tokens(part.micro_batch_of_rows())
     return replace(plan, shared=shared)
-
-
-def _cpu_seconds(work: Callable[[], object]) -> float:
-    """Median of several runs, which have one thread."""
-    taken = []
-    for _ in range(REPETITIONS):
-        start = process_time()
-        work()
-        taken.append(process_time() - start)
-    return median(taken)
