@@ -66,9 +66,7 @@ def hold_back(
 def clip_cov(predictions: Predictions, config: LossConfig) -> tuple[Tensor, Statistics]:
     """Clip-Cov (Cui et al. 2025): no gradient from the tokens that `hold_back` drew.
 
-        L_t = 0 for a drawn token, else the clipped surrogate of `ppo_clip`
-
-    Normaliser: token_mean, drawn tokens included.
+    L_t = 0 for a drawn token, else the clipped surrogate of `ppo_clip`
     """
     losses, clipped, log_ratio = surrogate(predictions, config)
     held_back = predictions["held_back"]
@@ -82,7 +80,7 @@ def kl_cov(predictions: Predictions, config: LossConfig) -> tuple[Tensor, Statis
 
         L_t = -r_t A_t + kl_cov_coefficient |log r_t| for a chosen token, else -r_t A_t
 
-    The absolute log-ratio stands for the KL, as in the authors' code. Normaliser: token_mean.
+    The absolute log-ratio stands for the KL, as in the authors' code.
     """
     log_ratio, held_back = log_ratio_to_old(predictions), predictions["held_back"]
     losses = -bounded_exp(log_ratio) * predictions["advantages"]
@@ -112,10 +110,7 @@ def _smallest_of_highest(values: Tensor, count: int, groups: Sequence[dist.Proce
 
 
 def _hash(numbers: Tensor) -> Tensor:
-    """Hash columns of float64 numbers [K, M] by their bits to uniform [0, 1), float64 [M].
-
-    The finaliser of splitmix64 (Steele et al. 2014), on 64-bit integers that wrap around.
-    """
+    """Hash float64 columns [K, M] to uniform [0, 1), float64 [M]: the finaliser of splitmix64 (Steele et al. 2014)."""
     state = torch.zeros_like(numbers[0], dtype=torch.int64)
     for bits in numbers.view(torch.int64):
         state = state + bits - 0x61C8864680B583EB

@@ -39,7 +39,7 @@ class PackedTokens:
     meta: dict[str, Any] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return a column [N]. Raises DataError if the batch does not have it."""
+        """Return a column [N]. Raises DataError if there is none."""
         if name in self.objects:
             raise DataError(f"the column {name!r} holds no numbers; the loss finds it in predictions.objects[{name!r}]")
         if name not in self.columns:
@@ -51,12 +51,12 @@ class PackedTokens:
 
     @cached_property
     def sequence_lengths(self) -> Tensor:
-        """Return the predicted tokens of each sequence, int64 [B]."""
+        """Return int64 [B]."""
         return torch.bincount(self.sequence_index, minlength=self.num_sequences)
 
     @cached_property
     def sequence_tokens(self) -> Tensor:
-        """Return the predicted tokens of each token's sequence, int64 [N]."""
+        """Return the length of each token's sequence, int64 [N]."""
         return self.sequence_lengths[self.sequence_index]
 
     def sequence_sum(self, values: Tensor) -> Tensor:
@@ -99,14 +99,13 @@ class Predictions(PackedTokens):
         return cls(log_probs=log_probs, entropy=entropy, **columns_at(sequences, rows, log_probs.device))
 
     def sequences(self) -> Iterator["Predictions"]:
-        """Yield each sequence with a predicted token, in order."""
         for sequence, start, stop in self._bounds():
             outputs = {"log_probs": self.log_probs[start:stop], "entropy": self.entropy[start:stop]}
             yield self._part(sequence, start, stop, **outputs)
 
 
 def columns_at(sequences: DataProto, rows: ModelInput, device: torch.device) -> dict[str, Any]:
-    """Return the fields of `PackedTokens` for `sequences`, the micro-batch laid out in `rows`, on `device`."""
+    """Return the fields of `PackedTokens`, on `device`."""
     owner = rows.sequence_index
     columns = {name: values[owner].to(device) for name, values in sequences.columns.items()}
     columns |= {name: values[rows.loss_positions].to(device) for name, values in sequences.tokens.items()}
@@ -140,7 +139,6 @@ Statistics = dict[str, Statistic]
 
 
 def total(value: Tensor) -> Statistic:
-    """Return a statistic that adds up over micro-batches and ranks."""
     return Statistic(Reduction.SUM, value.detach())
 
 
@@ -150,7 +148,6 @@ def mean(values: Tensor, count: str = "tokens") -> Statistic:
 
 
 def extreme(name: str, values: Tensor, reduction: Reduction) -> Statistics:
-    """Return the largest (MAX) or smallest (MIN) of the values under `name`; nothing if empty."""
     if not len(values):
         return {}
     value = values.max() if reduction is Reduction.MAX else values.min()
@@ -158,7 +155,6 @@ def extreme(name: str, values: Tensor, reduction: Reduction) -> Statistics:
 
 
 def joined(parts: Iterable[Mapping[str, Statistic]]) -> Statistics:
-    """Merge statistics by name, on the device."""
     result: Statistics = {}
     for part in parts:
         for name, statistic in part.items():

@@ -25,7 +25,7 @@ def reinforce(predictions: Predictions, config: LossConfig) -> tuple[Tensor, Sta
 
         L_t = -A_t log pi(y_t)
 
-    Unbiased only on samples of the current policy: use one update a batch. Normaliser: token_mean.
+    Unbiased only on samples of the current policy: use one update a batch.
     """
     return -predictions["advantages"] * predictions.log_probs, {}
 
@@ -37,7 +37,7 @@ def ppo_clip(predictions: Predictions, config: LossConfig) -> tuple[Tensor, Stat
         L_t = -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)
         with dual_clip = c > 1, for A_t < 0:   L_t = -max(min(...), c A_t)      (Ye et al. 2020)
 
-    The dual clip bounds the loss of a bad token that has become likely. Normaliser: token_mean.
+    The dual clip bounds the loss of a bad token that has become likely.
     """
     losses, clipped, log_ratio = surrogate(predictions, config)
     statistics = ratio_statistics(log_ratio, clipped)
@@ -63,7 +63,7 @@ def cispo(predictions: Predictions, config: LossConfig) -> tuple[Tensor, Statist
 
         L_t = -sg(clip(r_t, 1 - clip_low, 1 + clip_high)) A_t log pi(y_t)          sg: no gradient
 
-    The paper has no lower bound (clip_low = 1) and tunes the upper. Normaliser: token_mean.
+    The paper has no lower bound (clip_low = 1) and tunes the upper.
     """
     log_ratio = log_ratio_to_old(predictions)
     ratio = bounded_exp(log_ratio.detach())
@@ -78,7 +78,6 @@ def sapo(predictions: Predictions, config: LossConfig) -> tuple[Tensor, Statisti
         L_t = -(4 / tau) sigmoid(tau (r_t - 1)) A_t          tau = sapo_tau_positive if A_t > 0, else sapo_tau_negative
 
     Its gradient is the policy gradient times r_t 4 p (1 - p), p the sigmoid: 1 at r_t = 1, fading on both sides.
-    Normaliser: sequence_mean_token_mean.
     """
     log_ratio, advantages = log_ratio_to_old(predictions), predictions["advantages"]
     positive, negative = (log_ratio.new_tensor(tau) for tau in (config.sapo_tau_positive, config.sapo_tau_negative))
@@ -98,7 +97,6 @@ def gspo(predictions: Predictions, config: LossConfig) -> tuple[Tensor, Statisti
         L_t = -min(s_t A_t, clip(s_t, 1 - clip_low, 1 + clip_high) A_t)
 
     With one advantage a sequence, loss and gradient equal the sequence form's. The paper's bounds are 3e-4 and 4e-4.
-    Normaliser: sequence_mean_token_mean.
     """
     log_ratio, advantages = log_ratio_to_old(predictions), predictions["advantages"]
     own = predictions.log_probs - predictions.log_probs.detach()
@@ -115,7 +113,7 @@ def gmpo(predictions: Predictions, config: LossConfig) -> tuple[Tensor, Statisti
         L = -A exp(1/|y| sum_t d_t)
 
     Each ratio is clipped to [e^-clip_low, e^clip_high] where PPO would clip it. The paper's bounds are 0.4. A is one
-    number a sequence. Normaliser: sequence_mean_token_mean.
+    number a sequence.
     """
     log_ratio, advantages = log_ratio_to_old(predictions), predictions["advantages"]
     bounded = torch.where(advantages > 0, log_ratio.clamp(max=config.clip_high), log_ratio.clamp(min=-config.clip_low))

@@ -2,13 +2,7 @@
 
     Predictions --policy loss--> [N] --* rollout correction--> + KL - entropy --aggregate by Denominators--> loss
 
-To add a loss, set `algorithm.loss.name=custom` and `algorithm.loss.function=module:function` (or
-`path/file.py:function`), decorated in one of two forms:
-
-    @policy_loss("mine", aggregation="token_mean")                    @policy_loss("mine", aggregation="token_mean")
-    def mine(predictions, config):                                    @per_sequence_loss
-        return -predictions["advantages"] * predictions.log_probs, {} def mine(sequence, config): ...
-
+A custom loss is decorated with `policy_loss`, and with `per_sequence_loss` to see whole sequences (docs/your-own.md).
 Ratios are r_t = pi(y_t) / pi_old(y_t).
 """
 
@@ -33,10 +27,7 @@ from workers.user_code.functions import load
 
 
 def log_ratio_to_old(predictions: Predictions) -> Tensor:
-    """Return log r_t = log_prob_t - old_log_prob_t, [N], with gradient.
-
-    Without `old_log_probs`, r_t = 1: exact for the first and only update on a batch, and one forward pass cheaper.
-    """
+    """Return log r_t, [N], with gradient; without `old_log_probs`, r_t = 1: exact for the only update on a batch."""
     return predictions.log_probs - predictions.columns.get("old_log_probs", predictions.log_probs.detach())
 
 
@@ -49,7 +40,7 @@ def clip(ratio: Tensor, config: LossConfig) -> Tensor:
 
 
 def ratio_statistics(log_ratio: Tensor, clipped: Tensor) -> Statistics:
-    """Return statistics of the ratios. clipped: bool [N], tokens without gradient."""
+    """clipped: bool [N], tokens without gradient."""
     return {
         "clip_fraction": mean(clipped.to(log_ratio.dtype)),
         "approximate_kl": mean(kl_estimate(-log_ratio.detach(), "k3")),
@@ -82,9 +73,8 @@ def policy_loss(
 ) -> Callable[[TokenLosses], TokenLosses]:
     """Register a policy loss under the name that `algorithm.loss.name` selects.
 
-    aggregation: its normaliser, one of `token_weights`, for `algorithm.loss.aggregation=auto`. prepare: for losses that
-    need the whole mini-batch: called on every rank before the first forward pass with the rank's micro-batches, returns
-    them with more columns.
+    aggregation: its normaliser, one of `token_weights`, for the setting `auto`. prepare: for losses that need the whole
+    mini-batch, called on every rank with its micro-batches before the first forward pass; returns them with columns.
     """
 
     def register(function: TokenLosses) -> TokenLosses:
@@ -97,8 +87,7 @@ def policy_loss(
 def per_sequence_loss(function: TokenLosses) -> TokenLosses:
     """Call a policy loss with whole sequences (`Predictions` of one sequence, N its predicted tokens).
 
-    It returns token losses [N], or a 0-d loss, which is repeated at each token: under `sequence_mean_token_mean` the
-    aggregate is the mean over sequences. Its statistics are joined.
+    It returns token losses [N], or a 0-d loss, which is repeated at each token.
     """
 
     def packed(predictions: Predictions, config: LossConfig) -> tuple[Tensor, Statistics]:

@@ -48,17 +48,14 @@ def token_rewards(sequences: DataProto, penalty: KlPenalty | None = None) -> Ten
 
 
 def token_kl(sequences: DataProto, estimator: str) -> Tensor:
-    """Return the estimated KL of the sampling policy to the reference at each token, nats, float64 [N].
-
-    Needs the columns `old_log_probs` and `reference_log_probs`.
-    """
+    """Return the estimated KL of the sampling policy to the reference at each token, nats, float64 [N]."""
     mask = sequences.tokens["loss_mask"]
     sampled, reference = (sequences.tokens[name][mask].double() for name in ("old_log_probs", "reference_log_probs"))
     return kl_estimate(reference - sampled, estimator)
 
 
 def sequence_kl(sequences: DataProto, estimator: str) -> Tensor:
-    """Return the sum of `token_kl` over each sequence, float64 [B]."""
+    """Return sums over sequences, float64 [B]."""
     owner = torch.repeat_interleave(torch.arange(len(sequences)), sequences.loss_token_counts)
     sums = torch.zeros(len(sequences), dtype=torch.float64)
     return sums.index_add(0, owner, token_kl(sequences, estimator))

@@ -60,7 +60,7 @@ def make_value_loss(config: ValueLossConfig) -> ValueLossFunction:
 
 
 def value_statistics(values: Tensor, returns: Tensor) -> Statistics:
-    """Return means of values, returns and their squares, in float64: variances are small differences."""
+    """Return means in float64: variances are small differences."""
     returns, errors = returns.double(), (returns - values).detach().double()
     return {
         "values": mean(values.double()),
@@ -72,10 +72,7 @@ def value_statistics(values: Tensor, returns: Tensor) -> Statistics:
 
 
 def explained_variance(metrics: Mapping[str, Metric]) -> float:
-    """Return 1 - Var(R - V) / Var(R) over all tokens of the merged metrics of `value_statistics`.
-
-    1 is a perfect critic, 0 a constant prediction; NaN if all returns are equal.
-    """
+    """Return 1 - Var(R - V) / Var(R) from merged `value_statistics`; NaN if all returns are equal."""
 
     def variance(name: str) -> float:
         return metrics[f"{name}_square"].result() - metrics[name].result() ** 2
