@@ -1,7 +1,7 @@
 """`python -m controller.doctor [--config FILE] [--model PATH] [key.sub=value ...]`: check a machine or a cluster.
 
     settings --> Ray --node_checks--> every node --cluster_checks--> what Ray offers
-                     --smoke_test--> all-reduce; one engine and one rank: update, new weights
+                     --smoke_test--> all-reduce, then one engine and one rank: update, new weights
                           a line each (`report`): ok, warn or FAIL, what was found, what to change
 
 Checks the cluster in resources.ray_address or RAY_ADDRESS, else this machine. A failed check does not stop later ones.
@@ -53,7 +53,7 @@ def examine(options: Namespace, report: Report) -> None:
 
 
 def configuration(options: Namespace, report: Report) -> Config | None:
-    """Read the run's settings, or only the overrides; None if unreadable. Refused settings count as a failure."""
+    """Read the run's settings, or only the overrides. Refused settings are a failure, and None if unreadable."""
     advice = "python -m controller.fit --config FILE --dry-run explains it"
     config = None
     try:

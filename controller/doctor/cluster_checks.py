@@ -31,8 +31,8 @@ Node = Mapping[str, Any]
 def check_cluster(config: Config, report: Report, folder: Path, *, of_a_run: bool, model: str) -> None:
     """Run every check on a connected Ray.
 
-    of_a_run: also check the run's folder and models. model: folder or name for engine and rank; empty creates a tiny
-    one in `folder`.
+    of_a_run: also check the run's folder and models. model: folder or name for engine and rank, or empty for a tiny one
+    in `folder`.
     """
     nodes: list[Node] = [node for node in ray.nodes() if node["Alive"]]
     gpus_seen = 0
@@ -54,7 +54,7 @@ def check_this_machine(config: Config, report: Report) -> None:
 
 
 def check_nodes(config: Config, report: Report, nodes: Sequence[Node], of_a_run: bool) -> int:
-    """Add findings about all nodes; return the number of GPUs on nodes that answered."""
+    """Add findings about all nodes, and return the number of GPUs on nodes that answered."""
     on_gpus, models = config.uses_gpus, {}
     if of_a_run:
         models = {
@@ -71,7 +71,7 @@ def check_nodes(config: Config, report: Report, nodes: Sequence[Node], of_a_run:
 
 @contextmanager
 def marked_folder(run_dir: str, report: Report) -> Iterator[str]:
-    """Create run.dir and a marker file that other nodes look for; remove both afterwards. Yields the file."""
+    """Create run.dir and a marker file that other nodes look for, and remove both afterwards. Yields the file."""
     folder = Path(run_dir).resolve()
     marker = folder / f".doctor-{uuid.uuid4().hex}"
     made = [path for path in (folder, *folder.parents) if not path.exists()]

@@ -147,7 +147,7 @@ def network(address: str, nodes: int) -> Finding:
 
 
 def run_folder(marker: str) -> list[Finding]:
-    """Check run.dir, in which the driver wrote `marker`; nothing without one."""
+    """Check run.dir, in which the driver wrote `marker`, if any."""
     if not marker:
         return []
     folder, advice = Path(marker).parent, "put run.dir, as an absolute path, on storage that every node has"

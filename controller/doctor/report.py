@@ -14,7 +14,7 @@ LONGEST_TEXT = 400  # characters of an error
 
 
 class Status(Enum):
-    """OK; WARN: a run is slower or riskier; FAIL: a run fails."""
+    """WARN: a run is slower or riskier. FAIL: a run fails."""
 
     OK = "ok"
     WARN = "warn"
@@ -30,7 +30,7 @@ class Finding:
 
     @property
     def line(self) -> str:
-        """`warn  limits: open files: 1,024; raise it, ...`"""
+        """`warn  /dev/shm: 0.1 GiB; start containers with ...`"""
         return f"{self.status.value:<4}  {self.name}: {self.text}" + (f"; {self.advice}" if self.advice else "")
 
 

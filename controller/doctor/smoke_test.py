@@ -144,7 +144,7 @@ class _Complete(Exception):  # noqa: N818 - ends the run after its last step, be
 
 
 def settings_for(asked: Config, model: str, folder: Path) -> Config:
-    """Return settings of a run in `folder` with one rank, one engine and `model`; writes its data and reward.
+    """Write data and reward into `folder`, and return settings of a run with one rank, one engine and `model`.
 
     Devices, placement and dtype follow `asked`.
     """

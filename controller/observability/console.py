@@ -126,7 +126,7 @@ def fitted(found: Sequence[Cell], width: int, length: Callable[[Cell], int]) -> 
 
 
 def labelled(found: Sequence[Cell], width: int | None = None) -> str:
-    """Write labels and values in a line; without `width`, all of them."""
+    """Write labels and values in a line, all of them without `width`."""
     form = "{0.label} {0.value}".format
     shown = found if width is None else fitted(found, width, lambda cell: len(form(cell)))
     return GAP.join(map(form, shown))
@@ -175,7 +175,7 @@ class Status:
     ends: float | None = None
 
     def row(self, now: float) -> Text:
-        """Return the innermost phase; `now` by the clock of `phases`."""
+        """Draw the line at time `now`."""
         name, began = self.phases[-1] if self.phases else ("", now)
         left = "" if self.ends is None else f", {clock(max(self.ends - now, 0.0))} left"
         parts = [(self.step, "bold"), (clock(now - self.began) + left, ""), (name, ""), (f"{now - began:.1f} s", "")]
@@ -361,7 +361,7 @@ class Console:
 
 
 def _advantages(batch: "RemoteBatch") -> dict[tuple[str, int], float]:
-    """By (uid, sample); empty if advantages are per token."""
+    """Return advantages by (uid, sample), empty if they are per token."""
     if "advantages" not in batch.columns:
         return {}
     keys = zip(batch["uid"].tolist(), batch["sample"].tolist(), strict=True)
@@ -369,7 +369,7 @@ def _advantages(batch: "RemoteBatch") -> dict[tuple[str, int], float]:
 
 
 def plain_console(file: TextIO, **options: Any) -> rich.console.Console:
-    """Create a console that prints only to `file`; rich would also print into a notebook's cell."""
+    """Create a console that prints only to `file`, not also into a notebook's cell."""
     return rich.console.Console(file=file, highlight=False, soft_wrap=True, force_jupyter=False, **options)
 
 

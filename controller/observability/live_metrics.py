@@ -4,7 +4,7 @@
     states of engines, their queues -+--> LiveMetrics --Export--> gauges and histograms of Ray (metrics.yaml)
     samples, micro-steps of ranks ---+
 
-Decides which values are exported; `ray_metrics` sends them.
+Decides which values are exported, and `ray_metrics` sends them.
 """
 
 from collections import defaultdict
@@ -68,7 +68,7 @@ class LiveMetrics:
             self._gauge(f"engine/requests_in_flight/{replica}", requests)
 
     def _gauge(self, name: str, value: float) -> None:
-        """Export a changed value; every engine's answer reports all queues."""
+        """Export a value if it changed, because every engine's answer reports all queues."""
         if self._exported.get(name) != value:
             self._exported[name] = value
             self._export(name, value)

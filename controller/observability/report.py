@@ -113,7 +113,7 @@ class Table:
 
 
 def write_report(folder: Path) -> Path:
-    """Write a run's report into its folder; return its path.
+    """Write a run's report into its folder, and return its path.
 
     Raises DataError for a folder without metrics, ConfigError if its config.yaml does not fit this version.
     """
@@ -302,7 +302,7 @@ def _lengths(run: RunFolder) -> list[Panel]:
 
 
 def _stacked_phases(axes: Axes, run: RunFolder) -> None:
-    """Stack the seconds of the phases; the rest of a step stays white."""
+    """Stack the seconds of the phases, and leave the rest of a step white."""
     whole = run.curve("time/step_s")
     curves = {name: run.curve(f"time/{name}_s") for name in PHASES if f"time/{name}_s" in run.names}
     by_step = {name: dict(zip(curve.steps, curve.values, strict=True)) for name, curve in curves.items()}

@@ -79,7 +79,7 @@ class Tracker:
     """A service that receives metrics. This one ignores all."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record a step's metrics (from 1; 0 is the validation before training)."""
+        """Record a step's metrics."""
 
     def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Show `rows`, texts and numbers by column, as the step's table `name`."""
@@ -115,7 +115,7 @@ class RunWriter:
         self._timeline = JsonLines(folder / "timeline.jsonl", after=after) if timeline else None
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record a step's metrics (from 1; 0 is the validation before training); NaN and infinity become null."""
+        """Record the metrics of a step, of which 0 is the validation before training. NaN and infinity become null."""
         self._metrics.write({"step": step} | {name: finite(value) for name, value in metrics.items()})
         for tracker in self._trackers:
             tracker.log(step, metrics)
@@ -169,7 +169,7 @@ class RunWriter:
         return self
 
     def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
-        """Close files and trackers, even if one raises; tell trackers whether the run succeeded."""
+        """Close files and trackers, even if one raises. Tell trackers whether the run succeeded."""
         with ExitStack() as closing:
             for tracker in self._trackers:
                 closing.callback(tracker.close, succeeded=failure is None)
@@ -186,7 +186,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Reads a run's files. Missing ones count as empty; damaged lines are skipped with a warning."""
+    """Reads a run's files. Missing ones count as empty. Damaged lines are skipped with a warning."""
 
     path: Path
 
@@ -205,13 +205,13 @@ class RunFolder:
 
     @cached_property
     def samples(self) -> list[Row]:
-        """Some samples of every step; see `RolloutBatch.examples`."""
+        """Some samples of every step, see `RolloutBatch.examples`."""
         numbers = ("sample", "response_tokens", "seconds", "reward")
         return self._rows("samples.jsonl", has_step, lambda row: _check_numbers(row, *numbers))
 
     @property
     def finished_steps(self) -> int:
-        """Steps of a finished run, from its summary.json; 0 without one."""
+        """Steps of a finished run from its summary.json, 0 without one."""
         try:
             return int(json.loads((self.path / "summary.json").read_text(encoding="utf-8"))["steps"])
         except (OSError, ValueError, KeyError, TypeError):
@@ -219,7 +219,7 @@ class RunFolder:
 
     @cached_property
     def last_validation(self) -> tuple[int, list[Row]]:
-        """(step, every held-out response) of the last validation; (0, []) without one."""
+        """(step, every held-out response) of the last validation, (0, []) without one."""
         files = {int(path.stem.removeprefix("step-")): path for path in self.path.glob("validation/step-*.jsonl")}
         if not files:
             return 0, []

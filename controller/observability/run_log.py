@@ -5,7 +5,7 @@
                      |                                 +--> run.log: plain lines, without secrets
     stdout, stderr of actors --Ray's log streaming------+
 
-Ray's threads print the actors' output and its own notices on the driver; these go only to the log.
+Ray's threads print the actors' output and its own notices on the driver. Both go only to the log.
 """
 
 import io
@@ -81,7 +81,7 @@ class RunLog(io.TextIOBase):
 
 
 class _Routed:
-    """A standard stream that also writes to the log; lines of Ray's threads go only there."""
+    """A standard stream that also writes to the log. Lines of Ray's threads go only there."""
 
     def __init__(self, stream: TextIO, log: TextIO) -> None:
         self._stream, self._log = stream, log

@@ -78,7 +78,7 @@ class RunRecord:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time the block as phase `name`, even if it raises; phases nest."""
+        """Time the block as phase `name`, even if it raises. Phases nest."""
         start = time.perf_counter()
         try:
             with self.live.phase(name), self.console.phase(name):
@@ -93,7 +93,7 @@ class RunRecord:
         return {f"time/{name}_s": seconds for name, seconds in self.seconds.items()}
 
     def add(self, metrics: Mapping[str, float]) -> None:
-        """Add metrics of the step; the last value of a name counts."""
+        """Add metrics of the step. The last value of a name counts."""
         self.metrics |= metrics
 
     def samples(self, rollout: Samples, trained: RemoteBatch, asked: Callable[[str], dict[str, str]]) -> None:

@@ -6,12 +6,12 @@
                 timeline.jsonl --read_timeline--> a record a step --trace_events--> trace.json (https://ui.perfetto.dev)
 
     driver          step | rollout . plan . update . weights        validation      save
-    rollout 0       generating; samples in flight; weights loaded
+    rollout 0       generating, samples in flight, weights loaded
     policy dp=0     measured micro-steps over planned ones
 
-A record holds, with times in seconds since 1970 and actors by their names: `phases` [name, start, end];
-`samples` {actor: [start, end, response tokens]}; `weights` {actor: [start, end, version]};
-`micro_steps` {actor: [pass, start, end, tokens, squared tokens]}; `cost` [linear, quadratic] of the cost model.
+A record holds, with times in seconds since 1970 and actors by their names: `phases` [name, start, end],
+`samples` {actor: [start, end, response tokens]}, `weights` {actor: [start, end, version]},
+`micro_steps` {actor: [pass, start, end, tokens, squared tokens]}, and `cost` [linear, quadratic] of the cost model.
 Times are by the clock of the machine where something happened: on several nodes, keep the clocks together (NTP).
 
 Planned widths are in proportion to what the cost model predicts, and each pass is scaled to last as long as it did: a
@@ -47,7 +47,7 @@ _ORIGIN = time.time() - time.perf_counter()
 
 
 class TimelineRecorder:
-    """Collects events since the last `take`; samples may come from another thread."""
+    """Collects events since the last `take`. Samples may come from another thread."""
 
     def __init__(self) -> None:
         self._phases: list[list[Any]] = []
@@ -102,7 +102,7 @@ def _slice(process: int, thread: int, name: str, start: float, end: float, **arg
 
 
 def read_timeline(folder: Path, steps: range | None = None) -> list[dict[str, Any]]:
-    """Read a run's records in order, or only those of `steps`; damaged ones are skipped with a warning.
+    """Read a run's records in order, all or only of `steps`. Damaged ones are skipped with a warning.
 
     Raises DataError if nothing is recorded for these steps.
     """
@@ -196,7 +196,7 @@ def _micro_steps(process: Mapping[str, int], record: Mapping[str, Any]) -> Itera
 
 
 def write_trace(folder: Path, output: Path, steps: range | None = None) -> int:
-    """Write the trace of a run's folder to `output`; return the number of events. Raises as `read_timeline`."""
+    """Write the trace of a run's folder to `output`, and count its events. Raises as `read_timeline`."""
     events = trace_events(read_timeline(folder, steps))
     with output.open("w", encoding="utf-8") as file:
         json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file, separators=(",", ":"))

@@ -1,4 +1,4 @@
-"""Trackers: services that receive a run's metrics; `open_trackers` opens the requested ones.
+"""Trackers: services that receive a run's metrics. `open_trackers` opens the requested ones.
 
     a step's metrics --> Tracker.log of each: TensorBoard | Weights & Biases | MLflow | Ray (Prometheus)
     some samples --> Tracker.table of each:   TensorBoard | Weights & Biases | MLflow
@@ -141,7 +141,7 @@ class MlflowTracker(Tracker):
         return str(run)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Queue metrics while the server is unreachable; the next step retries."""
+        """Queue metrics while the server is unreachable. The next step retries."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
