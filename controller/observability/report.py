@@ -117,20 +117,10 @@ def write_report(folder: Path) -> Path:
 
     Raises DataError for a folder without metrics, ConfigError if its config.yaml does not fit this version.
     """
-    path = folder / FILE
-    path.write_text(page(RunFolder(folder), load_recorded(folder / "config.yaml")), encoding="utf-8")
-    return path
-
-
-def page(run: RunFolder, config: TrainingConfig) -> str:
-    """Return the page as HTML."""
-    environment = Environment(
-        loader=PackageLoader("controller.observability", "."),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-    )
-    return environment.get_template(FILE).render(
+    run, config = RunFolder(folder), load_recorded(folder / "config.yaml")
+    loader = PackageLoader("controller.observability", ".")
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    page = environment.get_template(FILE).render(
         name=redacted(config.run.name),
         lead=redacted(config.headline),
         cards=_cards(run, config),
@@ -138,8 +128,10 @@ def page(run: RunFolder, config: TrainingConfig) -> str:
         sections=_sections(run, config),
         tables=[table for table in _tables(run) if table.rows],
         command="`--settings` behind the command explains every key",
-        config=redacted((run.path / "config.yaml").read_text(encoding="utf-8")),
+        config=redacted((folder / "config.yaml").read_text(encoding="utf-8")),
     )
+    (folder / FILE).write_text(page, encoding="utf-8")
+    return folder / FILE
 
 
 def _cards(run: RunFolder, config: TrainingConfig) -> list[tuple[str, str, str]]:
@@ -161,7 +153,6 @@ def _cards(run: RunFolder, config: TrainingConfig) -> list[tuple[str, str, str]]
 
 
 def _sections(run: RunFolder, config: TrainingConfig) -> list[Section]:
-    """Return every picture for which the run has data."""
     panels = learning(run)
     title = ("Reward" if isinstance(config, Config) else "Loss") + " and validation" * (len(panels) > 1)
     sections = [Section(title, _charts(panels))]
@@ -198,11 +189,11 @@ def who_computes_when(run: RunFolder) -> list[Section]:
 
 
 def _charts(panels: Iterable[Panel]) -> list[Markup]:
-    return [Markup(_svg(*panel)) for panel in panels]
+    """Draw one picture per panel, which a page places side by side, or stacks on a narrow screen."""
+    return [Markup(_svg(title, draw)) for title, draw in panels]
 
 
 def _svg(title: str, draw: Draw) -> str:
-    """Draw one picture per panel, which a page places side by side, or stacks on a narrow screen."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=SIZE, layout="constrained")
         axes = figure.subplots()

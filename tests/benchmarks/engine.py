@@ -175,7 +175,7 @@ def part_log_probs(repeats: int) -> str:
     context = multiprocessing.get_context("spawn")
     lines = [
         "8,192 tokens, 32,000 words, hidden size 256: log-probs and entropies, forward and backward. Peak resident "
-        "memory above the inputs, gradients included, each way in a process of its own.\n",
+        "memory above the inputs, gradients included, each way in a separate process.\n",
         "| way | CPU s | peak GiB |",
         "| --- | --- | --- |",
     ]
