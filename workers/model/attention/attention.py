@@ -33,8 +33,7 @@ from transformers import AttentionInterface
 
 from workers.errors import ConfigError, UnsupportedModelError
 from workers.model.attention.block_attention import block_attention, query_blocks
-from workers.model.attention.flash_kernels import Segments, window_size
-from workers.model.attention.sink_attention import sink_attention
+from workers.model.attention.flash_kernels import Segments, sink_attention, window_size
 from workers.model.rows.packing import PackedRow
 from workers.model.rules.families import KERNEL_FEATURES, expected_window
 from workers.model.rules.model_rules import check_kernel_features, kernel_problem

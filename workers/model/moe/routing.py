@@ -1,31 +1,294 @@
 """Hooks on the routers of a mixture of experts: replay, losses, and the load metric; none for a dense model.
 
+Replay: tokens use the experts that the sampler chose for them (R3; arXiv:2510.11370).
+
+    engine --routed_experts [T, L, k]--> batch --cells of the row--> router of layer l:
+        scores [C, E] --top k--> own choice  --compare--> router_mismatch
+                      --gather at the sampler's choice--> weights of the experts
+
+Engine and trainer round differently. If two experts have close scores they choose different ones, and the token's
+log-prob jumps. With `replay` only the choice is the sampler's; scores and gradients are the trainer's. A token without
+a recorded choice (the last of a sequence, which the engine never reads) uses the router's own.
+
+Losses: independent of how the mini-batch is split.
+
+    router --logits [C, E], chosen experts [C, k]--> both losses of this rank's cells --attached to the weights of the
+        chosen experts--> their gradients join the gradient of the policy's loss in the backward pass
+
+    balance of a layer = mean over sequences of sum over e of f_e P_e         (DeepSeek-V3, arXiv:2412.19437, eq. 17-20)
+        f_e = E / (k T) * how many of the sequence's T tokens go through expert e    no gradient
+        P_e = 1 / T * sum over its tokens of softmax(logits)_e                       1 is even, E / k is one set for all
+    z of a layer = mean over tokens of logsumexp(logits)^2                    (ST-MoE, arXiv:2202.08906, eq. 5)
+
+Balance is taken over each sequence: over a micro-batch, as most trainers do, it depends on the split. Ranks that share
+a sequence add up its f_e. Both means are over the whole mini-batch, prompts included; a shared cell counts once for
+each sequence.
+
+Load: counted where experts are called, with or without expert parallelism.
+
     router's choice [T, k] --cells that hold a token--> tokens of each expert [layers, E] --over all ranks--> sums
         --largest over mean, of the worst layer--> expert_load_max_over_mean: 1 is even, E / k is one set for all
 
-Load is counted where experts are called, with or without expert parallelism. Padding and empty rows do not count; a
-shared token counts once, as it is computed once.
+T tokens and S sequences of a micro-batch in C cells of this rank, L layers of the model, E experts, k experts of a
+token.
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from workers.config import ModelConfig
 from workers.dataproto import DataProto
+from workers.errors import DataError, UnsupportedModelError
 from workers.metrics import Reduction
 from workers.model.forward_backward import RouterHook
 from workers.model.losses import Statistic, Statistics
 from workers.model.model import PackedModel
-from workers.model.moe.router_losses import RouterLosses
-from workers.model.moe.router_replay import RouterReplay
 from workers.model.rows.packing import ModelInput
 from workers.model.sharding.parallel import Parallel
-from workers.model.sharding.tensor_parallel import find_experts, own_cells
+from workers.model.sharding.tensor_parallel import blocks_with_experts, find_experts, own_cells
+
+COLUMN = "routed_experts"
+"""int16 [T, L, k], per token: the experts that the sampler chose in each layer; rows of dense layers are not read."""
+UNKNOWN = -1
+
+
+class RouterReplay(RouterHook):
+    """Compare the choices of a model's routers with the sampler's, and replace them if `setting` is `replay`.
+
+    packed: before layers are split over stages and experts over ranks. Raises UnsupportedModelError without experts.
+    """
+
+    def __init__(self, packed: PackedModel, setting: str, parallel: Parallel, device: torch.device) -> None:
+        self.active, self._replaces = setting != "none", setting == "replay"
+        self._layers = len(packed.layers)
+        self._tensor = parallel.tensor
+        # Choices that are compared, and those of them that the router does not make.
+        self._counts = torch.zeros(2, dtype=torch.float64, device=device)
+        if self.active:
+            self._follow_routers(packed)
+
+    def _follow_routers(self, packed: PackedModel) -> None:
+        blocks = [(index, block) for index, layer in enumerate(packed.layers) for block in blocks_with_experts(layer)]
+        if not blocks:
+            raise UnsupportedModelError(f"{packed.name} has no routed experts; set model.router_replay=none")
+        for layer, block in blocks:
+            block.forward = self._forward_of(block, layer, packed.name)  # type: ignore[method-assign]
+
+    def cells(self, micro_batch: DataProto, rows: ModelInput) -> Tensor | None:
+        """Return the sampler's choices by cell, int16 [C, L, k], UNKNOWN if missing; None if nothing is replayed.
+
+        Raises DataError for a batch without choices.
+        """
+        if not self.active or not len(micro_batch):
+            return None
+        if COLUMN not in micro_batch.tokens:
+            raise DataError(
+                f"model.router_replay needs the column {COLUMN!r}, which comes with samples of an engine; "
+                f"the batch has {sorted(micro_batch.tokens)}."
+            )
+        choices, source = micro_batch.tokens[COLUMN].cpu(), own_cells(rows.source, self._tensor)
+        return torch.where((source < 0)[:, None, None], UNKNOWN, choices[source]).to(self._counts.device)
+
+    def with_own_choices(self, sequences: DataProto) -> DataProto:
+        if not self.active:
+            return sequences
+        column = torch.full((sequences.num_tokens, self._layers, 1), UNKNOWN, dtype=torch.int16)
+        return replace(sequences, tokens=sequences.tokens | {COLUMN: column})
+
+    def take(self) -> Statistics:
+        if not self.active:
+            return {}
+        dist.all_reduce(self._counts)
+        compared, different = self._counts.clone().unbind()
+        self._counts.zero_()
+        return {"router_mismatch": Statistic(Reduction.MEAN, different / compared.clamp(min=1), 1)}
+
+    def _forward_of(self, block: nn.Module, layer: int, model: str) -> Callable[..., Any]:
+        compute = block.forward
+        experts = {each.num_experts for each in find_experts(block)}  # of all ranks, not yet divided
+
+        def forward(*given: Any, **named: Any) -> Any:
+            choice = None if self.current is None else self.current[:, layer].long()
+            with _TopK(self, choice, experts) as top_k:
+                result = compute(*given, **named)
+            if top_k.found != 1:
+                raise UnsupportedModelError(
+                    f"{model} does not choose its experts by one top k of their scores, so its choice is not replayed; "
+                    "set model.router_replay=none"
+                )
+            return result
+
+        return forward
+
+    def chosen(self, own: Tensor, choice: Tensor) -> Tensor:
+        """Return the experts to use: int64 [C, k]. own: the router's. choice: the sampler's, or UNKNOWN."""
+        known = (choice >= 0).all(-1, keepdim=True)
+        if self.counting:
+            different = (choice[:, :, None] != own[:, None, :]).all(-1) & known
+            self._counts += torch.stack([known.sum() * choice.shape[-1], different.sum()])
+        return torch.where(known, choice, own) if self._replaces else own
+
+
+class _TopK(TorchFunctionMode):
+    """Inside, the top k of a router's scores [C, E] is taken at `choice` [C, k]; None changes nothing.
+
+    Every family has its own router, which calls torch.topk over the experts. found: the number of such calls.
+    """
+
+    def __init__(self, replay: RouterReplay, choice: Tensor | None, experts: set[int]) -> None:
+        super().__init__()
+        self._replay, self._choice, self._experts, self.found = replay, choice, experts, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, Tensor.topk) or args[0].shape[-1] not in self._experts:
+            return result
+        self.found += 1
+        if self._choice is None:
+            return result
+        own = result.indices
+        chosen = self._replay.chosen(own.reshape(len(self._choice), -1), self._choice).reshape(own.shape)
+        return torch.return_types.topk((args[0].gather(-1, chosen), chosen))
+
+
+ROUTERS = ("gate", "router")
+"""The names that `families.ROUTER_LOSS_FAMILIES` give to the router of a block."""
+
+
+@dataclass(frozen=True)
+class RoutedTokens:
+    """Map the cells of this rank to sequences. is_part: float [C, S], 1 if the cell has a token of the sequence.
+
+    lengths: int64 [S], tokens of the sequences on all ranks.
+    """
+
+    is_part: Tensor
+    lengths: Tensor
+
+
+class RouterLosses(RouterHook):
+    """Add the router losses to the gradient of a mini-batch, and measure them.
+
+    packed: before layers are split over stages and experts over ranks. Raises UnsupportedModelError without routers.
+    """
+
+    def __init__(
+        self, packed: PackedModel, config: ModelConfig, parallel: Parallel, device: torch.device, *, trained: bool
+    ) -> None:
+        self._balance, self._z = config.router_aux_loss_coefficient, config.router_z_loss_coefficient
+        self._active = trained and config.has_router_losses
+        self._tensor, self._device = parallel.tensor, device
+        shared = [parallel.context, parallel.tensor]
+        self._groups = [mesh.get_group() for mesh in shared if mesh.size() > 1]  # ranks with the same sequences
+        self._sums = torch.zeros(2, dtype=torch.float64, device=device)  # of both losses, over layers
+        self._sequences = self._tokens = torch.ones((), dtype=torch.float64, device=device)  # of the mini-batch
+        self._layers = 0
+        if self._active:
+            self._follow_routers(packed)
+
+    def _follow_routers(self, packed: PackedModel) -> None:
+        blocks = blocks_with_experts(packed)
+        if not blocks:
+            raise UnsupportedModelError(
+                f"{packed.name} has no layer with routed experts; set model.router_aux_loss_coefficient and "
+                "model.router_z_loss_coefficient to 0"
+            )
+        for block in blocks:
+            router = next(child for name, child in block.named_children() if name in ROUTERS)
+            router.register_forward_hook(self._add_losses)
+        self._layers = len(blocks)
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        active, self._active = self._active, False
+        try:
+            yield
+        finally:
+            self._active = active
+
+    def begin(self, micro_batches: Sequence[DataProto], groups: Sequence[dist.ProcessGroup]) -> None:
+        """Set the mini-batch, of which this rank holds `micro_batches`, for the means; collective."""
+        if not self._active:
+            return
+        counts = [sum(map(len, micro_batches)), sum(each.num_tokens for each in micro_batches)]
+        totals = torch.tensor(counts, dtype=torch.float64, device=self._device)
+        for group in groups:
+            dist.all_reduce(totals, group=group)
+        self._sequences, self._tokens = totals.unbind()
+
+    def cells(self, micro_batch: DataProto, rows: ModelInput) -> RoutedTokens | None:
+        if not self._active or not len(micro_batch):
+            return None
+        mesh = self._tensor
+        width = rows.source.numel() // mesh.size()
+        cells = rows.cells - mesh.get_local_rank() * width
+        here = (rows.cells >= 0) & (cells >= 0) & (cells < width)
+        owner = micro_batch.owner
+        is_part = torch.zeros(width + 1, len(micro_batch))  # one row more, for tokens of other ranks
+        is_part[torch.where(here, cells, width), owner] = 1
+        return RoutedTokens(is_part[:width].to(self._device), micro_batch.lengths.to(self._device))
+
+    def take(self) -> Statistics:
+        """Return the losses since the last call, each a mean over layers, without its coefficient; collective."""
+        if not self._active:
+            return {}
+        dist.all_reduce(self._sums)
+        balance, z = (self._sums / self._layers).unbind()
+        self._sums.zero_()
+        losses = [("router_aux_loss", self._balance, balance), ("router_z_loss", self._z, z)]
+        return {name: Statistic(Reduction.MEAN, loss, 1) for name, coefficient, loss in losses if coefficient}
+
+    def _add_losses(self, router: nn.Module, given: Any, outputs: Any) -> Any:
+        if not torch.is_grad_enabled() or self.current is None:
+            return None
+        logits, weights, chosen = outputs
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        losses = torch.stack([self._balance_loss(wide, chosen), self._z_loss(wide)])
+        if self.counting:
+            self._sums += losses.detach()
+        added = self._balance * losses[0] + self._z * losses[1]
+        return logits, _Attach.apply(weights, added), chosen
+
+    def _balance_loss(self, logits: Tensor, chosen: Tensor) -> Tensor:
+        """Return this rank's part of a layer's balance. logits: float [C, E]. chosen: int64 [C, k]."""
+        is_part, lengths = self.current.is_part.to(logits.dtype), self.current.lengths[:, None]
+        with torch.no_grad():
+            taken = torch.zeros_like(logits).scatter_add_(-1, chosen, torch.ones_like(chosen, dtype=logits.dtype))
+            taken = is_part.T @ taken  # [S, E], tokens of each sequence by expert
+            for group in self._groups:
+                dist.all_reduce(taken, group=group)
+            load = taken * (logits.shape[-1] / chosen.shape[-1]) / lengths
+            weights = is_part @ (load / lengths / self._sequences)  # [C, E]
+        return (weights * logits.softmax(-1)).sum()
+
+    def _z_loss(self, logits: Tensor) -> Tensor:
+        """Return this rank's part of a layer's z-loss. logits: float [C, E]."""
+        sequences = self.current.is_part.sum(-1).to(logits.dtype)  # [C], how many each cell belongs to
+        return (sequences / self._tokens * logits.logsumexp(-1).square()).sum()
+
+
+class _Attach(torch.autograd.Function):
+    """Return `carrier` unchanged; if a gradient reaches it, `loss` gets the gradient 1.
+
+    So a layer's loss needs no path to the end of the model, which may be on another rank.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, carrier: Tensor, loss: Tensor) -> Tensor:
+        ctx.loss = loss.dtype, loss.device
+        return carrier.view_as(carrier)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        dtype, device = ctx.loss
+        return grad, torch.ones((), dtype=dtype, device=device)
 
 
 class ExpertLoad(RouterHook):

@@ -8,8 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.workers.model.attention.reference_attention import reference_attention
 from tests.workers.model.tiny import relative_error
 from workers.model.attention.block_attention import FEWEST_QUERIES, block_attention, query_blocks
-from workers.model.attention.flash_kernels import Segments
-from workers.model.attention.sink_attention import sink_attention
+from workers.model.attention.flash_kernels import Segments, sink_attention
 
 HEADS, PAIRS, DIM, SCALE = 4, 2, 8, 0.5
 
