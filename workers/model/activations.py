@@ -30,7 +30,6 @@ class CopyStream:
         self._device, self._stream = device, torch.cuda.Stream(device)
 
     def copy(self, source: Tensor, target: Tensor) -> Any:
-        """Start a copy after the work queued so far; returns the argument of `wait`."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
@@ -39,7 +38,6 @@ class CopyStream:
             return self._stream.record_event()
 
     def wait(self, copied: Any) -> None:
-        """Order all further computation after the copy."""
         torch.cuda.current_stream(self._device).wait_event(copied)
 
 
@@ -62,10 +60,7 @@ class Saved:
 
 
 class HostActivations:
-    """Keep the tensors that a forward pass saved until the backward pass loads them.
-
-    copies: a `CopyStream`, or alike.
-    """
+    """Keep the tensors that a forward pass saved until the backward pass loads them."""
 
     def __init__(self, copies: Any) -> None:
         self._copies = copies
@@ -73,7 +68,6 @@ class HostActivations:
         self._leaving: deque[tuple[Tensor, Any]] = deque()
 
     def save(self, tensor: Tensor) -> Tensor | Saved:
-        """Start to copy a tensor out; autograd keeps the result instead."""
         if isinstance(tensor, DTensor):
             return tensor
         if len(self._leaving) == MOST_LEAVING:
@@ -111,8 +105,7 @@ class HostActivations:
 def activations_on_host(device: torch.device) -> saved_tensors_hooks:
     """Inside, move tensors that autograd saves to host memory (pinned, with CUDA), and back when needed.
 
-    For one pass of a decoder with checkpointed layers, which save only their inputs, [T, hidden size] each: without
-    checkpointing, weights that FSDP gathers would be copied too.
+    Only for checkpointed layers, which save their inputs, [T, hidden size] each: others save weights that FSDP gathers.
     """
     activations = HostActivations(_copy_stream(device) if device.type == "cuda" else CopyAtOnce())
     return saved_tensors_hooks(activations.save, activations.load)

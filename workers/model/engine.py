@@ -153,7 +153,6 @@ class TrainingEngine:
         check_tokenizer(self.tokenizer, self.vocabulary, self.model_config.path)
 
     def _distribute(self, cpu_offload: bool) -> None:
-        """Shard the module's parameters over the ranks; layers are compiled before FSDP wraps them."""
         if self.parallel.tensor.size() > 1:
             share_model(self.module.model, self.parallel.tensor)
         self.stage.keep(self.module)
@@ -215,9 +214,8 @@ class TrainingEngine:
 
     @torch.no_grad()
     def values(self, sequences: DataProto, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Metrics]:
-        """Return the value of the state before every token with `loss_mask`, forward only; otherwise like `log_probs`.
-
-        Its metric is `values`, their mean.
+        """Return the value of the state before every token with `loss_mask`, like `log_probs`; the metric `values` is
+        their mean.
         """
         self._check_head("value")
         (values,), metrics = self._forward_only(
@@ -245,7 +243,6 @@ class TrainingEngine:
         kept: Sequence[str],
         measure: Callable[[Any], Statistics],
     ) -> tuple[list[Tensor], Metrics]:
-        """Return the columns `kept` of the predictions, float32 [T] each, and the metrics of `measure`."""
         results = [torch.zeros(sequences.num_tokens, dtype=torch.float32) for _ in kept]
         statistics: list[Statistics] = []
 
@@ -267,7 +264,6 @@ class TrainingEngine:
         finish: Callable[[int, int, ModelInput, Any], None],
         **layout: bool,
     ) -> None:
-        """Run each micro-batch forward, timed as `name`; layout: see `RowLayout.lay_out`."""
         check_sequences(sequences, self.vocabulary, self.positions)
         check_micro_batches(micro_batches, len(sequences), complete=True)
         rounds = self.stage.whole_rounds(micro_batches)
@@ -371,9 +367,8 @@ class TrainingEngine:
             yield
 
     def save_adapters(self, path: str | Path) -> None:
-        """Write only the adapters, in peft's format; collective, rank 0 writes and all ranks wait.
-
-        An existing folder is replaced. Raises OutputError, on every rank, if rank 0 cannot write.
+        """Write only the adapters, in peft's format; collective. Raises OutputError, on every rank, if rank 0 cannot
+        write.
         """
         self._check_adapters("save adapters")
         reshard(self.module)
@@ -388,20 +383,17 @@ class TrainingEngine:
 
     @cached_property
     def checkpointer(self) -> Checkpointer:
-        """Return the saver and loader of training state; created collectively. Raises ConfigError if frozen."""
         self._check_trained()
         return Checkpointer(self.module, self.optimizer, self.schedule, self.device, self.stage)
 
     def save_checkpoint(self, path: str | Path, *, step: int, extra: dict[str, Any] | None = None) -> None:
-        """Start to save the training state in the background; see `Checkpointer.save`. Collective.
-
-        extra: the caller's own state, a JSON object.
+        """Start to save the training state in the background, with the caller's `extra`; see `Checkpointer.save`.
+        Collective.
         """
         numbers = {"skipped_in_a_row": self.nonfinite_guard.in_a_row}
         self.checkpointer.save(path, step=step, engine=numbers, extra=extra)
 
     def wait_for_checkpoint(self) -> None:
-        """Wait for a running save; collective. Raises CheckpointError if the last save failed."""
         self.checkpointer.wait()
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:

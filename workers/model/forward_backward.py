@@ -39,7 +39,6 @@ class RouterHook:
 
     @contextmanager
     def following(self, cells: Any, *, counting: bool = False) -> Iterator[None]:
-        """Inside, act on forward passes, and on those that checkpointing repeats."""
         self.current, self.counting = cells, counting
         try:
             yield
@@ -116,7 +115,6 @@ class MicroBatchRunner:
             self._exchange.finish()
 
     def _expect(self, work: EnginePass, action: Action) -> None:
-        """Start to receive the input of `action` from another stage, unless started."""
         part = self._stage.parts[action.chunk]
         if self._exchange is None or action in work.arriving:
             return

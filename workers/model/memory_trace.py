@@ -82,7 +82,6 @@ def _trace_role(role: Role, request: Mapping[str, Any], ledger: Ledger) -> dict[
 
 
 def extrapolate(points: Mapping[int, float], layers: int) -> float:
-    """Return the value at `layers`: a given point, or on a line through the last two points."""
     if layers in points:
         return points[layers]
     (few, less), (many, more) = sorted(points.items())[-2:]

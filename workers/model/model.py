@@ -8,10 +8,9 @@ torch.compile of each decoder layer, before FSDP wraps it:
     layer.__call__ --gradient checkpointing--> FSDP gathers --> [compiled: norm, q k v, rotary] --> attention, as it is
                                                             --> [compiled: o, norm, MLP] --> FSDP frees
 
-Only `forward` is compiled, so that FSDP's hooks and checkpointing run around it unchanged (as in torchtitan). Attention
-is a graph break on purpose: traced, it would recompile for every layer index and every list of segment lengths. So all
-layers of one kind and rows of any length share graphs; dimensions are dynamic from the start. Separate graphs, all made
-in the first step, are for passes with and without gradient, for inputs with and without one, and for rows of one token.
+Only `forward` is compiled, so that FSDP's hooks and checkpointing run around it unchanged. Attention is a graph break
+on purpose: traced, it would recompile for every layer and every list of segment lengths. So all layers of one kind and
+rows of any length share graphs.
 
 Shapes: R rows of W cells (R = 1 when packed), N predicted tokens.
 """
@@ -86,7 +85,6 @@ class PackedModel(nn.Module):
         return [] if layers is None else list(layers.children())
 
     def layers_of(self, part: Part) -> list[nn.Module]:
-        """Return the layers of a part that this process holds."""
         layers = _layers(self.model)
         return [] if layers is None else [layers.get_submodule(str(index)) for index in part.layers]
 
@@ -95,9 +93,8 @@ class PackedModel(nn.Module):
         return any(find_mixers(layer) for layer in self.layers)
 
     def hidden_states(self, rows: ModelInput, passing: Passing | None = None) -> Tensor:
-        """Return the last hidden states [N, H] of the cells `predicting`.
-
-        passing: through a part of the layers; on a non-final part, all cells [R, W, H] are returned.
+        """Return the last hidden states [N, H] of the cells `predicting`; on a non-final part, of all cells [R, W,
+        H].
         """
         # Packed rows get neither cache nor mask: with either, transformers would not tell their segments apart.
         arguments: dict[str, Any] = {"position_ids": rows.position_ids} if self.takes_positions else {}
@@ -212,7 +209,6 @@ def read_pretrained(
 
 
 def check_complete(path: str, missing: Sequence[str]) -> None:
-    """Raise ConfigError if the files of the model at `path` lack weights."""
     if missing:
         raise ConfigError(f"model.path={path} lacks {len(missing)} weights, the first is {missing[0]}")
 
@@ -234,7 +230,6 @@ def _filled_without_numbers(
 
 
 def _is_of_a_layer(model: PreTrainedModel, weight: str) -> bool:
-    """Return whether an unknown weight belongs to the model's layers or to a further layer, unlike an image tower's."""
     if weight in dict(model.named_buffers()) or weight.endswith(".masked_bias"):
         return False
     layers = _layers(model)
@@ -276,7 +271,6 @@ def read_rows(packed: Packed, config: ModelConfig) -> Packed:
 
 
 def described(model: Any) -> str:
-    """Return the name of a model, or of its configuration, for messages."""
     config = getattr(model, "config", model)
     return f"model.path={config.name_or_path} ({config.model_type})"
 

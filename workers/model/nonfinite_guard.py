@@ -1,9 +1,4 @@
-"""Skip optimiser steps with a loss or gradient that is not finite, on all ranks, up to a limit.
-
-    micro-batches --watch--> losses finite? --\\
-                        gradient norm finite? --all ranks--> step taken: count 0
-                                                        \\--> step skipped: count + 1 --at the limit--> NonFiniteError
-"""
+"""Skip optimiser steps with a loss or gradient that is not finite, on all ranks, up to a limit."""
 
 import math
 from collections.abc import Sequence
@@ -27,7 +22,6 @@ class NonfiniteGuard:
         self._watched: list[tuple[list[str], Tensor]] = []
 
     def watch(self, sequences: DataProto, start: int, stop: int, loss: Tensor) -> None:
-        """Record the loss, 0-d, of the micro-batch of rows start..stop-1, without a copy from the device."""
         self._watched.append((_names(sequences, start, stop), loss.detach().isfinite()))
 
     def takes_step(self, gradient_norm: float, device: torch.device) -> bool:

@@ -254,7 +254,6 @@ def _check_weights(packed: PackedModel) -> None:
 
 
 def _row_values(packed: PackedModel, rows: ModelInput, temperature: float, passing: Passing | None = None) -> Tensor:
-    """Return the engine's outputs [N, C], on every rank of a context-parallel group; see `EnginePass.compute`."""
     with _head_inputs(packed) as seen:
         outputs = packed(rows, temperature, passing)
     if passing is not None and not passing.part.last:
@@ -359,7 +358,6 @@ def _head_inputs(packed: PackedModel) -> Iterator[list[Tensor]]:
 
 @contextmanager
 def _own_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, attention is transformers' own `eager`, which computes all features of a family."""
     before = model.config._attn_implementation
     with suppress(ValueError):  # of a family without `eager`, which keeps the attention that it has
         model.set_attn_implementation("eager")

@@ -1,5 +1,3 @@
-"""AdamW and its learning-rate schedule."""
-
 import math
 from collections.abc import Iterable
 
@@ -72,7 +70,6 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, dict
 
 
 def resume_schedule(schedule: LambdaLR, steps: int) -> None:
-    """Set the schedule, and its optimiser's learning rates, to their state after `steps` optimiser steps."""
     rates = [base * factor(steps) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
     position = {"last_epoch": steps, "_step_count": steps + 1, "_last_lr": rates}
     schedule.load_state_dict(schedule.state_dict() | position)

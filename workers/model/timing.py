@@ -48,7 +48,6 @@ class MicroStep:
     parts: list[tuple[Any, Any]] = field(default_factory=list)
 
     def leave_out(self, prefixes: Sequence[int]) -> None:
-        """Subtract the prefix tokens of each sequence that other sequences compute."""
         self.regressors = self.regressors - _regressors(torch.tensor(prefixes, dtype=torch.int64))
 
 

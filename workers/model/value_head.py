@@ -25,10 +25,7 @@ HEAD = "score"  # what transformers calls the head of sequence classification, i
 
 class PackedValueModel(PackedModel):
     def forward(self, rows: ModelInput, temperature: float = 1.0, passing: Passing | None = None) -> Tensor:
-        """Return values of the cells `predicting`, float32 [N] or float64; temperature: has no effect.
-
-        On a non-final part: the hidden states for the next.
-        """
+        """Return values of the cells `predicting`, at least float32 [N]; see `PackedCausalLM.forward`."""
         hidden = self.hidden_states(rows, passing)
         if passing is not None and not passing.part.last:
             return hidden

@@ -72,10 +72,7 @@ class Installed:
 
 @dataclass(frozen=True)
 class Backend:
-    """Describe a backend. features: as in `families.required_features`.
-
-    generation: the only one supported; 0 is any.
-    """
+    """Describe a backend. features: as in `families.required_features`."""
 
     build: Callable[[PackedRow, torch.device], PackedAttention]
     features: frozenset[str]
@@ -83,7 +80,6 @@ class Backend:
     generation: int = 0
 
     def obstacle(self, installed: Installed) -> str:
-        """Return why the backend does not run on this machine, or an empty string."""
         if self.generation not in (0, installed.generation):
             return (
                 f"needs a card of compute capability {self.generation}, and this one has {installed.generation}; set "
@@ -126,8 +122,6 @@ def choose_backend(
 
 @dataclass(frozen=True)
 class RowAttention:
-    """Compute the attention of a packed row by `kernel`. lengths: of its segments, padding included."""
-
     kernel: PackedAttention
     lengths: tuple[int, ...]
 
@@ -136,7 +130,6 @@ class RowAttention:
 
 
 def packed_attention(backend: str, row: PackedRow, device: torch.device) -> RowAttention:
-    """Return the attention of `row` by a backend that `choose_backend` returned."""
     return RowAttention(BACKENDS[backend].build(row, device), tuple(row.padded_lengths))
 
 
@@ -261,7 +254,6 @@ def _flash(row: PackedRow, device: torch.device) -> PackedAttention:
 
 
 def _tokens_first(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """[1, heads, T, D] -> [T, heads, D], the layout of the kernels."""
     return tuple(tensor[0].transpose(0, 1) for tensor in tensors)
 
 
@@ -325,17 +317,13 @@ def ballast_packed(
 
 
 def _of_one_size(*tensors: Tensor) -> list[Tensor]:
-    """Pad heads [..., D] with zeros to the largest D, which changes no score and adds zeros to the output.
-
-    Latent attention has smaller values than keys; flash kernels and the exchange between ranks need one size.
-    """
+    """Pad heads [..., D] to the largest D: latent attention has smaller values than keys, and kernels need one size."""
     sizes = [tensor.shape[-1] for tensor in tensors]
     missing = [max(sizes) - size for size in sizes]
     return [F.pad(tensor, (0, count)) if count else tensor for tensor, count in zip(tensors, missing, strict=True)]
 
 
 def _check_window(module: torch.nn.Module, window: int | None) -> None:
-    """Refuse layers that leave their window to transformers' mask, which packed rows do not have."""
     config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
     if config is None or index is None:
         return

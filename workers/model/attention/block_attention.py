@@ -2,16 +2,16 @@
 
     queries i..j --scores against visible keys--> softmax --> output of i..j          one block at a time
 
-All scores of a segment would be H L^2 numbers, 64 GiB in float32 for 16,384 tokens and 64 heads. Here at most
-`MOST_SCORES` exist at a time, or the scores of `FEWEST_QUERIES` queries. The backward pass recomputes them from the
-log-sum-exp, as flash attention does (Dao et al. 2022, arXiv:2205.14135, appendix B):
+All scores of a segment would be H L^2 numbers. Here at most `MOST_SCORES` exist at a time, or the scores of
+`FEWEST_QUERIES` queries. The backward pass recomputes them from the log-sum-exp, as flash attention does (Dao et al.
+2022, arXiv:2205.14135, appendix B):
 
     s_ij  = softcap tanh(scale q_i . k_j / softcap)             lse_i = log(exp(sink) + sum_j exp(s_ij))
     p_ij  = exp(s_ij - lse_i)                                   out_i = sum_j p_ij v_j
     ds_ij = p_ij (dout_i . v_j - delta_i)                       delta_i = dout_i . out_i
     dsink = - sum_i exp(sink - lse_i) delta_i                   a key with the score `sink` and the value 0
 
-flex_attention is not used: it has no backward pass on a CPU, and recompiles for each kind of layer on CUDA.
+flex_attention has no backward pass on a CPU, and recompiles for each kind of layer on CUDA.
 
 Shapes: L tokens of one segment; K key-value heads with G query heads each, H = K G; B queries of a block, N visible
 keys; D head dimension.
@@ -32,23 +32,19 @@ FEWEST_QUERIES = 32
 
 @dataclass(frozen=True)
 class Block:
-    """Hold queries start..stop-1 and the keys visible to them, first..stop-1."""
-
     start: int
     stop: int
     first: int
 
     def visible(self, window: int, device: torch.device) -> Tensor:
-        """Return bool [B, N]: which keys each query sees."""
         queries, keys = (torch.arange(begin, self.stop, device=device) for begin in (self.start, self.first))
         distance = queries[:, None] - keys
         return (distance >= 0) & (distance < window)
 
 
 def query_blocks(length: int, window: int, heads: int = 1, most_scores: int = MOST_SCORES) -> list[Block]:
-    """Cut a segment into blocks of at most `most_scores` scores, or `FEWEST_QUERIES` queries.
-
-    A block has at most as many queries as the window, so that it reads at most twice the keys that a query sees.
+    """Cut a segment into blocks of at most `most_scores` scores, or `FEWEST_QUERIES` queries, and no more than the
+    window.
     """
     keys = min(length, 2 * window)
     size = min(window, max(FEWEST_QUERIES, most_scores // (heads * keys)))
@@ -96,7 +92,6 @@ class _Rule:
 class _BlockAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, rule: _Rule) -> Tensor:
-        """query [K, G, L, D], key and value [K, L, D], sinks [K G] or None -> [K, G, L, D]."""
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
         lse = torch.empty(query.shape[:3], dtype=_wide(query), device=query.device)
         for block in rule.blocks:
@@ -151,7 +146,6 @@ def _sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
 
 
 def _by_group(sinks: Tensor, lse: Tensor) -> Tensor:
-    """[K G] -> [K, G, 1] in the dtype of `lse`."""
     return sinks.to(lse.dtype).view(*lse.shape[:2], 1)
 
 

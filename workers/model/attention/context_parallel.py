@@ -34,7 +34,6 @@ from workers.model.rows.packing import PackedRow
 
 
 def cut(row: PackedRow, group: ProcessGroup, device: torch.device) -> PackedRow:
-    """Return this rank's part of `row`, on the CPU; raises as `cells_of` does."""
     positions = row.cells_of(group.size(), group.rank())
     place = torch.full((row.input_ids.shape[1],), -1)
     place[positions] = torch.arange(len(positions))
@@ -78,8 +77,6 @@ class _GatherTokens(torch.autograd.Function):
 
 
 class Ulysses:
-    """Exchange tokens for heads around `attention` of the whole `row`, which sees all tokens and H/cp heads."""
-
     def __init__(self, attention: PackedAttention, row: PackedRow, group: ProcessGroup, device: torch.device) -> None:
         self._attention, self._group, self._size = attention, group, group.size()
         by_rank = torch.cat([row.cells_of(self._size, rank) for rank in range(self._size)])
@@ -112,8 +109,6 @@ class Ulysses:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Send block [s] of dimension 0 on rank r to block [r] on rank s; the gradient returns the same way."""
-
     @staticmethod
     def forward(ctx: Any, blocks: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group

@@ -99,10 +99,7 @@ def flash_backward(
     block: Block,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the block's share in the gradients of query, key and value.
-
-    output [Q, H, D] and lse [H, Q] may come from an attention over more keys.
-    """
+    """Return the block's share in the gradients of query, key and value, from output and log-sum-exp over all keys."""
     if query.is_cuda:
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)  # state of an unused generator
         where, (left, right) = _on_cuda(block), window_size(block.causal, block.window)
@@ -160,7 +157,6 @@ def _mask_on_cpu(query: Tensor, key: Tensor, block: Block) -> Tensor | None:
 
 
 def _segments_on_cpu(query: Tensor, key: Tensor, value: Tensor, block: Block) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Return each segment as (query, key, value) [1, H, L, D], with key heads repeated."""
     repeats = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
     keys = block.key_segments
@@ -168,12 +164,10 @@ def _segments_on_cpu(query: Tensor, key: Tensor, value: Tensor, block: Block) ->
 
 
 def _split(tensor: Tensor, segments: Segments) -> list[Tensor]:
-    """[Q, H, D] -> [1, H, L, D] for each segment."""
     return [part.transpose(0, 1)[None] for part in tensor.split(segments.lengths)]
 
 
 def _sum_repeats(grad: Tensor, like: Tensor) -> Tensor:
-    """Sum the gradient [T, H, D] of repeated heads -> [T, K, D]."""
     return grad.view(len(like), like.shape[1], -1, like.shape[2]).sum(2)
 
 
@@ -201,12 +195,10 @@ def gradients(
 
 
 def _weight(part_lse: Tensor, lse: Tensor) -> Tensor:
-    """[H, T] -> [T, H, 1]."""
     return torch.exp(part_lse - lse).transpose(0, 1).unsqueeze(-1)
 
 
 def take(tensor: Tensor, index: Tensor | None, dim: int) -> Tensor:
-    """Select the positions `index` of a dimension; None is all."""
     return tensor if index is None else tensor.index_select(dim, index)
 
 

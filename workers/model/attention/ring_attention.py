@@ -6,19 +6,13 @@
     every step    send keys and values to rank r + 1, receive the next, while this step's attention runs
 
 So every rank does the same work at every step. If sequences share tokens, a rank holds every n-th cell, which is also
-balanced; its steps have several blocks (`prefix_rows.py`). `flash_kernels` merges the parts. Backward walks the ring
-again; the gradients of keys and values travel with their keys and arrive at home.
+balanced (`prefix_rows.py`). Backward walks the ring again; the gradients of keys and values travel with their keys.
 
 Chunk length. Let the kernel reach F FLOP/s and a link carry B bytes/s in one direction, at 2 bytes an element. With two
 segments of c tokens, a rank computes 2 (2c)^2 H D FLOPs in a forward step and sends 4 (2c) K D bytes. Communication
-hides behind compute if
-
-    c >= (K / H) F / B
-
-F = 5e14 and B = 4.5e11 (NVLink) ask for 1,100 tokens times K / H, or 2,200 K/H tokens of the sequence on a rank;
-B = 5e10 (a 400 Gb/s network card) for 10,000 times K / H. Backward computes 2.5 times as much and sends 3 times as much
-(keys and values, and their gradients in float32), so it asks for 1.2 times more. Shorter sequences are exact too, but
-wait for the exchange; `ulysses` sends less.
+hides behind compute if c >= (K / H) F / B: 1,100 K/H tokens on NVLink (F = 5e14, B = 4.5e11), 10,000 K/H on a 400 Gb/s
+network card; backward asks for 1.2 times more. Shorter sequences are exact too, but wait for the exchange; `ulysses`
+sends less.
 
 Shapes: T tokens on this rank (T/cp of the row), H query heads, K key-value heads (K divides H), D head dimension.
 """
@@ -40,8 +34,6 @@ from workers.model.rows.prefix_rows import SharedRow
 
 
 class RingAttention:
-    """Compute the attention of a packed row whose parts (`PackedRow.cells_of`) are on the ranks of `group`."""
-
     def __init__(self, row: PackedRow, group: ProcessGroup, device: torch.device) -> None:
         place = (group.rank(), group.size(), device)
         blocks = ring_blocks(row, *place) if isinstance(row, SharedRow) else _zigzag_blocks(row, *place)
@@ -54,7 +46,6 @@ class RingAttention:
 
 
 def _zigzag_blocks(row: PackedRow, rank: int, size: int, device: torch.device) -> list[tuple[Block, ...]]:
-    """Return, by step, the blocks of rank `rank` of `size` with the keys of rank `rank - step`."""
     halves = [length // (2 * size) for length in row.padded_lengths]  # of the two segments of each sequence
     lengths = torch.tensor(halves).repeat_interleave(2)
     is_first = torch.tensor([True, False]).repeat(len(halves)).repeat_interleave(lengths)
@@ -68,8 +59,6 @@ def _zigzag_blocks(row: PackedRow, rank: int, size: int, device: torch.device) -
 
 @dataclass(frozen=True)
 class _Ring:
-    """blocks: by step, the blocks that this rank computes with the keys of rank r - step."""
-
     group: ProcessGroup
     blocks: list[tuple[Block, ...]]
 

@@ -2,13 +2,12 @@
 
     a call a level     level 0: every run, causal over itself; level n: the runs that continue a prefix, over it; merged
                        by their log-sum-exp (`flash_kernels.py`)
-    a call a path      every run over the cells before it on its path, and causal over itself; keys are copied, as many
-                       as the sequences have tokens
+    a call a path      every run over the cells before it on its path, and causal over itself; keys are copied
     a call a tree      a run and its continuations, with a mask that hides from a cell what is not on its path
 
-On CUDA a level is one flash kernel call, and so are all paths of a row together. Merging a level takes many small
-kernels, copying keys one: short rows, which the host slows down, use paths, others levels. On a CPU a level is one call
-a run. There, trees are faster for short runs, although they also compute the masked scores.
+On CUDA a level is one flash kernel call, and so are all paths of a row together: short rows, which the host slows down,
+use paths, others levels. On a CPU a level is one call a run; trees are faster for short runs, although they also
+compute the masked scores.
 
 Shapes: W cells of the row; H query heads, K key-value heads, D head dimension.
 """
@@ -37,8 +36,6 @@ adding their gradients takes 0.15 ms at 3 TB/s, and 32 MiB in half precision."""
 
 
 class SharedAttention:
-    """Compute the attention of one row of runs on one rank; a causal-only `PackedAttention`."""
-
     def __init__(self, row: SharedRow, device: torch.device) -> None:
         self._row, self._device = row, device
         self._trees = list(trees_of(row))
@@ -91,7 +88,6 @@ class Tree:
 
     @property
     def hidden(self) -> int:
-        """Count pairs of cells that are masked; 0 for a lone run, whose call is causal."""
         if len(self.runs) == 1:
             return 0
         return self.cells**2 - sum(run.length * (run.length + 1) // 2 + run.length * run.depth for run in self.runs)
@@ -112,7 +108,6 @@ class Tree:
 
 
 def trees_of(row: SharedRow) -> Iterator[Tree]:
-    """Yield the trees of a row in order, the padding last."""
     starts = [index for index, run in enumerate(row.runs) if run.level == 0]
     for start, stop in zip(starts, [*starts[1:], len(row.runs)], strict=True):
         yield Tree(row.runs[start:stop], start)
@@ -134,7 +129,6 @@ def widest_by_path(row: SharedRow) -> int:
 
 
 def path_block(row: SharedRow, device: torch.device) -> Block:
-    """Return one causal block of all cells: a run sees its path and itself; padding sees itself."""
     seen: list[Tensor] = []  # by run, the cells of its path and its own
     for run in row.runs:
         before = seen[run.parent][: run.depth] if run.level else torch.empty(0, dtype=torch.int64)
@@ -175,7 +169,6 @@ def _causal(run: range, queries: Stripe, keys: Stripe) -> tuple[range, range]:
 
 
 def _level(runs: Sequence[Run], level: int) -> list[tuple[range, range]]:
-    """Return (queries, keys): a prefix is seen by the runs that continue it, directly or not."""
     stops: dict[tuple[int, int], list[int]] = {}  # by prefix: start and stop of the cells that see it
     prefix = (-1, 0)
     for run in runs:

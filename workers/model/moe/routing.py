@@ -60,10 +60,7 @@ UNKNOWN = -1
 
 
 class RouterReplay(RouterHook):
-    """Compare the choices of a model's routers with the sampler's, and replace them if `setting` is `replay`.
-
-    packed: before layers are split over stages and experts over ranks. Raises UnsupportedModelError without experts.
-    """
+    """Compare the choices of a model's routers with the sampler's, and replace them if `setting` is `replay`."""
 
     def __init__(self, packed: PackedModel, setting: str, parallel: Parallel, device: torch.device) -> None:
         self.active, self._replaces = setting != "none", setting == "replay"
@@ -128,7 +125,6 @@ class RouterReplay(RouterHook):
         return forward
 
     def chosen(self, own: Tensor, choice: Tensor) -> Tensor:
-        """Return the experts to use: int64 [C, k]. own: the router's. choice: the sampler's, or UNKNOWN."""
         known = (choice >= 0).all(-1, keepdim=True)
         if self.counting:
             different = (choice[:, :, None] != own[:, None, :]).all(-1) & known
@@ -174,10 +170,7 @@ class RoutedTokens:
 
 
 class RouterLosses(RouterHook):
-    """Add the router losses to the gradient of a mini-batch, and measure them.
-
-    packed: before layers are split over stages and experts over ranks. Raises UnsupportedModelError without routers.
-    """
+    """Add the router losses to the gradient of a mini-batch. Raises UnsupportedModelError without routers."""
 
     def __init__(
         self, packed: PackedModel, config: ModelConfig, parallel: Parallel, device: torch.device, *, trained: bool
@@ -214,7 +207,6 @@ class RouterLosses(RouterHook):
             self._active = active
 
     def begin(self, micro_batches: Sequence[DataProto], groups: Sequence[dist.ProcessGroup]) -> None:
-        """Set the mini-batch, of which this rank holds `micro_batches`, for the means; collective."""
         if not self._active:
             return
         counts = [sum(map(len, micro_batches)), sum(each.num_tokens for each in micro_batches)]
@@ -269,7 +261,6 @@ class RouterLosses(RouterHook):
         return (weights * logits.softmax(-1)).sum()
 
     def _z_loss(self, logits: Tensor) -> Tensor:
-        """Return this rank's part of a layer's z-loss. logits: float [C, E]."""
         sequences = self.current.is_part.sum(-1).to(logits.dtype)  # [C], how many each cell belongs to
         return (sequences / self._tokens * logits.logsumexp(-1).square()).sum()
 
@@ -292,7 +283,7 @@ class _Attach(torch.autograd.Function):
 
 
 class ExpertLoad(RouterHook):
-    """Count the tokens that each expert computes in training. model: before its experts are split over ranks."""
+    """Count the tokens that each expert computes in training."""
 
     def __init__(self, model: nn.Module, parallel: Parallel, device: torch.device) -> None:
         modules = find_experts(model)
@@ -304,7 +295,6 @@ class ExpertLoad(RouterHook):
             module.register_forward_pre_hook(self._hook(layer), with_kwargs=True)
 
     def cells(self, micro_batch: DataProto, rows: ModelInput) -> Tensor:
-        """Return bool [T], the cells of this rank with a token."""
         return own_cells(rows.source >= 0, self._tensor).to(self._counts.device)
 
     def take(self) -> Statistics:
@@ -350,11 +340,9 @@ class Routing:
         self._losses.begin(micro_batches, groups)
 
     def take(self) -> list[Statistics]:
-        """Return the metrics since the last call; collective."""
         return [self._load.take(), self._replay.take(), self._losses.take()]
 
     def without_losses(self) -> AbstractContextManager[None]:
-        """Inside, a mini-batch's gradient excludes the router losses."""
         return self._losses.left_out()
 
     def with_own_choices(self, sequences: DataProto) -> DataProto:

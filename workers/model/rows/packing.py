@@ -116,7 +116,6 @@ def pad(sequences: DataProto, multiple: int = 1) -> ModelInput:
 
 
 def with_work(sequences: DataProto) -> DataProto:
-    """Return `sequences`, or if empty a sequence of one token that predicts nothing."""
     if len(sequences):
         return sequences
     token = {"input_ids": torch.zeros(1, dtype=torch.int64), "loss_mask": torch.zeros(1, dtype=torch.bool)}
@@ -124,7 +123,6 @@ def with_work(sequences: DataProto) -> DataProto:
 
 
 def sequence_cells(sequences: DataProto, first_cells: Tensor) -> Tensor:
-    """Return the cell of every token, int64 [T]; sequence i lies in consecutive cells from `first_cells[i]` on."""
     shift = first_cells - cumulative(sequences.lengths)[:-1]
     return torch.arange(sequences.num_tokens) + torch.repeat_interleave(shift, sequences.lengths)
 
@@ -236,7 +234,6 @@ def check_sequences(sequences: DataProto, vocabulary: int, positions: int | None
 
 
 def check_micro_batches(micro_batches: Iterable[MicroBatch], rows: int, *, complete: bool) -> None:
-    """Raise DataError for rows that are unknown or repeated and, with `complete`, for rows left out."""
     expected = 0
     for start, stop in sorted((start, stop) for start, stop in micro_batches if start != stop):
         if start < expected or stop > rows or stop < start:

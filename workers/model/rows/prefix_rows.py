@@ -57,13 +57,10 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedRow(PackedRow):
-    """Hold a packed row of runs; externally one segment (`lengths`, `padded_lengths`) with padding at its end."""
-
     runs: tuple[Run, ...]
 
     @property
     def shared(self) -> Sequence[int]:
-        """Return the prefix tokens of each sequence that another sequence's cells compute."""
         return [run.depth for run in self.runs]
 
     @property
@@ -71,7 +68,6 @@ class SharedRow(PackedRow):
         return any(run.level for run in self.runs)
 
     def cells_of(self, context_parallel: int, context_rank: int) -> Tensor:
-        """Return the cells of one context-parallel rank, int64 [W / cp]: every cp-th, see `Stripe`."""
         return torch.arange(context_rank, self.padded_lengths[0], context_parallel)
 
 
@@ -95,7 +91,6 @@ def pack_shared(sequences: DataProto, multiple: int = 1, minimum: int = 1) -> Sh
 
 
 def _runs(ids: Sequence[Integers], minimum: int) -> tuple[list[Run], list[Integers]]:
-    """Return the runs of a row, and the cells of each of the sequences `ids`, int64 [L]."""
     runs: list[Run] = []
     cells = [np.empty(0, np.int64)] * len(ids)
     path: list[tuple[int, int]] = []  # runs of the previous sequence, and the tokens before each
@@ -132,5 +127,4 @@ class Stripe:
     size: int
 
     def of(self, cells: range) -> range:
-        """Return which of the rank's cells, counted from 0, are among consecutive `cells` of the row."""
         return range(-((self.rank - cells.start) // self.size), -((self.rank - cells.stop) // self.size))

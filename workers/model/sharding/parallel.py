@@ -32,10 +32,7 @@ DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 @dataclass(frozen=True)
 class Parallel:
-    """Hold the mesh of all ranks, by `DIMENSIONS`.
-
-    sharding: the part over which FSDP2 shards parameters, with `dp_replicate` first for HSDP.
-    """
+    """Hold the mesh of all ranks, by `DIMENSIONS`. sharding: the part for FSDP2, with `dp_replicate` first for HSDP."""
 
     mesh: DeviceMesh
     sharding: DeviceMesh
@@ -66,7 +63,6 @@ class Parallel:
 
     @property
     def is_place_zero(self) -> bool:
-        """Return whether this rank has rank 0's place in its stage."""
         return dist.get_rank() % (dist.get_world_size() // self.pipeline.size()) == 0
 
     @property
@@ -183,7 +179,6 @@ def fsdp_modules(root: nn.Module) -> list[FSDPModule]:
 
 
 def reshard(root: nn.Module) -> None:
-    """Free gathered parameters, so that later reads see the shards that the optimiser updates."""
     for module in fsdp_modules(root):
         module.reshard()
 

@@ -45,7 +45,6 @@ class Passing:
         return hidden
 
     def result(self) -> Tensor:
-        """Return `sent`. Raises UnsupportedModelError if the family's loop has not reached it."""
         if self.sent is None:
             raise UnsupportedModelError(
                 "the model does not run its list of layers in order, so it cannot be split into stages; "
@@ -80,8 +79,6 @@ class StageLayers(nn.ModuleList):
 
 @dataclass(frozen=True)
 class _Other:
-    """Stand in for a layer that does not run, with the attributes that the family's loop may read."""
-
     layer: nn.Module
     index: int
     passing: Passing
@@ -95,7 +92,6 @@ class _Other:
 
 @contextmanager
 def carried(layers: nn.Module | None, passing: Passing | None) -> Iterator[None]:
-    """Inside, the family's loop over `layers` runs the part of `passing`."""
     if not isinstance(layers, StageLayers):
         yield
         return

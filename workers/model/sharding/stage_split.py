@@ -1,8 +1,6 @@
-"""Split layers into pipeline stages, minimising the cost of the most expensive stage.
+"""Split layers into pipeline stages, minimising the cost of the most expensive stage: exact, by dynamic programming.
 
-    costs of the layers and of the output layer --split_layers--> one range of layers for each part
-
-Linear partition, exact, by dynamic programming over (part, last layer). Imports no torch: dry runs use it too.
+Imports no torch: dry runs use it too.
 """
 
 from collections.abc import Sequence

@@ -83,7 +83,6 @@ def own_vocabulary(head: nn.Module) -> dict[str, Any]:
 
 
 def _layer_plan() -> dict[str, ParallelStyle]:
-    """Return the styles of a layer's modules: Shard(1) at its edges, whole rows inside; Qwen3 normalises by head."""
     return {
         "input_layernorm": SequenceParallel(use_local_output=True),
         "self_attn": _gather_input("hidden_states"),

@@ -4,13 +4,12 @@
     tokens --> stage 0: embedding, layers --hidden [R, W, H]--> stage 1: layers --> ... last: layers, norm, head, loss
                                           <--their gradient---              (1F1B, `forward_backward.py`)
 
-Every stage gets the same sequences and so knows the shapes that it receives, without padding to a common length.
-Weights keep the names of the whole model. A tied weight is on the first and the last stage, which add their gradients
-and so stay equal.
+Every stage gets the same sequences and so knows the shapes that it receives. Weights keep the names of the whole model.
+A tied weight is on the first and the last stage, which add their gradients and so stay equal.
 
-Transfers run in parallel with the computation, one process group for each direction: NCCL runs all transfers of two
-ranks in a group in call order, so two stages that send to each other would deadlock in one group. With virtual stages,
-transfers from the last stage to the first have a group too: of two stages, both directions are neighbours.
+Transfers have one process group for each direction: NCCL runs all transfers of two ranks in a group in call order, so
+two stages that send to each other would deadlock. With virtual stages, transfers from the last stage to the first have
+a group too.
 """
 
 from collections import deque
@@ -61,7 +60,6 @@ class Form:
 
     @classmethod
     def of(cls, packed: PackedModel) -> "Form":
-        """Return the form. Raises UnsupportedModelError, naming a parameter, for a model of another form."""
         model, decoder = packed.model, decoder_of(packed.model)
         prefix = next(name for name, module in model.named_modules() if module is decoder)
         paths = {id(module): name for name, module in model.named_modules()}
@@ -123,7 +121,6 @@ class Stage:
         return self.stages - 1 if name.startswith(at_end) else 0
 
     def whole_rounds(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Append empty `micro_batches` to fill the rounds of virtual stages."""
         return [*micro_batches, *[(0, 0)] * (-len(micro_batches) % self.schedule.count_multiple)]
 
     def keep(self, packed: PackedModel) -> None:
@@ -147,7 +144,6 @@ class Stage:
         return [model.get_parameter(self.tied[1])] if self.tied and self.is_last else []
 
     def rank_of(self, stage: int) -> int:
-        """Return the global rank with this rank's place in another stage."""
         return dist.get_global_rank(self.parallel.pipeline.get_group(), stage)
 
     def to_all(self, tensor: Tensor | None, holder: int, like: Tensor, device: torch.device) -> Tensor:
@@ -230,7 +226,6 @@ class Exchange:
         self._leaving: deque[tuple[dist.Work, Tensor]] = deque()
 
     def send(self, kind: Kind, tensor: Tensor) -> None:
-        """Start to send to the stage that uses the result of a pass of `kind`."""
         while self._leaving and self._leaving[0][0].is_completed():
             self._leaving.popleft()
         tensor = tensor.contiguous()
@@ -272,13 +267,11 @@ class Exchange:
                     work.wait()
 
     def _way(self, kind: Kind, steps: int) -> tuple[dist.ProcessGroup, int]:
-        """Return (group, stage) `steps` further in the direction of a pass of `kind`."""
         there = self._index + (steps if kind == "forward" else -steps)
         return self._groups[kind, not 0 <= there < self._stages], there % self._stages
 
 
 def _same_groups_again(parallel: Parallel) -> dist.ProcessGroup:
-    """Return this rank's group of a second set over the ranks of the mesh's dimension `pp`."""
     columns = parallel.mesh.mesh.flatten(1).T.tolist()  # of every place, its rank in each stage
     found = None
     for ranks in columns:
