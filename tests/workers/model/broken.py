@@ -81,7 +81,6 @@ def save_broken_model(path: Path, name: str) -> str:
 
 
 def as_broken(path: Path, name: str) -> str:
-    """The Qwen2 at `path`, from now on one of `BROKEN`."""
     settings = json.loads((path / "config.json").read_text())
     settings |= {"model_type": name, "architectures": [BROKEN[name].__name__]}
     (path / "config.json").write_text(json.dumps(settings))

@@ -20,8 +20,6 @@ OPTIMIZER = OptimizerConfig(learning_rate=1e-2, max_grad_norm=0.1, warmup_steps=
 
 @dataclass(frozen=True)
 class Case:
-    """One model and loss, and settings that must not change what is learned."""
-
     family: str = "qwen2"
     tied: bool = True
     layers: int = 2
@@ -52,7 +50,6 @@ class Case:
 
     @property
     def model(self) -> tuple[Any, ...]:
-        """The settings that the model's files depend on."""
         return self.family, self.tied, self.layers, self.sizes, self.head
 
     @property
@@ -79,8 +76,6 @@ class Case:
 
 @dataclass(frozen=True)
 class Way:
-    """Ranks and how they share the model."""
-
     ranks: int
     parallel: ParallelConfig
 
@@ -95,8 +90,9 @@ NAMES |= {"ulysses": "context_parallel", "ring": "context_parallel", "ep": "expe
 
 
 def way(text: str) -> Way:
-    """From sizes such as "dp 2, ring 2, deferred". dp counts the ranks of all copies, and is their number by default.
-    deferred: gradients are reduced in the last micro-step alone."""
+    """From sizes such as "dp 2, ring 2, deferred"; dp counts the ranks of all copies, and is their number by
+    default.
+    """
     words = [part.split() for part in text.split(", ")]
     sizes = {word[0]: int(word[1]) for word in words if len(word) == 2}
     settings: dict[str, Any] = {NAMES[name]: size for name, size in sizes.items() if name != "dp"}
@@ -131,7 +127,6 @@ def random_plan(dp: int, seed: int, count: int = 11) -> list[RankShare]:
 
 @cache
 def seed_with_gaps(dp: int, first: int) -> int:
-    """A seed whose plan has four micro-steps, in some of which a rank has no work."""
     for seed in count(100 * first):
         plan = random_plan(dp, seed)
         spans = [span for share in plan for span in share.micro_batches]

@@ -53,7 +53,6 @@ def build_engine(case: Case, path: str, parallel: ParallelConfig) -> TrainingEng
 
 
 def engine_outcomes(cases: list[Case], paths: list[str], way: Way, seeds: list[int]) -> list[dict[str, Any]]:
-    """On one rank: one optimiser step of each case under a random plan."""
     found = []
     for case, path, seed in zip(cases, paths, seeds, strict=True):
         with pytest.MonkeyPatch.context() as patch:
@@ -63,7 +62,6 @@ def engine_outcomes(cases: list[Case], paths: list[str], way: Way, seeds: list[i
 
 
 def step_outcome(case: Case, path: str, way: Way, seed: int) -> dict[str, Any]:
-    """Whole gradients and weights, own outputs and metrics."""
     engine, whole = build_engine(case, path, way.parallel), case.sequences
     share = random_plan(way.dp, seed)[dp_rank(engine.parallel)]
     mine = whole.select_idxs(share.rows)
@@ -86,7 +84,6 @@ def step_outcome(case: Case, path: str, way: Way, seed: int) -> dict[str, Any]:
 
 
 def learn(engine: TrainingEngine, case: Case, way: Way, seed: int) -> Metrics:
-    """Forward and backward passes of the mini-batch under a random plan."""
     share, whole = random_plan(way.dp, seed)[dp_rank(engine.parallel)], case.sequences
     loss = make_policy_loss(case.loss) if case.head == "lm" else make_value_loss(ValueLossConfig(clip=0.0))
     mine = whole.select_idxs(share.rows)
@@ -141,7 +138,6 @@ def assert_gradients(actual: dict[str, Tensor], expected: Outcome, tolerance: fl
 
 
 def check(ranks: RankPool, text: str, cases: list[Case], paths: list[str]) -> None:
-    """That every case learns on the ranks of way(text) what one unpadded sequence at a time does."""
     on_ranks = way(text)
     seeds = [seed_with_gaps(on_ranks.dp, index) for index in range(len(cases))]
     by_rank = ranks.run(engine_outcomes, on_ranks.ranks, cases, paths, on_ranks, seeds)

@@ -26,7 +26,7 @@ CALLS_OF_A_PROCESS = 8  # torch caches meshes with their groups, whose threads w
 
 
 class RankError(Exception):
-    """A function raised on a rank; the message carries the remote tracebacks."""
+    pass
 
 
 class RankPool:
@@ -92,7 +92,6 @@ class RankPool:
             self._connections.append(mine)
 
     def stop(self) -> None:
-        """End the processes."""
         for process in self._processes:
             process.kill()
         for process, connection in zip(self._processes, self._connections, strict=True):
@@ -102,7 +101,6 @@ class RankPool:
 
 
 def _serve(connection: Connection) -> None:
-    """Run what comes until the other side is gone."""
     import torch
 
     torch.set_num_threads(1)

@@ -109,7 +109,6 @@ def expert_pairs(choice: Tensor, own: Tensor) -> list[tuple[int, list[int]]]:
 
 
 def expert_load(model: torch.nn.Module) -> Callable[[], dict[str, float]]:
-    """What the engine's metric is to be after the passes that follow: of a mixture of experts alone."""
     chosen: dict[torch.nn.Module, list[Tensor]] = {}
     for module in model.modules():
         if hasattr(module, "experts"):
@@ -150,7 +149,7 @@ def router_losses(
 
 
 def balance_loss(logits: Tensor, chosen: Tensor) -> Tensor:
-    """Of one sequence in one layer, as equations 17 to 20 of arXiv:2412.19437 have it."""
+    """Equations 17 to 20 of arXiv:2412.19437, of one sequence in one layer."""
     experts = logits.shape[-1]
     load = torch.bincount(chosen.flatten(), minlength=experts).double() * experts / chosen.numel()
     return (load * logits.softmax(-1).mean(0)).sum()
@@ -159,7 +158,6 @@ def balance_loss(logits: Tensor, chosen: Tensor) -> Tensor:
 def reference_loss(
     outputs: list, sequences: DataProto, config: LossConfig, groups: Tensor = GROUPS
 ) -> tuple[Tensor, dict[str, float]]:
-    """Sequence by sequence; metrics are plain means over all loss tokens."""
     by_sequence, watched, owners = [], [], []
     for index, (log_probs, entropy) in enumerate(outputs):
         part = sequences.slice(index, index + 1)
@@ -210,7 +208,5 @@ def reference_update(model: torch.nn.Module) -> None:
 
 
 def keep_float64(case: Case, model: Any) -> None:
-    """Norms and routers in float64 where tokens are shared. transformers' are in float32, also of a float64 model: then
-    it shows in the gradients whether a token's parts are added before its norm, or after."""
     if case.share_prefixes == "always" or model._can_set_experts_implementation():
         compute_in_float64(model)

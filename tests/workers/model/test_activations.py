@@ -80,7 +80,6 @@ def test_a_tensor_is_fetched_while_the_layer_after_it_is_computed():
 
 
 def test_a_copy_waits_for_the_computation_and_the_computation_for_the_copy(monkeypatch):
-    """The calls of a CUDA stream, in order."""
     calls = MagicMock()
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: calls.copies)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)

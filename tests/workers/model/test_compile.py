@@ -66,7 +66,6 @@ def largest_error(actual: list[Tensor], expected: list[Tensor]) -> float:
 
 
 def compiled(monkeypatch: pytest.MonkeyPatch, backend: str, path: str, **model: Any) -> tuple[list[Tensor], list[int]]:
-    """(what `trained` gives, graphs that were compiled until the end of each step)."""
     counter, graphs = CompileCounterWithBackend(backend), []
     monkeypatch.setattr(compiling, "BACKEND", counter)
     return trained(path, compile=True, after_step=lambda: graphs.append(counter.frame_count), **model), graphs
@@ -74,7 +73,6 @@ def compiled(monkeypatch: pytest.MonkeyPatch, backend: str, path: str, **model: 
 
 @pytest.mark.slow
 def test_all_layers_and_all_lengths_share_their_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Checkpointed; three steps of other lengths each."""
     path = save_tiny_model(tmp_path, num_hidden_layers=4)
     settings = {"dtype": "float64", "gradient_checkpointing": True}
     expected = trained(path, **settings)

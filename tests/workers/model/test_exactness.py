@@ -149,7 +149,6 @@ PLAIN = Case()
 
 
 def model(folder: Path, case: Case = PLAIN) -> str:
-    """The path of the case's model in `folder`, written once."""
     path = folder / str(abs(hash(case.model)))
     if not path.exists():
         settings: dict[str, Any] = {"tie_word_embeddings": case.tied, "num_hidden_layers": case.layers}
@@ -185,7 +184,6 @@ def test_p7_random_plans_change_nothing(ranks: RankPool, folder, text, case):
 
 
 def collectives(path: str, arguments: dict[str, Any]) -> dict[str, int]:
-    """On every rank: how often four micro-steps of a mini-batch call each collective that gradients may travel by."""
     engine = TrainingEngine(ModelConfig(path=path, dtype="float32"), optimizer=OPTIMIZER, total_steps=10, **arguments)
     sequences = random_sequences(dtype=torch.float32)
     steps = [(0, 5), (5, 5), (5, 8), (8, 11)]
@@ -217,7 +215,6 @@ def test_a_configuration_says_when_gradients_are_reduced(
 
 
 def step_with_nan(path: str, way: Way) -> tuple[Metrics, bool]:
-    """On every rank, with NaN in the rows of the last dp rank; metrics, and whether the weights are as before."""
     engine = build_engine(PLAIN, path, way.parallel)
     before = {name: weight.clone() for name, weight in engine.named_weights()}
     share = random_plan(way.dp, seed=0)[dp_rank(engine.parallel)]
@@ -242,7 +239,6 @@ def test_nan_on_one_rank_makes_all_skip_the_step_which_counts_once(ranks: RankPo
 
 
 def train_and_save(case: Case, path: str, way: Way, checkpoint: str) -> dict[str, Tensor]:
-    """On every rank: one step, a checkpoint, one more step under another plan; the weights after it."""
     engine = build_engine(case, path, way.parallel)
     learn(engine, case, way, seed=0)
     engine.optimizer_step()

@@ -136,7 +136,6 @@ def test_auto_takes_the_normaliser_that_the_loss_states():
 
 
 def packed_form(predictions: Predictions, config: LossConfig) -> tuple[torch.Tensor, Statistics]:
-    """Something that needs its whole sequence: log-probs against the sequence's mean."""
     centred = predictions.log_probs - predictions.sequence_mean(predictions.log_probs)
     return -predictions["advantages"] * centred.exp(), {"spread": mean(centred.abs())}
 
@@ -153,7 +152,6 @@ policy_loss("test_one_by_one", aggregation="sequence_mean_token_mean")(per_seque
 @policy_loss("test_of_a_sequence", aggregation="sequence_mean_token_mean")
 @per_sequence_loss
 def of_a_sequence(sequence: Predictions, config: LossConfig) -> tuple[torch.Tensor, Statistics]:
-    """One number a sequence."""
     return -sequence["advantages"][0] * sequence.log_probs.sum(), {}
 
 
@@ -190,15 +188,6 @@ def test_p6_one_number_a_sequence_is_averaged_over_sequences():
             log_probs = part.tokens["log_probs"][part.tokens["loss_mask"]]
             expected.append(-float(part.columns["advantages"]) * float(log_probs.sum()))
     assert loss == pytest.approx(sum(expected) / len(expected), rel=1e-12)
-
-
-def test_p6_sequences_come_whole_and_in_order():
-    sequences = with_log_probs(random_sequences())
-    predictions = predictions_of(sequences, sequences.tokens["log_probs"])
-    parts = list(predictions.sequences())
-    assert [len(part) for part in parts] == [n for n in predictions.sequence_lengths.tolist() if n]
-    torch.testing.assert_close(torch.cat([part.log_probs for part in parts]), predictions.log_probs, rtol=0, atol=0)
-    assert all(part["advantages"].unique().numel() == 1 for part in parts)
 
 
 def test_a_custom_loss_is_found_by_its_path():

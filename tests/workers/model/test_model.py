@@ -94,8 +94,6 @@ def test_the_models_logits_exist_for_the_chunk_that_is_set(path):
 
 
 class CountedLinears(TorchFunctionMode):
-    """Rows of every `linear`."""
-
     def __init__(self) -> None:
         super().__init__()
         self.rows: list[int] = []

@@ -143,7 +143,6 @@ def test_a_window_that_packed_attention_left_out_is_found_whatever_its_size(tmp_
 
 @pytest.mark.parametrize(("window", "positions", "message"), [(30, 128, ""), (2000, 2000, ""), (2000, 2001, "=2000")])
 def test_a_length_that_the_model_is_built_with_is_exceeded_or_refused(tmp_path, window, positions, message):
-    """GPT-Neo's mask is a buffer."""
     sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]}
     settings = {"vocab_size": 37, "window_size": window, "max_position_embeddings": positions}
     AutoModelForCausalLM.from_config(GPTNeoConfig(**sizes, **settings)).save_pretrained(tmp_path)

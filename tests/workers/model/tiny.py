@@ -64,7 +64,6 @@ FAMILIES: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] 
 
 
 def tiny_config(family: str = "qwen2", **overrides: object) -> transformers.PreTrainedConfig:
-    """Hidden size 32, 2 layers, 4 query heads on 2 key-value heads."""
     config_class, extra = FAMILIES[family]
     settings = {
         "vocab_size": VOCABULARY,
@@ -93,7 +92,6 @@ def save_tiny_model(path: Path, family: str = "qwen2", **overrides: object) -> s
 
 
 def save_tokenizer(path: Path, size: int) -> None:
-    """A tokenizer of `size` words at `path`."""
     vocabulary = {f"t{index}": index for index in range(size)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="t0"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0").save_pretrained(path)
@@ -152,9 +150,8 @@ def branch(rows: list[Tensor], seed: int) -> None:
 def unpacked_log_probs(
     model: PreTrainedModel, sequences: DataProto, temperature: float = 1.0
 ) -> list[tuple[Tensor, Tensor]]:
-    """(log_probs, entropy), each [L], of every sequence run alone and unpadded through transformers' own forward pass.
-
-    Position 0, which nothing predicts, holds 0.
+    """(log_probs, entropy), each [L], of every sequence run alone by transformers' own forward pass; position 0 holds
+    0.
     """
     outputs = []
     for index in range(len(sequences)):
@@ -169,7 +166,6 @@ def unpacked_log_probs(
 
 
 def reward_model(**overrides: object) -> PreTrainedModel:
-    """A random model with a value head, in float64."""
     torch.manual_seed(0)
     return AutoModelForSequenceClassification.from_config(tiny_config(num_labels=1, **overrides), dtype=torch.float64)
 
@@ -199,7 +195,6 @@ def _norm(module: Any, hidden: Tensor) -> Tensor:
 
 
 def _route(module: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """hidden [T, H] -> logits [T, E], weights and numbers of the chosen experts [T, k]."""
     logits = torch.nn.functional.linear(hidden, module.weight)
     weights, chosen = logits.softmax(-1).topk(module.top_k, dim=-1)
     return logits, weights / (weights.sum(-1, keepdim=True) if module.norm_topk_prob else 1), chosen

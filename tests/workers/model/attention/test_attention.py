@@ -39,7 +39,6 @@ def row():
 
 @pytest.fixture(scope="module")
 def expected(model):
-    """Log-probs of the packed row's next tokens, every sequence run alone."""
     with torch.no_grad():
         return torch.cat([log_probs for log_probs, _ in unpacked_log_probs(model, random_sequences())])
 
@@ -162,7 +161,6 @@ def test_flash3_has_torch_call_its_kernels_and_varlen_torchs_own_again(row, monk
 @pytest.mark.parametrize("features", [{}, {"softcap": 1.5}, {"sinks": True}, {"softcap": 1.5, "sinks": True}])
 @pytest.mark.parametrize("window", [1, 3, 7, 100])
 def test_a_window_computed_block_by_block_equals_one_mask(window, features):
-    """Segments shorter than the window, as long as it, and of several blocks."""
     generator = torch.Generator().manual_seed(0)
     lengths = (1, 7, 20, 3)
     query = torch.randn(1, 4, sum(lengths), 8, generator=generator, dtype=torch.float64)

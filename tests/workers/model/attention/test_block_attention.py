@@ -25,7 +25,6 @@ def inputs(length: int, sinks: bool, dtype: torch.dtype = torch.float64) -> dict
 
 
 def all_at_once(tensors: dict[str, torch.Tensor], window: int | None, softcap: float | None) -> torch.Tensor:
-    """[1, H, L, D], with every score in memory."""
     place = torch.arange(tensors["query"].shape[2])
     distance = place[:, None] - place
     visible = (distance >= 0) & (distance < (window or len(place)))
@@ -56,7 +55,6 @@ def test_output_and_gradients_are_those_of_all_scores_at_once(length, window, so
 
 
 def test_a_frozen_sink_gets_no_gradient_and_the_others_keep_theirs():
-    """As with adapters, which leave the base model frozen."""
     tensors = inputs(40, sinks=True)
     expected = gradients(all_at_once(tensors, None, None), tensors)
     frozen = tensors | {"sinks": tensors["sinks"].detach()}
@@ -92,7 +90,6 @@ class LargestTensor(TorchDispatchMode):
 
 @pytest.mark.parametrize(("window", "keys"), [(None, 1024), (64, FEWEST_QUERIES + 63)])
 def test_no_tensor_is_larger_than_the_scores_of_a_block_forward_or_backward(window, keys):
-    """And what waits for the backward pass has no scores at all."""
     tensors, saved = inputs(1024, sinks=True, dtype=torch.float32), []
     with LargestTensor() as whole:
         all_at_once(tensors, window, 1.5)

@@ -67,7 +67,6 @@ def test_c4_ulysses_hands_windows_soft_capping_and_sinks_on(ranks: RankPool):
 
 
 def order_of_events() -> list[str]:
-    """On one rank: what a forward pass begins, in order; sends and attention calls only."""
     group = dist.group.WORLD
     row = packed(ALONE, 2 * group.size())
     positions = torch.from_numpy(zigzag_positions(row.padded_lengths, group.size(), group.rank()))

@@ -1,6 +1,6 @@
 """Where experts lie that ranks share, and which models are refused. What they learn: `test_exactness.py`."""
 
-from dataclasses import dataclass
+import pytest
 
 from tests.workers.model.cases import Case
 from tests.workers.model.exact import build_engine
@@ -9,15 +9,8 @@ from tests.workers.model.tiny import save_tiny_model
 from workers.config import ParallelConfig
 
 
-@dataclass(frozen=True)
-class Share:
-    """What a rank holds. experts: of the first layer, by name: global shape, local shape, the mesh's dimensions."""
-
-    experts: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[str, ...]]]
-    others: set[tuple[str, ...]]
-
-
-def shapes(path: str, parallel: ParallelConfig) -> Share:
+def shapes(path: str, parallel: ParallelConfig) -> tuple[dict[str, tuple[tuple[int, ...], ...]], set[tuple[str, ...]]]:
+    """(global shape, local shape and mesh of the first layer's experts by name; meshes of all else)."""
     engine = build_engine(Case("qwen3_moe", tied=False), path, parallel)
     experts, others = {}, set()
     for name, weight in engine.module.model.state_dict().items():
@@ -26,21 +19,20 @@ def shapes(path: str, parallel: ParallelConfig) -> Share:
         elif ".layers.0." in name:
             local = tuple(weight.to_local().shape)
             experts[name.rpartition(".")[2]] = (tuple(weight.shape), local, weight.device_mesh.mesh_dim_names)
-    return Share(experts, others)
+    return experts, others
 
 
-def test_experts_are_cut_by_number_first_and_all_else_over_all_ranks(ranks: RankPool, tmp_path):
-    """Four experts of two on a rank; two ranks that hold the same cut them again."""
-    four, six = (
-        save_tiny_model(tmp_path / str(count), "qwen3_moe", tie_word_embeddings=False, num_experts=count)
-        for count in (4, 6)
-    )
-    for share in ranks.run(shapes, 4, four, ParallelConfig(expert_parallel=2)):
-        meshes = ("expert_shard", "ep")
-        assert share.experts == {
-            "gate_up_proj": ((4, 32, 32), (1, 32, 32), meshes),
-            "down_proj": ((4, 32, 16), (1, 32, 16), meshes),
-        }
-        assert share.others == {("dp_shard",)}
-    for share in ranks.run(shapes, 4, six, ParallelConfig(expert_parallel=2)):
-        assert share.experts["gate_up_proj"][:2] == ((6, 32, 32), (3, 16, 32))
+@pytest.mark.parametrize(
+    ("count", "gate_up", "down"),
+    [
+        (4, ((4, 32, 32), (1, 32, 32)), ((4, 32, 16), (1, 32, 16))),
+        (6, ((6, 32, 32), (3, 16, 32)), ((6, 32, 16), (3, 16, 16))),
+    ],
+)
+def test_experts_are_cut_by_number_first_and_all_else_over_all_ranks(ranks: RankPool, tmp_path, count, gate_up, down):
+    """Two ranks that hold the same experts cut them again, by number if that divides."""
+    path = save_tiny_model(tmp_path, "qwen3_moe", tie_word_embeddings=False, num_experts=count)
+    mesh = ("expert_shard", "ep")
+    for experts, others in ranks.run(shapes, 4, path, ParallelConfig(expert_parallel=2)):
+        assert experts == {"gate_up_proj": (*gate_up, mesh), "down_proj": (*down, mesh)}
+        assert others == {("dp_shard",)}

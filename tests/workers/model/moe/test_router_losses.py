@@ -26,7 +26,6 @@ def nothing_to_learn(predictions: Any, denominators: Denominators) -> tuple[Tens
 
 
 def of_the_engine(sequences: DataProto, path: str, **settings: Any) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """On one rank: metrics and gradients of the routers' losses alone, in float64."""
     model = ModelConfig(path=path, dtype="float64", **settings)
     engine = TrainingEngine(model, optimizer=OptimizerConfig(), total_steps=1, device="cpu")
     compute_in_float64(engine.module.model)

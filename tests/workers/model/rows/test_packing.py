@@ -70,12 +70,6 @@ def test_p2_p3_each_sequence_is_padded_and_both_lengths_are_kept():
     assert row.input_ids[0].tolist() == [1, 1, 0, 0, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 0, 0, 4, 0, 0, 0]
 
 
-def test_d3_a_row_is_as_long_as_the_longest_rounded_up():
-    rows_of_two = pad(DataProto.from_list(rows([200, 240])), 64)
-    assert rows_of_two.input_ids.shape == rows_of_two.attention_mask.shape == (2, 256)
-    assert rows_of_two.attention_mask.sum(1).tolist() == [200, 240]
-
-
 @given(lengths_strategy, st.integers(1, 5))
 def test_p3_m1_padding_and_padded_rows_leave_the_predicted_tokens_as_they_are(lengths, multiple):
     batch = DataProto.from_list(rows(lengths))
@@ -91,7 +85,6 @@ def test_p3_m1_padding_and_padded_rows_leave_the_predicted_tokens_as_they_are(le
 
 
 def assert_predictions_are_those_of(plain: ModelInput, padded: ModelInput) -> None:
-    """The same tokens at the same places of the batch, each predicted from the same token."""
     assert padded.loss_positions.tolist() == plain.loss_positions.tolist()
     assert padded.sequence_index.tolist() == plain.sequence_index.tolist()
     assert padded.targets.tolist() == plain.targets.tolist()
@@ -102,7 +95,6 @@ def assert_predictions_are_those_of(plain: ModelInput, padded: ModelInput) -> No
 @given(lengths_strategy, st.integers(1, 5), st.integers(0, 20), st.sampled_from(["packed", "padded"]))
 @settings(max_examples=30)
 def test_d2_m3_no_micro_batch_of_a_plan_has_more_cells_than_the_cap(lengths, multiple, spare, layout):
-    """The plan and the engine count alike: the padding of either layout is part of the cap."""
     batch = DataProto.from_list(rows(lengths))
     cap = -(-max(lengths) // multiple) * multiple + spare
     plan = plan_batch(lengths, ranks=1, max_tokens=cap, layout=layout, length_multiple=multiple).for_rank(0)

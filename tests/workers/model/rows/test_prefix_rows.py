@@ -48,7 +48,6 @@ def sequences_of(*rows: str) -> DataProto:
 
 
 def groups(*shapes: tuple[int, list[int]]) -> DataProto:
-    """Of each (prompt, responses), a sequence for every response; all in tokens."""
     rows = []
     for group, (prompt, responses) in enumerate(shapes):
         for index, response in enumerate(responses):
@@ -143,7 +142,6 @@ def random_inputs(row: PackedRow, heads: tuple[int, int], seed: int, dim: int = 
 
 
 def by_mask(row: PackedRow, inputs: list[Tensor]) -> list[Tensor]:
-    """Output and gradients of query, key and value by a mask over the whole row."""
     leaves = [tensor.clone().requires_grad_() for tensor in inputs[:3]]
     output = torch.nn.functional.scaled_dot_product_attention(
         *leaves, attn_mask=visible(row), scale=0.4, enable_gqa=True
@@ -152,7 +150,6 @@ def by_mask(row: PackedRow, inputs: list[Tensor]) -> list[Tensor]:
 
 
 def computed(attention: PackedAttention, inputs: list[Tensor]) -> list[Tensor]:
-    """The same by `attention`."""
     leaves = [tensor.clone().requires_grad_() for tensor in inputs[:3]]
     output = attention(*leaves, 0.4)
     return [output.detach(), *torch.autograd.grad(output, leaves, inputs[3])]
@@ -170,7 +167,6 @@ WAYS = ("tree", "level", "path")
 @given(st.integers(0, 2**31), st.integers(1, 9), HEADS, st.sampled_from([1, 8]))
 @settings(deadline=None, max_examples=25)
 def test_attention_equals_that_of_a_mask(seed, count, heads, multiple):
-    """Outputs and gradients, in float64, for random trees of any depth."""
     row = pack_shared(random_sequences(count, seed, branching=True), multiple)
     inputs = random_inputs(row, heads, seed)
     for way in WAYS:
@@ -201,8 +197,6 @@ def test_small_trees_are_a_call_each_and_others_are_computed_level_by_level(monk
 
 
 class OnCuda(Tensor):
-    """A tensor on the CPU that says it is on CUDA."""
-
     is_cuda = True
 
 
@@ -286,7 +280,6 @@ class RingOfThreads:
 
 
 def by_ring(row: PackedRow, inputs: list[Tensor], size: int) -> list[Tensor]:
-    """Output and gradients that the ranks of a ring compute of their cells, put together."""
     cells = [row.cells_of(size, rank) for rank in range(size)]
     mailboxes: list[Queue] = [Queue() for _ in range(size)]
 
@@ -351,7 +344,6 @@ def work_of_a_ring(row: SharedRow, size: int) -> np.ndarray:
 
 
 def pairs(blocks: tuple[Block, ...]) -> int:
-    """How many pairs of query and key these blocks compute."""
     total = 0
     for block in blocks:
         for queries, keys in zip(block.query_segments.lengths, block.key_segments.lengths, strict=True):
@@ -420,7 +412,6 @@ def test_what_cannot_share_says_why_or_does_without(settings, features, facts, r
 
 
 def test_a_model_that_shares_wrongly_is_refused_at_load(tmp_path, monkeypatch):
-    """The check has two sequences with a common prefix."""
     config = ModelConfig(path=save_tiny_model(tmp_path / "model"), dtype="float32")
     packed = load_model(config, torch.float32)
     assert check_numerics(packed, config).largest < 1e-4

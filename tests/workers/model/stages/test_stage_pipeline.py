@@ -89,7 +89,6 @@ def test_adapters_of_stages_are_written_as_those_of_one(ranks: RankPool, tmp_pat
 
 
 def tied_copies(path: str) -> Tensor | None:
-    """The weight of embedding and output layer as this stage has it after three steps; None where it has none."""
     engine = build(path, ParallelConfig(pipeline_parallel=4))
     sequences = random_sequences(dtype=torch.float32)
     for _ in range(3):
