@@ -3,14 +3,14 @@
 {"policy": {"data_parallel": 2}} or {"policy.data_parallel": 2} --as_overrides--> ["policy.data_parallel=2"]
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 
 from controller.config import TrainingConfig, load_as
-from controller.config.file import settings, shown
+from controller.config.file import leaves, settings, shown
 from workers.errors import ConfigError
 
 Schema = TypeVar("Schema", bound=TrainingConfig)
@@ -39,7 +39,7 @@ def as_overrides(values: Values, known: Collection[str]) -> list[str]:
     """
     if isinstance(values, Mapping):
         try:
-            return [f"{key}={_yaml(key, value)}" for key, value in _leaves(values, known)]
+            return [f"{key}={_yaml(key, value)}" for key, value in leaves(values, known)]
         except RecursionError:
             raise ConfigError("a mapping of settings holds itself, or is nested too deep.") from None
     return listed("overrides", values, lambda value: isinstance(value, str), "a list of key.sub=value, or a mapping")
@@ -58,15 +58,6 @@ def check_type(name: str, value: Any, *types: type) -> None:
     if not isinstance(value, types):
         wanted = " or ".join(one.__name__ for one in types)
         raise ConfigError(f"{name}={shown(value)}: expected {wanted}, not {type(value).__name__}.")
-
-
-def _leaves(values: Mapping[str, Any], known: Collection[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and key not in known:
-            yield from _leaves(value, known, f"{key}.")
-        else:
-            yield key, value
 
 
 class _Dumper(yaml.SafeDumper):

@@ -6,7 +6,7 @@ file, then overrides --> keys known? --> types? --> merged (OmegaConf) --> all s
 import difflib
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -98,6 +98,16 @@ def settings(section: Any, prefix: str = "", only_with: tuple[str, ...] = ()) ->
             yield from settings(value, f"{prefix}{item.name}.", conditions)
         else:
             yield Setting(prefix + item.name, cast(type, item.type), value, **item.metadata, only_with=conditions)
+
+
+def leaves(content: Mapping[Any, Any], known: Collection[str] = (), prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (full key, value) of nested mappings; a mapping below a key in `known` is its value."""
+    for name, value in content.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value and key not in known:
+            yield from leaves(value, known, f"{key}.")
+        else:
+            yield key, value
 
 
 def value_of(config: Any, key: str) -> Any:

@@ -41,7 +41,8 @@ def check_function(key: str, name: str) -> None:
         names = symtable(path.read_text(encoding="utf-8"), str(path), "exec")
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"{key}={name!r}: {path} is not valid Python: {error}.") from None
-    if function not in names.get_identifiers() or not _is_bound(names, function):
+    symbol = names.lookup(function) if function in names.get_identifiers() else None
+    if symbol is None or not (symbol.is_assigned() or symbol.is_imported()):
         raise ConfigError(f"{key}={name!r}: {path} defines no {function}.")
 
 
@@ -70,11 +71,6 @@ def _spec(parts: list[str], path: list[str]) -> ModuleSpec | None:
         if spec is not None:
             return spec
     return None
-
-
-def _is_bound(names: Any, function: str) -> bool:
-    symbol = names.lookup(function)
-    return bool(symbol.is_assigned() or symbol.is_imported())
 
 
 def requested_columns(signature: Signature, record: Mapping[str, Any], name: str) -> tuple[str, ...]:

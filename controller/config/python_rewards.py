@@ -22,11 +22,9 @@ from workers.user_code.functions import UserFunction, pickled, signature_of
 
 RewardFunctionLike = Callable[..., Any] | str
 Reward = RewardFunctionLike | Sequence[RewardFunctionLike] | Mapping[RewardFunctionLike, float]
-"""A function, or its name as in the settings; or several of them, which are added up, each with a weight or with 1."""
+"""A function, or its name as in the settings. Several are summed, each with its weight or with 1."""
 
-GivenFunctions = Mapping[str, UserFunction]
-"""By the name that stands for them in the settings."""
-
+GivenFunctions = Mapping[str, UserFunction]  # by their names in the settings
 NONE_GIVEN: GivenFunctions = {}
 
 
@@ -40,7 +38,8 @@ def give_rewards(settings: RewardConfig, reward: Reward | None) -> GivenFunction
     several = isinstance(reward, (Mapping, list, tuple))
     functions: list[Any] = list(cast(Iterable[Any], reward)) if several else [reward]
     weights = list(reward.values()) if isinstance(reward, Mapping) else [1.0] * len(functions)
-    if not all(callable(f) or isinstance(f, str) for f in functions) or not all(map(_is_weight, weights)):
+    numbers = all(isinstance(weight, (int, float)) and abs(weight) <= LARGEST_FLOAT for weight in weights)
+    if not numbers or not all(callable(f) or isinstance(f, str) for f in functions):
         raise ConfigError(f"reward={shown(reward)}: expected a function, a list, or a mapping of functions to weights.")
     by_name: dict[str, RewardFunctionLike] = {}
     for function in functions:
@@ -70,12 +69,7 @@ def give_step(settings: RunConfig, step: Any) -> GivenFunctions:
         raise ConfigError(f"step={settings.step}: has no signature that can be read. Give a Python function.") from None
 
 
-def _is_weight(value: Any) -> bool:
-    return isinstance(value, (int, float)) and abs(value) <= LARGEST_FLOAT
-
-
 def name_of(function: RewardFunctionLike) -> str:
-    """Name a function for the settings."""
     if isinstance(function, str):
         return function
     function = _inner(function)

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from omegaconf import OmegaConf
 
@@ -246,17 +246,13 @@ def to_yaml(config: TrainingConfig) -> str:
 
 def changed_yaml(config: TrainingConfig) -> str:
     """Write the settings that differ from their defaults, as YAML that `load` reads back."""
-    changed: dict[str, Any] = {}
+    changed = OmegaConf.create()
     for found in settings(type(config)()):
         value = value_of(config, found.key)
         default = value_of(config, found.default[2:-1]) if found.follows else found.default
         if value != default:
-            *sections, name = found.key.split(".")
-            section = changed
-            for part in sections:
-                section = section.setdefault(part, {})
-            section[name] = value
-    return OmegaConf.to_yaml(OmegaConf.create(changed))
+            OmegaConf.update(changed, found.key, value, force_add=True)
+    return OmegaConf.to_yaml(changed)
 
 
 def _default_name(path: str | Path | None) -> str:

@@ -216,8 +216,7 @@ class TrainingConfig:
         from workers.model.rules.families import features_of_file, is_recurrent
         from workers.model.rules.model_rules import shares_prefixes
 
-        description = read_model_files(model.path, "model.path").description
-        text = description.get("text_config", description)
+        text = read_model_files(model.path, "model.path").text
         shares = shares_prefixes(
             model,
             features_of_file(text),

@@ -18,6 +18,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from controller.config.file import leaves
 from workers.errors import ConfigError
 
 OVERRIDE = re.compile(r"[+~]{0,2}([A-Za-z_]\w*(?:[./@]\w+)+)=(.*)", re.DOTALL)
@@ -56,18 +57,10 @@ def _of_file(path: Path) -> dict[str, Any]:
             return dict(_of_python(ast.parse(text)))
         if path.suffix in (".yaml", ".yml", ".json"):
             content = OmegaConf.to_container(OmegaConf.create(text), resolve=True)
-            return dict(_leaves(content)) if isinstance(content, Mapping) else {}
+            return dict(leaves(content)) if isinstance(content, Mapping) else {}
         return _of_script(text)
     except (OSError, ValueError, SyntaxError, yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: {str(error).splitlines()[0]}.") from None
-
-
-def _leaves(content: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in content.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _of_python(tree: ast.AST) -> Iterator[tuple[str, Any]]:

@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import yaml
+from omegaconf import OmegaConf
 
 from controller.config import Config, load
 from controller.config.aliases import Counterpart, counterparts
@@ -56,15 +57,10 @@ class Migration:
         lines = [f"# From {self.system}, by `ballast migrate`."]
         for title, entries in lists.items():
             lines += [f"# {title}:", *(f"#   {entry}" for entry in entries)] if entries else []
-        nested: dict[str, Any] = {}
-        for key in KNOWN:
-            if key in self.settings:
-                *sections, name = key.split(".")
-                section = nested
-                for part in sections:
-                    section = section.setdefault(part, {})
-                section[name] = self.settings[key]
-        text = yaml.safe_dump(nested, sort_keys=False, default_flow_style=None, width=100)
+        nested = OmegaConf.create()
+        for key in filter(self.settings.__contains__, KNOWN):
+            OmegaConf.update(nested, key, self.settings[key], force_add=True)
+        text = yaml.safe_dump(OmegaConf.to_container(nested), sort_keys=False, default_flow_style=None, width=100)
         return "\n".join(lines) + "\n" + text
 
 
@@ -177,16 +173,14 @@ def _takes(key: str, value: Any) -> bool:
     return is_of_type(value, KNOWN[key].type) and KNOWN[key].allows(value)
 
 
-def _override(key: str, value: Any) -> str:
-    return f"{key}={yaml.safe_dump(value, default_flow_style=True)}"
-
-
 def _settle(migration: Migration) -> None:
     """Remove and list, one by one, the settings that the checks refuse."""
     chosen = migration.settings
     while True:
         try:
-            check_settings(load(None, [_override(key, value) for key, value in chosen.items()]))
+            check_settings(
+                load(None, [f"{key}={yaml.safe_dump(value, default_flow_style=True)}" for key, value in chosen.items()])
+            )
             return
         except ConfigError as error:
             places = {key: str(error).find(key) for key in chosen if key in str(error) and key not in PLACEHOLDERS}
