@@ -19,14 +19,13 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from controller.engines.fleet import FRUITLESS_DEATHS, Fleet, State
+from controller.engines.fleet import FRUITLESS_DEATHS, UP, Fleet, State
 from workers.config import RolloutConfig
 from workers.errors import LostError, RolloutError
 
 MakeActor = Callable[[int, int], Any]
 STOP_SECONDS = 30.0
 POLL_SECONDS = 1.0  # interval between checks of deadlines while nothing arrives
-UP = (State.STALE, State.CURRENT, State.DRAINING)
 
 
 @dataclass(frozen=True)
@@ -100,8 +99,13 @@ class RolloutEngines:
     def check_deadlines(self, busy: Collection[int]) -> None:
         """Lose replicas with overdue calls; check the health of silent `busy` replicas."""
         now = time.monotonic()
-        for ref in [ref for ref, call in self._calls.items() if call.deadline < now]:
-            self._late(ref)
+        for ref, call in list(self._calls.items()):
+            if call.deadline >= now or ref not in self._calls:  # one that was lost just now takes its calls along
+                continue
+            if ray.wait([ref], timeout=0, fetch_local=False)[0]:  # in time, but between two rounds nobody read it
+                self._arrived(ref)
+            else:
+                self.lose(call.replica, f"{call.doing} was not done after {call.timeout_s:g} s")
         for replica in self.fleet.serving:
             if replica in busy and now - self._last_sign[replica] > self._hang_timeout_s:
                 self.fleet.drain(replica)
@@ -228,12 +232,6 @@ class RolloutEngines:
         self.fleet.updated(replica, version)
         self._load(replica)  # newer ones may exist by now
 
-    def _late(self, ref: ray.ObjectRef) -> None:
-        if ray.wait([ref], timeout=0, fetch_local=False)[0]:  # in time, but between two rounds nobody read it
-            self._arrived(ref)
-        elif call := self._calls.get(ref):  # gone if its engine was lost just now
-            self.lose(call.replica, f"{call.doing} was not done after {call.timeout_s:g} s")
-
     def _healthy(self, replica: int) -> None:
         if self.fleet.state(replica) is State.DRAINING:  # new weights end draining too
             self.fleet.resume(replica)
@@ -243,8 +241,6 @@ class RolloutEngines:
         self._calls[ref] = _Call(replica, doing, timeout_s, time.monotonic() + timeout_s, then)
 
     def _arrived(self, ref: ray.ObjectRef) -> None:
-        if ref not in self._calls:
-            return
         call = self._calls.pop(ref)
         try:
             ray.get(ref)

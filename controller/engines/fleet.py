@@ -31,6 +31,9 @@ class State(Enum):
     DEAD = "lost"
 
 
+UP = (State.STALE, State.CURRENT, State.DRAINING)
+
+
 @dataclass
 class RestartBudget:
     """Restarts of a run: at most `limit`, which is run.max_restarts.
@@ -81,13 +84,11 @@ class Fleet:
 
     def started(self, replica: int) -> None:
         """The engine is up, with version 0."""
-        self._expect(replica, State.STARTING)
-        self._settle(replica, version=0)
+        self._move(replica, self._with_weights(0), State.STARTING)
 
     def updated(self, replica: int, version: int) -> None:
         """The engine has loaded `version`, which may be outdated."""
-        self._expect(replica, State.STALE)
-        self._settle(replica, version)
+        self._move(replica, self._with_weights(version), State.STALE)
 
     def new_version(self, version: int) -> None:
         """The policy has new weights, which no engine has yet. Raises ValueError if `version` falls."""
@@ -95,33 +96,28 @@ class Fleet:
             raise ValueError(f"weights of version {version} after those of version {self.version}")
         self.version = version
         for replica in self.in_state(State.CURRENT, State.DRAINING):
-            self._move(replica, State.STALE)
+            self._move(replica, State.STALE, State.CURRENT, State.DRAINING)
 
     def drain(self, replica: int) -> None:
-        self._expect(replica, State.CURRENT)
-        self._move(replica, State.DRAINING)
+        self._move(replica, State.DRAINING, State.CURRENT)
 
     def resume(self, replica: int) -> None:
-        self._expect(replica, State.DRAINING)
-        self._move(replica, State.CURRENT)
+        self._move(replica, State.CURRENT, State.DRAINING)
 
     def sleep(self, replica: int) -> None:
         """The engine drops its weights and KV cache."""
-        self._expect(replica, State.STALE, State.CURRENT, State.DRAINING)
-        self._move(replica, State.ASLEEP)
+        self._move(replica, State.ASLEEP, *UP)
 
     def wake(self, replica: int) -> None:
         """The engine has memory for weights again, but no weights."""
-        self._expect(replica, State.ASLEEP)
-        self._move(replica, State.STALE)
+        self._move(replica, State.STALE, State.ASLEEP)
 
     def finished_samples(self, replica: int) -> None:
         """The engine has finished samples, even if it is now dead."""
         self._finished.add(replica)
 
     def lost(self, replica: int) -> None:
-        self._expect(replica, State.STARTING, State.STALE, State.CURRENT, State.DRAINING, State.ASLEEP)
-        self._move(replica, State.DEAD)
+        self._move(replica, State.DEAD, State.STARTING, State.ASLEEP, *UP)
         self.budget.fruitless[replica] = 0 if replica in self._finished else self.budget.fruitless[replica] + 1
         self._finished.discard(replica)
 
@@ -131,23 +127,20 @@ class Fleet:
 
     def restart(self, replica: int) -> bool:
         """Replace a dead engine; returns False, without effect, if hopeless or beyond the budget."""
-        self._expect(replica, State.DEAD)
         if self.budget.left <= 0 or self.is_hopeless(replica):
             return False
+        self._move(replica, State.STARTING, State.DEAD)
         self.budget.engines += 1
-        self._move(replica, State.STARTING)
         return True
 
-    def _settle(self, replica: int, version: int) -> None:
-        self._move(replica, State.CURRENT if version == self.version else State.STALE)
+    def _with_weights(self, version: int) -> State:
+        return State.CURRENT if version == self.version else State.STALE
 
-    def _move(self, replica: int, state: State) -> None:
+    def _move(self, replica: int, state: State, *allowed: State) -> None:
+        """Move from one of the `allowed` states."""
+        before = self._states[replica]
+        if before not in allowed:
+            names = " or ".join(each.name.lower() for each in allowed)
+            raise ValueError(f"engine {replica} is {before.name.lower()}, not {names}")
         self._states[replica] = state
         self._changed(replica, state)
-
-    def _expect(self, replica: int, *states: State) -> None:
-        state = self.state(replica)
-        if state not in states:
-            raise ValueError(
-                f"engine {replica} is {state.name.lower()}, not {' or '.join(s.name.lower() for s in states)}"
-            )

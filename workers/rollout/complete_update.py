@@ -8,7 +8,7 @@ vLLM by itself keeps the old weights of omitted parameters, with a warning in a 
 `nccl` and `shared_memory`, which reads a safetensors file.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -37,10 +37,9 @@ STACKED_EXPERTS = ".mlp.experts."
 
 
 def left_out(model: nn.Module) -> list[str]:
-    """Parameters that an update has not brought, or only in part; call before vLLM finishes the update.
+    """Return parameters that an update has not brought, or only in part; call before vLLM finishes the update.
 
-    A module with two names (an MoE layer's router) counts once. Scales of a KV cache do not count: the trainer has
-    none.
+    A module with two names (an MoE layer's router) counts once. Scales of a KV cache do not count.
     """
     missing = []
     for prefix, module in model.named_modules():
@@ -61,65 +60,63 @@ def left_out(model: nn.Module) -> list[str]:
     return sorted(missing)
 
 
-class ExpertKernels:
-    """CPU kernels of fused experts, which arrange weights in memory only when they are built.
+def _take_kernels(model: nn.Module) -> list[tuple[Any, Any]]:
+    """Remove the CPU kernels of fused experts, which arrange weights in memory only when they are built.
 
-    vLLM builds a kernel where there is none, so removing them before an update rearranges the new weights.
+    vLLM builds a kernel where there is none, so the new weights are arranged too. Returns (method of a layer, kernel).
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        """Remove the kernels before an update, on a CPU."""
-        layers = model.modules() if current_platform.is_cpu() else ()
-        methods: list[Any] = [layer.quant_method for layer in layers if hasattr(layer, "quant_method")]
-        self._kernels = [(method, method.moe_kernel) for method in methods if getattr(method, "moe_kernel", None)]
-        for method, _ in self._kernels:
-            method.moe_kernel = None
-
-    def put_back(self) -> None:
-        """Restore the kernel of layers that got no weights."""
-        for method, kernel in self._kernels:
-            method.moe_kernel = method.moe_kernel or kernel
+    layers = model.modules() if current_platform.is_cpu() else ()
+    methods: list[Any] = [layer.quant_method for layer in layers if hasattr(layer, "quant_method")]
+    taken = [(method, method.moe_kernel) for method in methods if getattr(method, "moe_kernel", None)]
+    for method, _ in taken:
+        method.moe_kernel = None
+    return taken
 
 
-class _TiedModel:
-    """Stands for a model that computes its output by the embedding alone and refuses `lm_head.weight` (Gemma 2)."""
+@dataclass
+class _Translated:
+    """Stands for a model, and renames or drops weights before the model loads them."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    model: Any
+    translate: Callable[[Any, str, Tensor], Iterator[tuple[str, Tensor]]]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Any:
-        return self._model.load_weights((name, weight) for name, weight in weights if name != OUTPUT_LAYER)
+        parts = (part for name, weight in weights for part in self.translate(self.model, name, weight))
+        return self.model.load_weights(parts)
 
 
-class _GptOss:
-    """Stands for gpt-oss, whose stacked experts and sinks vLLM writes past the loaders by which it reloads.
+def _tied(model: Any, name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """For a model that computes its output by the embedding alone and refuses `lm_head.weight` (Gemma 2)."""
+    if name != OUTPUT_LAYER:
+        yield name, weight
+
+
+def _gpt_oss(model: Any, name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """For gpt-oss, whose stacked experts and sinks vLLM writes past the loaders by which it reloads.
 
     Its loaders take one expert at a time, as `...mlp.experts.NUMBER.NAME`. The sinks' loader exists but is not called.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model: Any = model
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Any:
-        return self._model.load_weights(part for name, weight in weights for part in self._parts(name, weight))
-
-    def _parts(self, name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
-        layer, stacked, parameter = name.partition(STACKED_EXPERTS)
-        if stacked:
-            for expert, part in enumerate(weight):
-                yield f"{layer}{STACKED_EXPERTS}{expert}.{parameter}", part
-        elif name.endswith(".sinks"):
-            self._load_sinks(self._model.get_parameter(name.replace(".self_attn.", ".attn.")), weight)
-        else:
-            yield name, weight
-
-    def _load_sinks(self, sinks: Any, weight: Tensor) -> None:
+    layer, stacked, parameter = name.partition(STACKED_EXPERTS)
+    if stacked:
+        for expert, part in enumerate(weight):
+            yield f"{layer}{STACKED_EXPERTS}{expert}.{parameter}", part
+    elif name.endswith(".sinks"):
+        sinks = model.get_parameter(name.replace(".self_attn.", ".attn."))
         heads = len(sinks)  # of this rank
         sinks.weight_loader(sinks, weight.narrow(0, get_tensor_model_parallel_rank() * heads, heads))
+    else:
+        yield name, weight
+
+
+def _as_it_loads(model: nn.Module) -> Any:
+    if isinstance(model, GptOssForCausalLM):
+        return _Translated(model, _gpt_oss)
+    names = (name for name, _ in model.named_parameters(remove_duplicate=False))
+    return model if any(name.endswith(OUTPUT_LAYER) for name in names) else _Translated(model, _tied)
 
 
 class CompleteUpdate(WeightTransferEngine[Any, Any]):
-    """Mixed into vLLM's weight-transfer engines that reload layer by layer; see `left_out`.
+    """Mixed into vLLM's weight-transfer engines that reload layer by layer.
 
     at_once: whether one call brings all weights. That call then raises, and vLLM takes further updates. Otherwise
     `finish_weight_update` raises, after which vLLM takes none.
@@ -130,7 +127,7 @@ class CompleteUpdate(WeightTransferEngine[Any, Any]):
 
     def start_weight_update(self) -> None:
         super().start_weight_update()
-        self._kernels = ExpertKernels(self.model)
+        self._kernels = _take_kernels(self.model)
 
     def receive_weights(self, update_info: Any) -> None:
         """Load a chunk. Raises ValueError, naming missing weights, if an update in one call is incomplete.
@@ -157,18 +154,8 @@ class CompleteUpdate(WeightTransferEngine[Any, Any]):
 
     def _put_in_place(self) -> None:
         super().finish_weight_update()
-        self._kernels.put_back()
-
-
-def _as_it_loads(model: nn.Module) -> Any:
-    if isinstance(model, GptOssForCausalLM):
-        return _GptOss(model)
-    return model if _has_output_layer(model) else _TiedModel(model)
-
-
-def _has_output_layer(model: nn.Module) -> bool:
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    return any(name.endswith(OUTPUT_LAYER) for name in names)
+        for method, kernel in self._kernels:  # layers that got no weights have no new kernel
+            method.moe_kernel = method.moe_kernel or kernel
 
 
 def _refuse(missing: list[str]) -> None:
@@ -188,7 +175,7 @@ class CompleteIPCWeightTransferEngine(CompleteUpdate, IPCWeightTransferEngine):
 
 @dataclass
 class SharedMemoryInitInfo(WeightTransferInitInfo):
-    """Nothing to agree on beforehand."""
+    """Empty: nothing to agree on beforehand."""
 
 
 @dataclass
@@ -215,13 +202,7 @@ class _FileEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemoryUpdateI
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
-        """Load the file. Raises ValueError, before any change, if the output layer is missing."""
-        weights = load_file(update_info.path)
-        # The rule would find this too, but after the rest is loaded.
-        tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
-        if tied and OUTPUT_LAYER not in weights:
-            raise ValueError(f"the update lacks {OUTPUT_LAYER}, which must be sent even if tied to the embedding.")
-        self.model.load_weights(weights.items())
+        self.model.load_weights(load_file(update_info.path).items())
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)

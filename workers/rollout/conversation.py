@@ -18,7 +18,7 @@ from workers.rendering import Messages, Renderer, cleaned
 
 
 class Conversation:
-    """Conversation of one episode; chat messages go through the chat template."""
+    """The messages or the text of one episode."""
 
     def __init__(self, renderer: Renderer, prompt: Text, model: str) -> None:
         """`prompt`: as it was tokenized, including its system message. `model`: names the template in errors."""
@@ -35,7 +35,6 @@ class Conversation:
         return self._encode(self._render(self._messages, add_generation_prompt=True))
 
     def response(self, ids: np.ndarray) -> str:
-        """Decode a turn, without special tokens."""
         return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=True))
 
     def observation_ids(self, turn_ids: np.ndarray, observation: Text) -> np.ndarray:
@@ -60,7 +59,7 @@ class Conversation:
 
 
 def appended_text(before: str, after: str, end: str, model: str) -> str:
-    """The part of `after` that follows the `end` token of the turn that `before` ends with.
+    """Return the part of `after` that follows the `end` token of the turn that `before` ends with.
 
     Raises EpisodeError, naming the model, if `before` has no `end`, or `after` changes earlier text.
     """

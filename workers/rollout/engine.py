@@ -25,7 +25,7 @@ CPU_KV_BLOCK_TOKENS = 32  # the smallest block of vLLM's fast CPU kernels: promp
 
 
 def prepare_environment(config: RolloutConfig, placement: str) -> None:
-    """Set environment variables that vLLM reads at import and its processes inherit. Call before importing vllm."""
+    """Set variables that vLLM reads at import and its processes inherit. Call before importing vllm."""
     mark_actor()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

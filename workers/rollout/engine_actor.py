@@ -95,7 +95,7 @@ class VllmEngineActor:
     async def start(self) -> None:
         """Build the engine, with the weights of `model.path` as version 0. Takes 15 to 60 s.
 
-        Raises ConfigError for an impossible placement; errors of vLLM pass through.
+        Raises ConfigError for an impossible placement, and vLLM's errors.
         """
         import torch
 
@@ -127,10 +127,10 @@ class VllmEngineActor:
     async def generate(
         self, requests: list[SampleRequest], sampling: SamplingConfig
     ) -> AsyncIterator[DataProto | list[SampleResult]]:
-        """Yield a DataProto and then the list of its results, repeatedly, as samples finish.
+        """Yield a DataProto of `Episode.row`s and then the list of their results, repeatedly, as samples finish.
 
-        The block comes first, so that it exists when a caller gets the list. Its columns are those of `Episode.row`;
-        failed samples have no row and do not affect others. If the engine dies, RolloutError ends the stream.
+        The block comes first, so that it exists when a caller gets the list. Failed samples have no row. If the engine
+        dies, RolloutError ends the stream.
         """
         pending = {asyncio.create_task(self._sample(request, sampling)) for request in requests}
         try:
@@ -193,7 +193,7 @@ class VllmEngineActor:
         return as_response(output).after(request.begun)
 
     async def partial_responses(self) -> dict[int, Response]:
-        """Unfinished responses with tokens, by their requests' seeds; without episodes."""
+        """Return unfinished responses with tokens, by their requests' seeds; without episodes."""
         found = {}
         for name, response in unfinished_responses(self.engine).items():
             request = self._under_way.get(name)
@@ -228,7 +228,6 @@ class VllmEngineActor:
         await self._answer("join the transfer", self.engine.init_weight_transfer_engine(request))
 
     async def begin_update(self) -> None:
-        """Pause requests in flight and prepare for new weights."""
         self._update_began = time.time()
         clear = self.config.kv_cache_after_update == "recompute"
         await self._answer("hold its requests", hold_requests(self.engine, clear_cache=clear))
@@ -241,10 +240,7 @@ class VllmEngineActor:
         await self._answer("load the weights", self.engine.update_weights(WeightTransferUpdateRequest(update_info)))
 
     async def finish_update(self, version: int) -> None:
-        """Put the new weights in place under `version` and resume requests.
-
-        Raises as `update_weights`; requests then stay paused.
-        """
+        """Put the weights in place under `version` and resume requests, which stay paused after an error."""
         await self._answer(f"take version {version}", self.engine.finish_weight_update(str(version)))
         await self._answer("go on", self.engine.resume_generation())
         self._loads.append(WeightLoad(version, self._update_began, time.time() - self._update_began))
@@ -269,7 +265,7 @@ class VllmEngineActor:
             task.cancel()
 
     async def take_weight_loads(self) -> list[WeightLoad]:
-        """Weight updates since the last call."""
+        """Return weight updates since the last call."""
         loads, self._loads = self._loads, []
         return loads
 
@@ -293,19 +289,16 @@ class VllmEngineActor:
         await self.engine.wake_up(["kv_cache"])
 
     async def alive(self) -> None:
-        """Return at once, even while weights load; raises vLLM's error if a process died."""
+        """Raise vLLM's error if a process died. Returns at once, even while weights load."""
         await self.engine.check_health()
 
     async def health(self) -> None:
-        """Return when the engine's scheduler answers; never returns if it hangs.
-
-        Raises vLLM's error if the engine is dead, RolloutError without an engine.
-        """
+        """Return when the engine's scheduler answers. Raises as `alive`."""
         await self.engine.check_health()  # knows of processes that died
         await self.weight_version()
 
     async def pids(self) -> list[int]:
-        """Ids of this process and all below it."""
+        """Return the ids of this process and all below it."""
         import psutil
 
         process = psutil.Process()
@@ -337,7 +330,7 @@ def _end_engine(engine: "AsyncLLM | None") -> None:
 
 
 def _flush(samples: list[Sample]) -> tuple[DataProto, list[SampleResult]]:
-    """One block of the rows, and the results with their row numbers, sorted by (uid, sample)."""
+    """Join the rows, and number the results, sorted by (uid, sample)."""
     rows: list[Row] = []
     results = []
     for result, row in sorted(samples, key=lambda sample: sample[0].key):

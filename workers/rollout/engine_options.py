@@ -75,9 +75,7 @@ DRAFTS_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 
 
 def check_engine_options(options: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an option that is not allowed, that another setting determines, or that breaks weight
-    updates.
-    """
+    """Raise ConfigError for an option that is unknown, follows from another setting, or breaks weight updates."""
     for name, value in options.items():
         if name in OWNED:
             raise ConfigError(f"rollout.engine.{name} follows from {OWNED[name]}; set that instead.")

@@ -14,9 +14,9 @@ object of llvmlite that has every attribute.
 import asyncio
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,23 +31,19 @@ Command = Callable[[], None]
 
 @dataclass
 class Resources:
-    """Client state that `AsyncLLM` reads."""
+    """What `AsyncLLM` reads of a client."""
 
     engine_dead: bool = False
     cause: BaseException | None = None
 
     def error(self) -> EngineDeadError:
-        """Carries the cause of death, if known."""
         error = EngineDeadError()
         error.__cause__ = self.cause
         return error
 
 
 class EngineThread(EngineCoreClient):
-    """The part of vLLM's asynchronous client that one engine without data parallelism uses.
-
-    Takes the arguments of `EngineCoreClient.make_async_mp_client`.
-    """
+    """The part of vLLM's asynchronous client that one engine without data parallelism uses."""
 
     engine_ranks_managed = (0,)
 
@@ -77,7 +73,7 @@ class EngineThread(EngineCoreClient):
             self._core.shutdown()
 
     def _obey(self) -> bool:
-        """Run queued commands, waiting while no request can be stepped. Returns False to end the thread."""
+        """Run queued commands, waiting while there is no request. Returns False to end the thread."""
         while not (self._commands.empty() and self._core.scheduler.has_requests()):
             commands = self._commands.get()
             if commands is None:
@@ -99,7 +95,7 @@ class EngineThread(EngineCoreClient):
         self._commands.put(None)  # may have been among them, before the thread saw it
 
     async def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call the function between two steps. Raises as it does, and EngineDeadError if the thread ended."""
+        """Call the function between two steps. Raises EngineDeadError if the thread ended."""
         self._loop = asyncio.get_running_loop()
         answer: Future[Any] = Future()
 
@@ -129,7 +125,6 @@ class EngineThread(EngineCoreClient):
             self._refuse_commands()
 
     async def get_output_async(self) -> Any:
-        """Outputs of one step. Raises EngineDeadError if the thread failed."""
         self._loop = asyncio.get_running_loop()
         output = await self._outputs.get()
         if isinstance(output, BaseException):
@@ -176,18 +171,12 @@ class EngineThread(EngineCoreClient):
         self._thread.join(JOIN_SECONDS if timeout is None else timeout)
 
 
-@contextmanager
-def _in_a_thread() -> Iterator[None]:
-    """Make engines in the block keep their core in a thread; vLLM has no setting for it (`make_client`'s TODO)."""
+def engine_in_a_thread(arguments: Any) -> AsyncLLM:
+    """Build a one-process engine from `AsyncEngineArgs`."""
     made = EngineCoreClient.__dict__["make_async_mp_client"]
+    # vLLM has no setting for it (`make_client`'s TODO).
     EngineCoreClient.make_async_mp_client = EngineThread  # type: ignore[method-assign, assignment]
     try:
-        yield
+        return AsyncLLM.from_engine_args(arguments)
     finally:
         EngineCoreClient.make_async_mp_client = made  # type: ignore[method-assign]
-
-
-def engine_in_a_thread(arguments: Any) -> AsyncLLM:
-    """Build a one-process engine from `AsyncEngineArgs`. vLLM's errors pass through."""
-    with _in_a_thread():
-        return AsyncLLM.from_engine_args(arguments)

@@ -43,13 +43,12 @@ class Episode:
 
     @property
     def prompt_hash(self) -> int:
-        """Hash of the prompt, int64, the same in every process."""
+        """int64, the same in every process."""
         digest = hashlib.blake2b(self._parts[0].ids.tobytes(), digest_size=8).digest()
         return int.from_bytes(digest, signed=True)
 
     @property
     def response_tokens(self) -> int:
-        """Tokens that the policy sampled."""
         return sum(len(turn.ids) for turn in self.turns)
 
     @property
@@ -87,9 +86,7 @@ class Episode:
         return True
 
     def end(self, *, done: bool) -> str:
-        """Finish reason after the last turn: `length` (cut off), `stop` (`done`), `turns` (none left), or "" to
-        continue.
-        """
+        """Finish reason after the last turn: `length` (cut off), `stop` (`done`), `turns` (none left), or ""."""
         if self.turns[-1].finish_reason == LENGTH:
             return LENGTH
         if done:
@@ -130,7 +127,7 @@ async def play(
     """Play `episode` to its end; returns its finish reason, and its score, with `failure` set if it has none.
 
     The score's `turns` hold the environment's opening alone. If the environment fails at the start, the policy answers
-    the bare prompt, because every sequence needs a token to learn from. Errors of `sample` pass through.
+    the bare prompt, because every sequence needs a token to learn from.
     """
     try:
         async with environments as environment:

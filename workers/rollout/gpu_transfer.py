@@ -9,6 +9,7 @@
 vLLM's trainer side carries the bytes and decides the order; it reaches our actors through `EngineClient`.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,10 +17,11 @@ from typing import Any
 from torch import Tensor
 from vllm.distributed.weight_transfer import ParamMeta, WeightSource, WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.base import TrainerInitInfo
+from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 from vllm.distributed.weight_transfer.packed_tensor import DEFAULT_PACKED_BUFFER_SIZE_BYTES
 
-from workers.errors import BallastError, ConfigError, LostError, RolloutError
-from workers.rollout.placement import BACKENDS
+from workers.errors import BallastError, LostError, RolloutError
 
 NamedWeights = Callable[[], Iterator[tuple[str, Tensor]]]
 
@@ -36,11 +38,16 @@ class EngineClient:
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Every replica joins the transfer group; with nccl, at its own ranks after the trainer's."""
-        self._all("init_transfer", [self._for_replica(init_info, replica) for replica in range(len(self._engines))])
+        infos = [init_info] * len(self._engines)
+        if "rank_offset" in init_info:
+            # vLLM gives all replicas one offset, right for one engine with data-parallel ranks; ours are engines apart.
+            offsets = itertools.count(init_info["rank_offset"], self._tensor_parallel)
+            infos = [info | {"rank_offset": offset} for info, offset in zip(infos, offsets, strict=False)]
+        call_replicas(self._engines, "init_transfer", [(info,) for info in infos])
 
     def start_weight_update(self) -> None:
         self.failure = None
-        self._all("begin_update", [None] * len(self._engines))
+        call_replicas(self._engines, "begin_update", [()] * len(self._engines))
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
         """Every replica receives; with nccl in a thread, while the trainer broadcasts.
@@ -48,7 +55,7 @@ class EngineClient:
         A failure calls `on_failure`, which ends the broadcast.
         """
         try:
-            self._all("receive_update", [update_info] * len(self._engines))
+            call_replicas(self._engines, "receive_update", [(update_info,)] * len(self._engines))
         except BallastError as error:
             self.failure = error
             self.on_failure()
@@ -56,20 +63,11 @@ class EngineClient:
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Every replica resumes under `self.version`: vLLM's trainer side does not pass the version through."""
-        self._all("finish_update", [self.version] * len(self._engines))
-
-    def _for_replica(self, init_info: dict[str, Any], replica: int) -> dict[str, Any]:
-        # vLLM gives all replicas one offset, right for one engine with data-parallel ranks; ours are engines apart.
-        if "rank_offset" not in init_info:
-            return init_info
-        return init_info | {"rank_offset": init_info["rank_offset"] + replica * self._tensor_parallel}
-
-    def _all(self, method: str, arguments: Sequence[Any]) -> None:
-        call_replicas(self._engines, method, arguments)
+        call_replicas(self._engines, "finish_update", [(self.version,)] * len(self._engines))
 
 
-def call_replicas(engines: Sequence[Any], method: str, arguments: Sequence[Any]) -> None:
-    """Call `method` of every replica with its argument (None: without one) and wait for all.
+def call_replicas(engines: Sequence[Any], method: str, arguments: Sequence[tuple[Any, ...]]) -> None:
+    """Call `method` of every replica with its arguments and wait for all.
 
     Raises at the first failure, because the others may wait for that replica: our errors unchanged, LostError for a
     lost actor, RolloutError otherwise.
@@ -77,9 +75,7 @@ def call_replicas(engines: Sequence[Any], method: str, arguments: Sequence[Any])
     import ray
     from ray.exceptions import RayError, RayTaskError
 
-    calls = [getattr(engine, method) for engine in engines]
-    pairs = zip(calls, arguments, strict=True)
-    refs = [call.remote() if argument is None else call.remote(argument) for call, argument in pairs]
+    refs = [getattr(engine, method).remote(*each) for engine, each in zip(engines, arguments, strict=True)]
     replicas = {ref: replica for replica, ref in enumerate(refs)}
     while refs:
         (done,), refs = ray.wait(refs, num_returns=1)
@@ -105,7 +101,6 @@ class GatheredWeights(WeightSource):
         self._metadata = [ParamMeta(name, empty.dtype, tuple(empty.shape)) for name, empty in metadata.items()]
 
     def metadata(self) -> list[ParamMeta]:
-        """Names, dtypes and shapes, without gathering."""
         return self._metadata
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -128,26 +123,27 @@ class WeightSender:
         port: int = 0,
         buffer_bytes: int = DEFAULT_PACKED_BUFFER_SIZE_BYTES,
     ) -> None:
-        """Connect to the engines; collective over the policy's ranks.
+        """Connect to the engines; collective over the policy's ranks, whose CUDA device must be current.
 
-        `engines`: handles of all `VllmEngineActor` actors, started. `weights`, `metadata`: see `GatheredWeights`; only
-        rank zero needs whole tensors with `apart`, every rank with `colocated`. `address`, `port`: free, at policy rank
-        zero, for `apart`. `buffer_bytes`: sent at a time. The policy's CUDA device and default process group must be
-        current. Raises ConfigError for a placement without GPUs.
+        engines: handles of all actors, started. weights, metadata: see `GatheredWeights`; only rank zero needs whole
+        tensors with `apart`, every rank with `colocated`. address, port: free, at policy rank zero, for `apart`.
+        buffer_bytes: sent at a time.
         """
         self._client = EngineClient(engines, tensor_parallel)
-        world_size = 1 + len(engines) * tensor_parallel
         source = GatheredWeights(weights, metadata)
-        largest = max(meta.dtype.itemsize * math.prod(meta.shape) for meta in source.metadata())
-        info = trainer_init_info(
-            placement,
-            rank=rank,
-            address=address,
-            port=port,
-            world_size=world_size,
-            largest_bytes=largest,
-            buffer_bytes=buffer_bytes,
-        )
+        info: TrainerInitInfo
+        if placement == "colocated":
+            largest = max(meta.dtype.itemsize * math.prod(meta.shape) for meta in source.metadata())
+            # Packed, because unpacked would hold a second copy of the model at once.
+            info = IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=max(buffer_bytes, largest))
+        else:
+            info = NCCLTrainerInitInfo(
+                master_address=address,
+                master_port=port,
+                world_size=1 + len(engines) * tensor_parallel,
+                rank=rank,
+                packed_buffer_size_bytes=buffer_bytes,
+            )
         self._trainer_side = WeightTransferTrainerFactory.trainer_init(info, client=self._client, source=source)
         # vLLM ends the communicator by aborting it, which also ends a broadcast that waits for a lost engine.
         self._client.on_failure = self._trainer_side.shutdown
@@ -155,8 +151,8 @@ class WeightSender:
     def send(self, version: int) -> None:
         """Send the weights to all engines as `version`; collective over the policy's ranks.
 
-        Raises on rank zero: RolloutError if an engine refuses the update, LostError if an engine is lost. The sender
-        cannot be used after either.
+        Raises on rank zero, and cannot be used afterwards: RolloutError if an engine refuses the update, LostError if
+        an engine is lost.
         """
         self._client.version = version
         try:
@@ -168,34 +164,3 @@ class WeightSender:
 
     def close(self) -> None:
         self._trainer_side.shutdown()
-
-
-def trainer_init_info(
-    placement: str,
-    *,
-    rank: int,
-    address: str,
-    port: int,
-    world_size: int,
-    largest_bytes: int,
-    buffer_bytes: int = DEFAULT_PACKED_BUFFER_SIZE_BYTES,
-) -> TrainerInitInfo:
-    """Arguments of vLLM's trainer side. Raises ConfigError for a placement without GPUs.
-
-    `largest_bytes`: of the largest weight, which ipc's buffer must hold.
-    """
-    from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
-    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
-
-    if placement == "colocated":
-        # Packed, because unpacked would hold a second copy of the model at once.
-        return IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=max(buffer_bytes, largest_bytes))
-    if placement == "apart":
-        return NCCLTrainerInitInfo(
-            master_address=address,
-            master_port=port,
-            world_size=world_size,
-            rank=rank,
-            packed_buffer_size_bytes=buffer_bytes,
-        )
-    raise ConfigError(f"rollout.placement={placement} sends weights by {BACKENDS[placement]}, not between GPUs.")

@@ -1,7 +1,4 @@
-"""Placement of engines: the device each kind needs, how weights reach it, and which ranks share its GPUs.
-
-Shared by the settings' checks, the run and the engines; imports nothing heavy.
-"""
+"""Placement of engines: the device each kind needs, how weights reach it, and which ranks share its GPUs."""
 
 from workers.errors import ConfigError
 

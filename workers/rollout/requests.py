@@ -97,14 +97,13 @@ COUNTS = (
 class SampleResult:
     """The result of one request.
 
-    response_tokens: the policy's. observation_tokens: the environment's. prompt_hash: int64, the same in every process.
-    prefix_hashes: see `workers.rollout.prefix_hashes`. read_tokens: tokens before each turn, summed; `cached_tokens` of
-    them were in the prefix cache. finish_reason: `stop` (end of sequence, or the environment was done), `length`
-    (sampling.max_new_tokens, rollout.max_episode_tokens or the engine's longest sequence), `turns` (rollout.max_turns)
-    or `error`, explained in `error`. weight_version, newest_weight_version: oldest and newest weights that sampled a
-    token. version_tokens: (version, tokens), oldest first. environment: its reward or failure; None without an
-    environment. row: in the DataProto that came along; -1 after an error. replica: the engine. start: seconds since
-    1970 by its clock. seconds: duration including waiting.
+    response_tokens: the policy's. observation_tokens: the environment's. read_tokens: tokens before each turn, summed;
+    `cached_tokens` of them were in the prefix cache. finish_reason: `stop` (end of sequence, or the environment was
+    done), `length` (sampling.max_new_tokens, rollout.max_episode_tokens or the engine's longest sequence), `turns`
+    (rollout.max_turns) or `error`, explained in `error`. weight_version, newest_weight_version: oldest and newest
+    weights that sampled a token. version_tokens: (version, tokens), oldest first. environment: its reward or failure.
+    row: in the DataProto that came along; -1 after an error. start: seconds since 1970 by the engine's clock. seconds:
+    duration including waiting.
     """
 
     uid: str
@@ -151,7 +150,7 @@ class WeightLoad:
 
 
 def sample_seed(run_seed: int, step: int, uid: str, sample: int) -> int:
-    """A seed in [0, 2^63), the same on every machine and in every process, unlike `hash`."""
+    """Return a seed in [0, 2^63), the same in every process, unlike `hash`."""
     return _seed(f"{run_seed}/{step}/{sample}/{uid}")
 
 

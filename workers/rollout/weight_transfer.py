@@ -9,7 +9,7 @@
         await engine.resume_generation()                  # they continue with the new weights, KV cache recomputed
 
 GPUs use `workers.rollout.gpu_transfer`. Torch and vLLM are imported late, because every vLLM process loads this module
-as a plugin. Here is also `end_with_actor`: without it vLLM's processes outlive a killed actor and keep its memory.
+as a plugin. Without `end_with_actor` vLLM's processes would outlive a killed actor and keep its memory.
 """
 
 import functools
@@ -21,16 +21,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from workers.rollout.placement import BACKENDS
+from workers.user_code.process import end_with_parent
 
 if TYPE_CHECKING:
     from torch import Tensor
-from workers.user_code.process import end_with_parent
 
 ACTOR = "BALLAST_ROLLOUT_ACTOR"
 
 
 def mark_actor() -> None:
-    """Mark this process as the actor; processes that inherit its environment end with it."""
+    """Mark this process, with which processes end that inherit its environment."""
     os.environ[ACTOR] = str(os.getpid())
 
 
@@ -64,7 +64,7 @@ def register() -> None:
 
 
 def pack_weights(named_tensors: "Iterable[tuple[str, Tensor]]") -> np.ndarray:
-    """All tensors as safetensors bytes, uint8 [bytes]. Tied weights are stored under both names."""
+    """Return all tensors as safetensors bytes, uint8 [bytes]. Tied weights are stored under both names."""
     from safetensors.torch import save
 
     tensors: dict[str, Tensor] = {}
@@ -76,13 +76,6 @@ def pack_weights(named_tensors: "Iterable[tuple[str, Tensor]]") -> np.ndarray:
         tensors[name] = tensor.clone() if storage in storages else tensor
         storages.add(storage)
     return np.frombuffer(save(tensors), dtype=np.uint8)
-
-
-def unpack_weights(payload: np.ndarray) -> "dict[str, Tensor]":
-    """Tensors by name. Raises safetensors.SafetensorError for other bytes."""
-    from safetensors.torch import load
-
-    return load(payload.tobytes())
 
 
 @contextmanager

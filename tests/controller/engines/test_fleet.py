@@ -5,11 +5,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from controller.engines.fleet import Fleet, RestartBudget, State
+from controller.engines.fleet import UP, Fleet, RestartBudget, State
 from tests.refusals import refused
 
 REPLICAS, RESTARTS = 3, 4
-UP = (State.STALE, State.CURRENT, State.DRAINING)
 THERE = (State.STARTING, State.ASLEEP, *UP)
 
 
@@ -138,7 +137,7 @@ def test_recoveries_of_the_run_and_restarts_of_engines_share_one_budget() -> Non
 def test_an_event_that_cannot_happen_is_refused_by_name(event: str) -> None:
     arguments = (0, 1) if event == "updated" else (0,)
     with refused("engine 0", ValueError):
-        getattr(Fleet(1, RestartBudget(0)), event)(*arguments)
+        getattr(Fleet(1, RestartBudget(1)), event)(*arguments)
     fleet = Fleet(1, RestartBudget(0))
     with refused("version -1", ValueError):
         fleet.new_version(-1)

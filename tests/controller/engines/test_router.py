@@ -118,15 +118,6 @@ def test_each_request_goes_to_the_least_loaded_replica_tokens_breaking_ties() ->
     assert [r.uid for r in assigned[1]] == ["b", "c"]
 
 
-def test_more_than_max_concurrent_waits_until_something_finishes() -> None:
-    router = Router(1, max_concurrent=2, max_retries=0)
-    router.submit([request(name) for name in "abc"])
-    assert [r.uid for r in router.assign({0})[0]] == ["a", "b"]
-    assert router.assign({0}) == {}
-    router.finished(0, success("b"))
-    assert [r.uid for r in router.assign({0})[0]] == ["c"]
-
-
 def test_a_failed_request_waits_for_another_replica_rather_than_return_to_the_same() -> None:
     router = Router(2, max_concurrent=1, max_retries=1)
     router.submit([request("a"), request("b")])

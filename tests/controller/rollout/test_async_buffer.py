@@ -47,41 +47,37 @@ def uids(rollout: RolloutBatch) -> list[str]:
     return sorted(set(rollout.trained["uid"].tolist()), key=int)
 
 
-def test_groups_of_two_steps_are_under_way_and_more_follow_when_weights_are_published(local_run: Run) -> None:
-    buffer = buffer_of(local_run(*AHEAD))
-    assert (buffer.position, buffer.active) == (4, [0, 1, 2, 3])
-    assert uids(buffer.collect(1)) == ["0", "1"]
-    assert (buffer.position, buffer.active) == (4, [2, 3])
-    buffer.weights_updated()
-    assert (buffer.position, buffer.active) == (6, [2, 3, 4, 5])
-
-
-def test_engines_have_the_next_requests_as_soon_as_weights_are_published(local_run: Run) -> None:
+def test_groups_of_two_steps_are_under_way_and_more_follow_at_once_with_new_weights(local_run: Run) -> None:
     """Not only when the driver waits for long: an engine would idle during short steps."""
     found = local_run(*AHEAD)
     buffer = buffer_of(found)
-    buffer.collect(1)
+    assert (buffer.position, buffer.active) == (4, [0, 1, 2, 3])
+    assert uids(buffer.collect(1)) == ["0", "1"]
+    assert (buffer.position, buffer.active) == (4, [2, 3])
     found.engines.slow = {"4", "5"}
     buffer.weights_updated()
+    assert (buffer.position, buffer.active) == (6, [2, 3, 4, 5])
+    assert asked(buffer) == {"4", "5"}
+
+
+def asked(buffer: AsyncRolloutBuffer) -> set[str]:
+    """Prompts whose requests the engines have."""
     router = buffer._generation.router
-    assert {request.uid for request in router.unfinished} == {"4", "5"}
     assert router.waiting == 0
+    return {request.uid for request in router.unfinished}
 
 
-def test_a_slow_group_is_passed_and_trained_later(local_run: Run) -> None:
-    found = local_run(*AHEAD)
+@pytest.mark.parametrize(("window", "first"), [(1, ["1", "2"]), (0.1, ["0", "1"])])
+def test_a_slow_group_is_passed_within_the_window_and_trained_later(
+    local_run: Run, window: float, first: list[str]
+) -> None:
+    found = local_run(*AHEAD, f"rollout.out_of_order_window={window}")
     found.engines.slow = {"0"}
     buffer = buffer_of(found)
-    assert uids(buffer.collect(1)) == ["1", "2"]
+    assert uids(buffer.collect(1)) == first
     buffer.weights_updated()
     found.engines.slow = set()
-    assert uids(buffer.collect(2)) == ["0", "3"]
-
-
-def test_a_narrow_window_waits_for_the_slow_group(local_run: Run) -> None:
-    found = local_run("rollout.max_staleness=1", "rollout.out_of_order_window=0.1")
-    found.engines.slow = {"0"}
-    assert uids(buffer_of(found).collect(1)) == ["0", "1"]
+    assert uids(buffer.collect(2)) == [uid for uid in "0123" if uid not in first]
 
 
 def test_seeds_are_those_of_a_run_without_staleness(local_run: Run) -> None:
@@ -106,22 +102,15 @@ def test_every_prompt_is_trained_once_and_none_beyond_the_last_step(local_run: R
 
 def test_groups_without_signal_are_replaced_at_once(local_run: Run) -> None:
     found = local_run(*AHEAD, "algorithm.zero_variance_groups=replace", "algorithm.max_sampling_rounds=4")
-    found.rewards.reward = lambda uid, sample, greedy: float(sample if uid in ("1", "5", "6") else 1)
-    collected = buffer_of(found).collect(1)
-    assert uids(collected) == ["1", "5"]
-    assert {"0", "2", "3", "4"} <= set(collected.batch["uid"].tolist())  # metrics are of all samples
-
-
-def test_engines_have_the_requests_of_a_replacement_when_its_group_is_found_without_signal(local_run: Run) -> None:
-    found = local_run(*AHEAD, "algorithm.zero_variance_groups=replace", "algorithm.max_sampling_rounds=4")
-    found.rewards.reward = lambda uid, sample, greedy: float(sample if uid in ("1", "2", "3") else 1)
-    found.engines.slow = {"0"}
+    found.rewards.reward = lambda uid, sample, greedy: float(sample if uid in ("1", "3") else 1)
+    found.engines.slow = {"0", "4", "5"}
     buffer = buffer_of(found)
-    found.engines.slow = {"4"}
+    found.engines.slow = {"4", "5"}
     buffer.read()
-    router = buffer._generation.router
-    assert {request.uid for request in router.unfinished} == {"4"}
-    assert router.waiting == 0
+    assert asked(buffer) == {"4", "5"}
+    collected = buffer.collect(1)
+    assert uids(collected) == ["1", "3"]
+    assert {"0", "2"} <= set(collected.batch["uid"].tolist())  # metrics are of all samples
 
 
 def test_replacing_ends_after_the_rounds_allowed_and_says_so(local_run: Run) -> None:
@@ -131,18 +120,14 @@ def test_replacing_ends_after_the_rounds_allowed_and_says_so(local_run: Run) -> 
     assert "step 1: 1 of 2 groups are still without signal after algorithm.max_sampling_rounds=2" in found.said
 
 
-def test_samples_that_fail_are_counted_and_their_group_is_trained_without_them(local_run: Run) -> None:
+def test_samples_that_fail_are_counted_and_a_step_of_them_alone_is_an_error(local_run: Run) -> None:
     found = local_run(*AHEAD)
-    found.engines.failing = {"1"}
-    collected = buffer_of(found).collect(1)
+    found.engines.failing = {"1", "2", "3"}
+    buffer = buffer_of(found)
+    collected = buffer.collect(1)
     assert (uids(collected), collected.dropped) == (["0"], 2)
-
-
-def test_a_step_of_failed_samples_alone_is_an_error(local_run: Run) -> None:
-    found = local_run(*AHEAD)
-    found.engines.failing = {"0", "1"}
-    with pytest.raises(RolloutError, match=r"no sample of this round was finished.*no such token"):
-        buffer_of(found).collect(1)
+    with pytest.raises(RolloutError, match="no such token"):
+        buffer.collect(2)
 
 
 def test_what_engines_finish_is_read_while_the_driver_waits_for_the_ranks(local_run: Run) -> None:

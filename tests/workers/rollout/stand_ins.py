@@ -107,13 +107,10 @@ def without_gpus(communicator: Communicator, rank: int = 0) -> Iterator[None]:
         yield
 
 
-def call_local(engines: Sequence[Any], method: str, arguments: Sequence[Any]) -> None:
+def call_local(engines: Sequence[Any], method: str, arguments: Sequence[tuple[Any, ...]]) -> None:
     """`workers.rollout.gpu_transfer.call_replicas` for replicas of this process, a thread each."""
     pool = ThreadPoolExecutor(len(engines))
-    pairs = zip(engines, arguments, strict=True)
-    waiting = {
-        pool.submit(getattr(engine, method), *([] if argument is None else [argument])) for engine, argument in pairs
-    }
+    waiting = {pool.submit(getattr(engine, method), *each) for engine, each in zip(engines, arguments, strict=True)}
     pool.shutdown(wait=False)
     while waiting:
         done, waiting = wait(waiting, TIMEOUT_S, FIRST_COMPLETED)

@@ -14,7 +14,7 @@ import ray
 
 from tests.refusals import refused
 from workers.config import ModelConfig, RolloutConfig, SamplingConfig
-from workers.errors import ConfigError, LostError, RolloutError
+from workers.errors import LostError, RolloutError
 from workers.rollout.engine import (
     as_response,
     check_prompt,
@@ -23,7 +23,7 @@ from workers.rollout.engine import (
     sampling_parameters,
 )
 from workers.rollout.engine_actor import VllmEngineActor
-from workers.rollout.gpu_transfer import EngineClient, trainer_init_info
+from workers.rollout.gpu_transfer import EngineClient
 from workers.rollout.placement import check_placement
 
 HUGE_PAGES, IN_A_PROCESS = "THP_MEM_ALLOC_ENABLE", "VLLM_ENABLE_V1_MULTIPROCESSING"
@@ -179,14 +179,6 @@ def test_every_replica_joins_the_transfer_group_at_ranks_of_its_own(ray_session:
         joined = 1 + 2 * replica  # rank 0 is the trainer's
         assert ray.get(engine.heard.remote()) == [joined, "begin", ["a"], 4]
         ray.kill(engine)
-
-
-@pytest.mark.parametrize(("placement", "backend"), [("colocated", "ipc"), ("apart", "nccl")])
-def test_the_trainers_side_of_a_placement_is_vllms_engine_of_that_name(placement: str, backend: str) -> None:
-    info = trainer_init_info(placement, rank=1, address="10.0.0.1", port=1, world_size=5, largest_bytes=2**31)
-    assert (info.backend, info.rank, info.packed) == (backend, 1, True)
-    with refused("rollout.placement=shared_memory", ConfigError):
-        trainer_init_info("shared_memory", rank=0, address="", port=0, world_size=2, largest_bytes=1)
 
 
 @ray.remote(num_cpus=0)

@@ -8,8 +8,8 @@ import pytest
 from vllm import AsyncEngineArgs
 
 from controller.config import load
+from tests.refusals import refused
 from workers.config import ModelConfig, RolloutConfig
-from workers.errors import ConfigError
 from workers.rollout.engine import PREFILL_TOKENS, engine_arguments
 from workers.rollout.engine_actor import VllmEngineActor
 from workers.rollout.engine_options import ALLOWED, OWNED, REFUSED, check_engine_options
@@ -37,7 +37,7 @@ def test_an_argument_that_names_code_a_file_or_an_address_is_refused() -> None:
     named = {name for name in FIELDS if telling.search(name)}
     assert {"worker_cls", "worker_extension_cls", "scheduler_cls", "kv_transfer_config", "logging_config"} <= named
     for name in named - {"speculative_config", "load_format"}:
-        with pytest.raises(ConfigError, match=f"^rollout.engine.{name}"):
+        with refused(f"rollout.engine.{name}"):
             check_engine_options({name: "x"})
 
 
@@ -97,30 +97,30 @@ def test_an_update_keeps_keys_and_values_where_the_configuration_says_so(setting
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "options",
     [
-        (
-            {"quantisation": "fp8"},
-            "quantisation: not an argument of vLLM that passes through. Did you mean quantization",
-        ),
-        ({"xyz": 1}, "xyz: not an argument of vLLM that passes through. Use one of "),
-        ({"max_model_len": 9}, "max_model_len follows from rollout.max_model_tokens; set that instead"),
-        ({"gpu_memory_utilization": 0.9}, "follows from rollout.gpu_memory_utilization"),
-        ({"trust_remote_code": True}, "cannot be set: code of a model is never run"),
-        ({"enable_eplb": True}, "cannot be followed by updates of weights"),
-        ({"quantization": "awq"}, "is for weights that were quantized beforehand.* use one of fp8,"),
-        ({"speculative_config": {"method": "eagle3", "model": "m"}}, "method=eagle3 gets no new weights"),
-        ({"speculative_config": {"model": "m"}}, "draft model of method=None gets no new weights"),
-        *(
-            ({"load_format": name}, f"load_format={name}: weights are safetensors")
-            for name in ("dummy", "pt", "tensorizer")
-        ),
-        ({"worker_extension_cls": "os.system"}, "worker_extension_cls: not an argument"),
-        ({"speculative_config": {"method": "ngram", "model": "x"}}, "speculative_config.model: expected a number"),
+        {"quantisation": "fp8"},
+        {"xyz": 1},
+        {"max_model_len": 9},
+        {"gpu_memory_utilization": 0.9},
+        {"trust_remote_code": True},
+        {"enable_eplb": True},
+        {"quantization": "awq"},
+        {"speculative_config": {"method": "eagle3", "model": "m"}},
+        {"speculative_config": {"model": "m"}},
+        {"speculative_config": {"method": "ngram", "model": "x"}},
+        *({"load_format": name} for name in ("dummy", "pt", "tensorizer")),
+        {"worker_extension_cls": "os.system"},
     ],
+    ids=str,
 )
-def test_options_that_cannot_work_are_refused_by_name(options: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_options_that_cannot_work_are_refused_by_name(options: dict) -> None:
+    with refused(f"rollout.engine.{next(iter(options))}"):
         check_engine_options(options)
-    with pytest.raises(ConfigError, match=message):
+    with refused(f"rollout.engine.{next(iter(options))}"):
         arguments(RolloutConfig(engine=options))
+
+
+def test_a_misspelled_option_is_told_the_right_one() -> None:
+    with refused("quantization"):
+        check_engine_options({"quantisation": "fp8"})
