@@ -54,7 +54,6 @@ class Tables:
 
     @property
     def watched_names(self) -> set[str]:
-        """Methods of the watched classes, by which a call is known to need a receiver."""
         names = {name for kind in self.watched for name in vars(kind) if not name.startswith("__")}
         return names - set(self.common)
 
@@ -76,18 +75,17 @@ def check_source(source: str, tables: Tables, *, module: Any = None) -> Found:
 
 
 def check_file(path: Path, root: Path, tables: Tables) -> Found:
-    """The same of one of our modules; problems begin with its path."""
+    """As `check_source`, of one of our modules; problems begin with its path."""
     found = check_source(path.read_text(), tables, module=module_of(path, root))
     return Found(found.bound, [f"{path.relative_to(root)}:{problem}" for problem in found.problems])
 
 
 def module_of(path: Path, root: Path) -> Any:
-    """The module, imported, that a file of ours is."""
     return importlib.import_module(".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"))
 
 
 def calls_on(source: str, receivers: tuple[str, ...]) -> Iterator[tuple[str, Call | None]]:
-    """What a source asks of objects, by the text of what it calls them: (attribute, its call or None)."""
+    """What a source asks of the objects that it calls `receivers`: (attribute, its call or None)."""
     reader = _Reader(Tables(), None)
     tree = ast.parse(source)
     called = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
@@ -98,8 +96,7 @@ def calls_on(source: str, receivers: tuple[str, ...]) -> Iterator[tuple[str, Cal
 
 
 def overrides(kind: type) -> Iterator[tuple[str, Call]]:
-    """What a library may call on a class of ours that extends one of its own: every method that it defines there and
-    ours replaces, with all of its parameters by name."""
+    """Every method of a library's class that ours replaces, called with all of its parameters by name."""
     for name in vars(kind):
         base = next((getattr(base, name) for base in kind.__mro__[1:] if name in vars(base)), None)
         if name.startswith("__") or not inspect.isroutine(base) or not _is_library(base.__module__):
@@ -112,14 +109,13 @@ def overrides(kind: type) -> Iterator[tuple[str, Call]]:
 
 
 def strings(source: str) -> Iterator[str]:
-    """Every text that is written out."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value
 
 
 def signature_of(target: Any) -> inspect.Signature | None:
-    """Of a function, class or torch operator; None where Python knows none."""
+    """Of a function, class or torch operator; None if Python knows none."""
     if schema := getattr(getattr(target, "default", None), "_schema", None):
         kinds = inspect.Parameter
         return inspect.Signature(
@@ -139,15 +135,13 @@ def signature_of(target: Any) -> inspect.Signature | None:
 
 
 def bind(signature: inspect.Signature, call: Call, *, with_self: bool = False) -> tuple[str, ...]:
-    """The names that the arguments are bound to, in order. Raises TypeError where they do not fit."""
+    """Names that the arguments are bound to, in order. Raises TypeError if they do not fit."""
     arguments = [*(["self"] if with_self else []), *range(call.positional)]
     bound = (signature.bind_partial if call.open else signature.bind)(*arguments, **dict.fromkeys(call.keywords))
     return tuple(list(bound.arguments)[with_self:])
 
 
 class _Reader(ast.NodeVisitor):
-    """Walks a module with the names that each scope knows."""
-
     def __init__(self, tables: Tables, module: Any) -> None:
         self.tables, self.module, self.found = tables, module, Found()
         self.scopes: list[dict[str, Any]] = [{}]
@@ -207,12 +201,10 @@ class _Reader(ast.NodeVisitor):
         self.of_lambda = before
 
     def _receiver(self, node: ast.expr) -> type | None:
-        """The class that the table gives; what a lambda calls by the same name is something else."""
         text = _text(node)
         return None if text.partition(".")[0] in self.of_lambda else self.tables.receivers.get(text)
 
     def _resolve(self, node: ast.expr) -> Any:
-        """What a dotted name stands for; OURS where no library gives it."""
         if isinstance(node, ast.Name):
             return next((scope[node.id] for scope in reversed(self.scopes) if node.id in scope), OURS)
         if not isinstance(node, ast.Attribute):
@@ -306,7 +298,7 @@ class _Reader(ast.NodeVisitor):
 
 
 def has(kind: type, name: str) -> bool:
-    """Whether objects of a class have an attribute: of the class, a field, or set by a method of it on `self`."""
+    """Whether objects of a class have an attribute: of the class, a field, or set by a method on `self`."""
     return hasattr(kind, name) or any(name in known for known in map(_instance_names, kind.__mro__))
 
 
@@ -340,7 +332,6 @@ def _check_constants(target: Any, names: tuple[str, ...], call: Call) -> None:
 
 
 def _alternatives(hint: Any) -> Iterator[Any]:
-    """The members of a union, without None."""
     hint = getattr(hint, "__value__", hint)
     if hint is None or hint is type(None):
         return
@@ -356,7 +347,6 @@ def _is_library(module: str) -> bool:
 
 
 def _text(node: ast.expr) -> str:
-    """The expression as it is written, its subscripts left out."""
     if isinstance(node, ast.Subscript):
         return f"{_text(node.value)}[]"
     if isinstance(node, ast.Attribute):

@@ -54,9 +54,6 @@ class PartialResponses:
         refs = [self._known.pop(replica, None), self._asked.pop(replica, None)]
         return _read([ref for ref in refs if ref is not None], timeout_s=0.1)
 
-    def now(self, actors: Mapping[int, Any]) -> dict[int, Response]:
-        return _read([actor.partial_responses.remote() for actor in actors.values()], timeout_s=ANSWER_SECONDS)
-
 
 def _read(refs: list[ray.ObjectRef], timeout_s: float) -> dict[int, Response]:
     found: dict[int, Response] = {}
@@ -172,7 +169,8 @@ class EnginePool(RolloutEngines):
 
     def partial_responses(self) -> dict[int, Response]:
         """Unfinished responses by seed, from engines that answer in time."""
-        return self._partial.now({replica: self.actors[replica] for replica in self.fleet.serving})
+        asked = [self.actors[replica].partial_responses.remote() for replica in self.fleet.serving]
+        return _read(asked, timeout_s=ANSWER_SECONDS)
 
     @property
     def queued(self) -> int:

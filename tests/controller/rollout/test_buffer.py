@@ -62,27 +62,21 @@ def test_groups_of_equal_rewards_are_kept_or_dropped(local_run: Run, rule: str, 
     found = local_run(f"algorithm.zero_variance_groups={rule}")
     found.rewards.reward = signal_in("1")
     result = collected(found)
-    assert uids(result) == kept
+    assert (uids(result), found.run.buffer.position) == (kept, 2)
     assert len(result.batch) == 4  # metrics are of all samples
-    assert found.run.buffer.position == 2
 
 
-def test_groups_of_equal_rewards_are_replaced_by_the_next_prompts(local_run: Run) -> None:
-    found = local_run("algorithm.zero_variance_groups=replace", "algorithm.max_sampling_rounds=4")
+@pytest.mark.parametrize(("rounds", "asked", "kept"), [(4, ["01", "2", "3"], ["1", "3"]), (2, ["01", "2"], ["1"])])
+def test_groups_of_equal_rewards_are_replaced_by_the_next_prompts_for_the_rounds_allowed(
+    local_run: Run, rounds: int, asked: list[str], kept: list[str]
+) -> None:
+    found = local_run("algorithm.zero_variance_groups=replace", f"algorithm.max_sampling_rounds={rounds}")
     found.rewards.reward = signal_in("1", "3")
     result = collected(found)
-    assert [[r.uid for r in requests[::2]] for requests, _ in found.engines.rounds] == [["0", "1"], ["2"], ["3"]]
-    assert (uids(result), found.run.buffer.position) == (["1", "3"], 4)
-    assert result.metrics()["rollout/sampling_rounds"] == 3
-    assert "without signal" not in found.said
-
-
-def test_replacing_ends_after_the_rounds_allowed_and_says_so(local_run: Run) -> None:
-    found = local_run("algorithm.zero_variance_groups=replace", "algorithm.max_sampling_rounds=2")
-    found.rewards.reward = signal_in("1")
-    result = collected(found)
-    assert (len(found.engines.rounds), uids(result), found.run.buffer.position) == (2, ["1"], 3)
-    assert "step 1: 1 of 2 groups are still without signal after algorithm.max_sampling_rounds=2" in found.said
+    assert ["".join(r.uid for r in requests[::2]) for requests, _ in found.engines.rounds] == asked
+    assert (uids(result), found.run.buffer.position) == (kept, int(asked[-1]) + 1)
+    assert result.metrics()["rollout/sampling_rounds"] == len(asked)
+    assert ("algorithm.max_sampling_rounds=2" in found.said) == (rounds == 2)
 
 
 # Baselines
@@ -98,13 +92,6 @@ def test_remax_samples_each_prompt_once_more_greedily(local_run: Run) -> None:
     assert sampling.temperature == 1
     assert result.trained["greedy_reward"].tolist() == [10, 10, 11, 11]
     assert result.trained["reward"].tolist() == [0, 1, 0, 1]
-
-
-def test_other_estimators_sample_nothing_more(local_run: Run) -> None:
-    found = local_run("algorithm.advantage=rloo")
-    result = collected(found)
-    assert len(found.engines.rounds) == 1
-    assert "greedy_reward" not in result.trained.columns
 
 
 # Rewards
