@@ -17,6 +17,7 @@ from controller.observability.console import Console
 from controller.observability.run_folder import RunWriter
 from controller.observability.trackers import TensorBoardTracker
 from tests.controller.checkpoints.test_progress import write
+from tests.refusals import refused
 from workers.errors import OutputError
 
 FULL = "/dev/full"  # opens, and takes nothing
@@ -63,7 +64,7 @@ def test_tensorboards_folder_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(tracker._writer, "add_scalar", full)
-    with pytest.raises(OutputError, match=f"{tmp_path} could not be written: No space left on device"):
+    with refused(f"{tmp_path} could not be written: No space left on device", OutputError):
         tracker.log(1, {"policy/loss": 0.5})
     tracker.close(succeeded=False)
 
