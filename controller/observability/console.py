@@ -159,7 +159,7 @@ class SamplingRound:
 
 
 @dataclass
-class Status:
+class LiveLine:
     """Contents of the live line.
 
     phases: (name, start), the innermost last. rewards: of the last steps. note: what is awaited. began, ends: start and
@@ -202,7 +202,7 @@ class Console:
         # Not sys.stdout at each call: `run_log` replaces it, and would keep the live line too.
         self._console = console or plain_console(sys.stdout, force_terminal=sys.stdout.isatty())
         self._verbose, self._table = verbose, StepTable()
-        self._status, self._lock = Status(), RLock()
+        self._status, self._lock = LiveLine(), RLock()
         self._first: tuple[int, float] | None = None  # the first step here, and when it began
         self._live: Live | None = None
         self._heartbeat = ExitStack()

@@ -11,7 +11,7 @@ import rich.console
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.observability.console import Console, SamplingRound, Status
+from controller.observability.console import Console, LiveLine, SamplingRound
 from controller.observability.run_log import run_log
 from workers.remote_batch import RemoteBatch
 from workers.score import Score
@@ -54,7 +54,7 @@ def lines_of(steps: list[dict[str, float]], *, terminal: bool, width: int, verbo
     return output.export_text().splitlines()
 
 
-def shown(status: Status, now: float, width: int = 100) -> str:
+def shown(status: LiveLine, now: float, width: int = 100) -> str:
     console = recorded(terminal=False, width=width)
     lines = console.render_lines(status.row(now), pad=False)
     return "\n".join("".join(segment.text for segment in line) for line in lines)
@@ -223,7 +223,7 @@ def test_on_a_terminal_a_line_is_alive_while_a_phase_is_and_leaves_only_lines() 
 
 @pytest.mark.parametrize("width", [80, 100, 160])
 def test_the_live_line_has_phase_seconds_samples_and_the_last_rewards(width: int) -> None:
-    status = Status("7/60", [("step", 0.0), ("rollout", 10.0)], [SamplingRound(256, 180)], began=-50.0, ends=111.4)
+    status = LiveLine("7/60", [("step", 0.0), ("rollout", 10.0)], [SamplingRound(256, 180)], began=-50.0, ends=111.4)
     status.rewards.extend([0.1, 0.5, 0.9])
     status.note = "waiting for " * 20
     (row,) = shown(status, now=11.4, width=width).splitlines()
@@ -231,7 +231,7 @@ def test_the_live_line_has_phase_seconds_samples_and_the_last_rewards(width: int
     assert row.split()[1:8] == ["7/60", "1:01,", "1:40", "left", "rollout", "1.4", "s"]
     assert "180/256" in row
     assert "▁▅█" in row
-    starting = Status(phases=[("starting", 1.0)], note="waiting for Ray", began=0.0)
+    starting = LiveLine(phases=[("starting", 1.0)], note="waiting for Ray", began=0.0)
     assert shown(starting, now=2.0).split()[1:] == ["0:02", "starting", "1.0", "s", "waiting", "for", "Ray"]
 
 
