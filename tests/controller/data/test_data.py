@@ -48,13 +48,10 @@ def test_a_place_of_the_stream_is_a_pure_function_of_the_seed() -> None:
     order = [[p.columns["answer"] for p in dataset(50, seed=3).take(step * 7, 7)] for step in (9, 2, 9)]
     assert order[0] == order[2] != order[1]
     assert order[0] != [p.columns["answer"] for p in dataset(50, seed=4).take(63, 7)]
-
-
-def test_without_shuffle_the_file_order_stays() -> None:
     assert [p.columns["answer"] for p in dataset(5, shuffle=False).take(3, 3)] == [3, 4, 0]
 
 
-def test_over_long_prompts_are_dropped_and_counted_or_refused() -> None:
+def test_overlong_prompts_are_dropped_refused_or_cut_and_counted() -> None:
     records = [{"prompt": "short"}, {"prompt": "much too long"}]
     kept = PromptDataset(records, LETTERS, RULES)
     assert (len(kept), kept.dropped) == (1, 1)
@@ -62,19 +59,9 @@ def test_over_long_prompts_are_dropped_and_counted_or_refused() -> None:
         PromptDataset(records, LETTERS, replace(RULES, overlong_prompts="error"))
     with refused("data.max_prompt_tokens=1", DataError):
         PromptDataset(records, LETTERS, replace(RULES, max_prompt_tokens=1))
-
-
-def test_chat_messages_go_through_the_template() -> None:
-    records = [{"prompt": [{"role": "user", "content": "ab"}]}]
-    prompt = next(iter(PromptDataset(records, LETTERS, RULES)))
-    assert prompt.ids.tolist() == [97, 98]
-    assert prompt.ids.dtype == np.int32
-
-
-def test_over_long_prompts_keep_their_last_tokens_where_asked() -> None:
-    kept = PromptDataset([{"prompt": "much too long"}], LETTERS, replace(RULES, overlong_prompts="truncate"))
-    assert (kept.truncated, kept.dropped) == (1, 0)
-    assert "".join(map(chr, next(iter(kept)).ids)) == "too long"
+    cut = PromptDataset(records, LETTERS, replace(RULES, overlong_prompts="truncate"))
+    assert (cut.truncated, cut.dropped) == (1, 0)
+    assert ["".join(map(chr, prompt.ids)) for prompt in cut] == ["short", "too long"]
 
 
 def test_a_system_prompt_goes_before_messages_that_have_none() -> None:
@@ -84,6 +71,7 @@ def test_a_system_prompt_goes_before_messages_that_have_none() -> None:
         "".join(map(chr, p.ids)) for p in PromptDataset([{"prompt": [user]}, {"prompt": [own, user]}], LETTERS, rules)
     ]
     assert texts == ["Su", "ou"]
+    assert next(iter(PromptDataset([{"prompt": [user]}], LETTERS, RULES))).ids.dtype == np.int32
     with refused("data.system_prompt", DataError):
         PromptDataset([{"prompt": "u"}], LETTERS, rules)
 
