@@ -4,7 +4,7 @@ lengths --> CostModel --> workloads --> plan_batch --> Plan --> plan.for_rank(r)
                                                         +-----> plan_statistics, explain     (analysis/)
 
 plan             global batches: mini-batches, micro-steps, ranks
-schedule         one mini-batch: Karmarkar-Karp (assignment), long steps first, exchanges, lower_bounds
+schedule         one mini-batch: Karmarkar-Karp (assignment), long steps first, lower_bounds
 prefix_packing   one mini-batch with shared prefixes (prefixes), each computed once per micro-batch
 packing          sequences into micro-batches under caps: filling, exchange, padded
 partition        k sets of equal weight

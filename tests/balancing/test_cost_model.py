@@ -120,23 +120,6 @@ def test_two_flops_for_each_active_weight_that_the_makers_publish(config, billio
     assert linear / 2 + embedding == pytest.approx(billions * 1e9, rel=0.025)
 
 
-def test_low_rank_queries_and_shared_experts_counted_by_hand():
-    attention = 7168 * 1536 + 1536 * 128 * 192 + 7168 * (512 + 64) + 512 * 128 * 256 + 128 * 128 * 7168
-    dense = 3 * 3 * 7168 * 18432
-    sparse = 58 * (3 * 7168 * 2048 * (8 + 1) + 7168 * 256)
-    weights = 61 * attention + dense + sparse + 7168 * 129280
-    model = CostModel.from_model_config(DEEPSEEK_V3, training=False)
-    # queries and keys are 192 wide, values 128, in each of 128 heads of 61 layers.
-    assert model == CostModel(2.0 * weights, 61.0 * 128 * (192 + 128))
-
-
-def test_a_head_width_of_its_own_is_taken():
-    # 32 heads of 128 are twice as wide as the hidden state of 2048.
-    attention = 2048 * 4096 * 2 + 2048 * 512 * 2
-    weights = 48 * (attention + 3 * 2048 * 768 * 8 + 2048 * 128) + 2048 * 151936
-    assert CostModel.from_model_config(QWEN3_30B, training=False) == CostModel(2.0 * weights, 48 * 2.0 * 4096)
-
-
 @pytest.mark.parametrize(
     ("change", "sparse_layers"),
     [

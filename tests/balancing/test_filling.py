@@ -46,19 +46,6 @@ def test_lightest_keeps_caps_and_is_the_same_interpreted(sizes, count, cap, most
         assert len(np.unique(assignment)) == count
 
 
-def test_lightest_takes_the_lightest_with_room():
-    sizes = np.array([6, 5, 4, 4])
-    assert fill_lightest(np.arange(4), sizes, sizes.astype(float), 2, 10, 9).tolist() == [0, 1, 1, 0]
-    # The last goes to the heavier bin, the only one with room.
-    weights = np.array([6.0, 5.0, 9.0, 4.0])
-    assert fill_lightest(np.arange(4), np.array([6, 5, 5, 4]), weights, 2, 10, 9).tolist() == [0, 1, 1, 0]
-
-
-def test_lightest_stops_where_there_is_no_room():
-    sizes = np.array([6, 6, 6])
-    assert fill_lightest(np.arange(3), sizes, sizes.astype(float), 2, 10, 9).tolist() == [0, 1, -1]
-
-
 def test_lightest_leaves_no_bin_empty_where_sequences_weigh_nothing():
     assert fill_lightest(np.arange(4), np.array([1] * 4), np.zeros(4), 4, 10, 9).tolist() == [0, 1, 2, 3]
 
@@ -72,10 +59,6 @@ def test_best_fit_keeps_caps_and_is_the_same_interpreted(sizes, cap, most):
     check_caps(assignment, sizes, cap, most)
 
 
-def test_best_fit_takes_the_fullest_with_room():
-    assert best_fit(np.arange(4), np.array([6, 7, 3, 4]), 10, 9).tolist() == [0, 1, 1, 0]
-
-
 @settings(deadline=None)
 @given(lengths, bins, caps, sequences, st.floats(1, 2000))
 def test_level_holds_and_is_the_same_interpreted(sizes, count, cap, most, level):
@@ -85,13 +68,6 @@ def test_level_holds_and_is_the_same_interpreted(sizes, count, cap, most, level)
     inside = assignment >= 0
     check_caps(assignment, sizes, cap, most)
     assert np.bincount(assignment[inside], weights[inside], 1).max() <= level * (1 + 1e-12)
-
-
-def test_level_leaves_out_what_is_above_it():
-    weights = np.array([9.0, 5.0, 4.0, 3.0, 2.0])
-    sizes, nowhere = np.array([1] * 5), np.full(5, -1)
-    assert fill_to_level(np.arange(5), sizes, weights, nowhere, 2, 7.0, 10, 9).tolist() == [-1, 0, 1, 1, 0]
-    assert fill_to_level(np.arange(5), sizes, weights, nowhere, 2, 6.0, 10, 9).tolist() == [-1, 0, 1, -1, 1]
 
 
 def test_level_counts_what_is_placed_already():

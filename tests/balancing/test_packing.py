@@ -12,7 +12,6 @@ from balancing.errors import CountError, LengthError, OptionError, OverCapError,
 from balancing.lower_bounds import fewest_bins
 
 FIRST = [100, 900, 50, 950, 400, 600]
-SECOND = [512, 1024, 256, 2048, 128, 768, 1536, 384, 896, 640]
 
 
 def as_lists(groups):
@@ -24,52 +23,21 @@ def tokens_of(lengths, group, layout, multiple):
     return len(group) * sizes.max() if layout == "padded" else sizes.sum()
 
 
-def test_v6_worked_example_of_six():
-    groups = as_lists(pack(FIRST, 2000))
-    assert groups == [[1, 5], [0, 2, 3, 4]]
-    assert [sum(FIRST[i] for i in group) for group in groups] == [1500, 1500]
-
-
-def test_v8_worked_example_heavier_squares_first():
-    squares = np.square(FIRST)
-    groups = pack(FIRST, 2000, workloads=squares)
-    assert as_lists(groups) == [[1, 5], [0, 2, 3, 4]]
-    assert [squares[group].sum() for group in groups] == [1_170_000, 1_075_000]
-
-
-def test_p11_worked_example_in_given_order():
-    groups = pack(FIRST, 2000, algorithm="none")
-    assert as_lists(groups) == [[0, 1, 2], [3, 4, 5]]
-    assert [sum(FIRST[i] for i in group) for group in groups] == [1050, 1950]
-
-
-def test_v6_worked_example_of_ten():
-    assert [sum(SECOND[i] for i in group) for group in pack(SECOND, 4096)] == [4096, 4096]
-
-
-def test_p12_caps_that_earlier_systems_exceed_hold():
-    assert as_lists(pack([7] * 8, 8)) == [[i] for i in range(8)]
-    groups = pack([4096, 2000, 2000, 2000], 5050)
-    assert max(sum([4096, 2000, 2000, 2000][i] for i in group) for group in groups) <= 5050
-    assert len(groups) == 3
-
-
-def test_m4_cap_on_sequences_holds():
-    groups = pack([1] * 10, 100, max_sequences=3)
-    assert sorted(len(group) for group in groups) == [2, 2, 3, 3]
-
-
-def test_p13_minimum_count_is_kept():
-    assert len(pack([5, 5, 5, 5], 100, min_count=3)) == 3
-
-
-def test_v6_count_is_a_multiple():
-    assert len(pack([5, 5, 5, 5, 5], 10, multiple_of=2)) == 4
-
-
-def test_d3_padded_length_is_a_multiple():
-    assert len(pack([200, 240], 512, layout="padded", length_multiple=64)) == 1
-    assert len(pack([200, 240], 511, layout="padded", length_multiple=64)) == 2
+@pytest.mark.parametrize(
+    ("lengths", "cap", "options", "expected"),
+    [
+        (FIRST, 2000, {}, [[1, 5], [0, 2, 3, 4]]),  # of 1,500 tokens each
+        (FIRST, 2000, {"workloads": np.square(FIRST)}, [[1, 5], [0, 2, 3, 4]]),  # 1,170,000 and 1,075,000
+        (FIRST, 2000, {"algorithm": "none"}, [[0, 1, 2], [3, 4, 5]]),
+        ([7] * 8, 8, {}, [[i] for i in range(8)]),  # systems that count tokens / cap pack two together
+        ([4096, 2000, 2000, 2000], 5050, {}, [[0], [1, 3], [2]]),
+        ([5] * 4, 100, {"min_count": 3}, [[0, 3], [1], [2]]),
+        ([200, 240], 512, {"layout": "padded", "length_multiple": 64}, [[0, 1]]),
+        ([200, 240], 511, {"layout": "padded", "length_multiple": 64}, [[0], [1]]),
+    ],
+)
+def test_worked_examples(lengths, cap, options, expected):
+    assert as_lists(pack(lengths, cap, **options)) == expected
 
 
 @st.composite
@@ -155,15 +123,6 @@ def test_v6_full_micro_batches_are_found_and_even():
     loads = np.array([workloads[group].sum() for group in groups])
     assert len(groups) == fewest_bins(lengths, 16384, 4096)
     assert loads.max() / loads.mean() <= 1.04
-
-
-def test_workload_is_even_on_a_long_tailed_batch():
-    lengths = np.clip(np.random.default_rng(0).lognormal(np.log(600), 1, 512), 16, 8192).astype(int)
-    workloads = lengths * (7e4 + lengths.astype(float))
-    groups = pack(lengths, 16384, workloads=workloads)
-    loads = np.array([workloads[group].sum() for group in groups])
-    assert loads.max() / loads.mean() <= 1.04
-    assert len(groups) == fewest_bins(lengths, 16384, 512)
 
 
 @pytest.mark.parametrize(
