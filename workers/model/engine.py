@@ -232,7 +232,7 @@ class TrainingEngine:
         def finish(start: int, stop: int, rows: ModelInput, outputs: Any) -> None:
             result[start:stop] = rows.whole(outputs).float().cpu()
 
-        self._forward_passes("scores", sequences, micro_batches, finish, forward=True, last=True)
+        self._forward_passes("scores", sequences, micro_batches, finish, last=True)
         return self.stage.from_last(result)
 
     def _forward_only(
@@ -253,7 +253,7 @@ class TrainingEngine:
                 result[first + rows.loss_positions] = getattr(predictions, column).float().cpu()
             statistics.append(measure(predictions))
 
-        self._forward_passes(name, sequences, micro_batches, finish, forward=True)
+        self._forward_passes(name, sequences, micro_batches, finish)
         return self.stage.from_last((results, to_metrics(statistics)))
 
     def _forward_passes(
@@ -262,13 +262,18 @@ class TrainingEngine:
         sequences: DataProto,
         micro_batches: Sequence[MicroBatch],
         finish: Callable[[int, int, ModelInput, Any], None],
-        **layout: bool,
+        *,
+        last: bool = False,
     ) -> None:
         check_sequences(sequences, self.vocabulary, self.positions)
         check_micro_batches(micro_batches, len(sequences), complete=True)
         rounds = self.stage.whole_rounds(micro_batches)
         slices = [sequences.slice(*rows) for rows in rounds]
-        work = EnginePass(name, slices, self._compute, lambda index, *found: finish(*rounds[index], *found), **layout)
+
+        def finish_slice(index: int, rows: ModelInput, outputs: Any) -> None:
+            finish(*rounds[index], rows, outputs)
+
+        work = EnginePass(name, slices, self._compute, finish_slice, forward=True, last=last)
         self.runner.run(work)
         reshard(self.module)  # without a backward pass nothing else frees the gathered parameters
 

@@ -49,6 +49,21 @@ def test_log_probs_stand_at_their_tokens_whatever_the_order_of_micro_batches(pat
     assert set(metrics) == {"entropy", "rollout_mismatch_mean", "rollout_mismatch_max"}
 
 
+@pytest.mark.parametrize(
+    ("head", "passes"),
+    [("lm", ("log_probs", "log_probs_and_entropies", "sequence_log_probs")), ("value", ("values", "scores"))],
+)
+def test_every_pass_without_gradients_has_the_layout_that_its_plan_counts(path, head, passes):
+    model = ModelConfig(path=path, dtype="float32", layout="padded", forward_layout="packed")
+    engine = TrainingEngine(model, optimizer=None, total_steps=0, device="cpu", head=head)
+    rows, lay_out = [], engine.layout.lay_out
+    engine.layout.lay_out = lambda *given, **named: rows.append(lay_out(*given, **named)) or rows[-1]
+    sequences = random_sequences()
+    for name in passes:
+        getattr(engine, name)(sequences, ALL)
+    assert [row.input_ids.numel() for row in rows] == [sequences.num_tokens] * len(passes)
+
+
 def test_bfloat16_computes_in_bfloat16_and_keeps_parameters_in_float32(path):
     narrow = TrainingEngine(
         ModelConfig(path=path, dtype="bfloat16"), optimizer=OptimizerConfig(), total_steps=1, device="cpu"
