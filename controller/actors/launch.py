@@ -32,7 +32,7 @@ from workers.model.timing import MicroStepTime
 from workers.roles.base import Worker
 from workers.roles.critic import CriticWorker
 from workers.roles.model_worker import ReferenceWorker, RewardModelWorker
-from workers.roles.policy import PolicyWorker
+from workers.roles.policy import OfflinePolicyWorker, PolicyWorker
 from workers.rollout.engine_actor import VllmEngineActor
 from workers.rollout.placement import ranks_of_engine
 from workers.rollout.requests import WeightLoad
@@ -154,7 +154,6 @@ def launch(
     console: Console,
     *,
     only: Sequence[str] = (),
-    policy_class: type[Worker] = PolicyWorker,
     total_steps: int = 1,
     rewards: Sequence[RewardFunction] = (),
     environment: bytes = b"",
@@ -170,7 +169,7 @@ def launch(
     Raises ResourceError if the cluster is too small, WorkerError or RolloutError if an actor cannot start.
     """
     with ExitStack() as stack:
-        start = _Launch(stack, config, console, only, policy_class, total_steps)
+        start = _Launch(stack, config, console, only, total_steps)
         if only or not isinstance(config, Config):
             groups = start.load_models()
             no_engines = EnginePool(lambda replica, attempt: None, RolloutConfig(replicas=0))
@@ -214,20 +213,15 @@ def launch(
 
 class _Launch:
     def __init__(
-        self,
-        stack: ExitStack,
-        config: TrainingConfig,
-        console: Console,
-        only: Sequence[str],
-        policy_class: type[Worker],
-        total_steps: int,
+        self, stack: ExitStack, config: TrainingConfig, console: Console, only: Sequence[str], total_steps: int
     ) -> None:
         self.stack, self.config, self.console = stack, config, console
         self.roles = only or config.training_roles
-        self.classes = CLASSES | {"policy": policy_class}
-        self.total_steps = {"policy": total_steps}
+        self.classes, self.total_steps = dict(CLASSES), {"policy": total_steps}
         if isinstance(config, Config):
             self.total_steps["critic"] = config.critic_optimizer_steps
+        else:
+            self.classes["policy"] = OfflinePolicyWorker
         self.groups: dict[str, WorkerGroup] = {}
         self.bundles = {pool.name: self._reserve(pool) for pool in ([training_pool(config)] if only else pools(config))}
         self.requests = {request.role: request for request in role_requests(config)}

@@ -161,10 +161,7 @@ def run(config: OfflineConfig, inputs: OfflineInputs, console: "Console", callba
 @contextmanager
 def training(config: OfflineConfig, inputs: OfflineInputs, console: "Console") -> Iterator["OfflineRun[Any]"]:
     from controller.offline.steps import OfflineRun
-    from workers.roles.policy import OfflinePolicyWorker
 
     total_steps = config.optimizer_steps_over(len(inputs.train))
-    with session(
-        config, console, inputs.identity, policy_class=OfflinePolicyWorker, total_steps=total_steps
-    ) as started:
+    with session(config, console, inputs.identity, total_steps=total_steps) as started:
         yield OfflineRun(config, started, inputs.train, inputs.validation, cost_model=inputs.cost_model)

@@ -179,27 +179,28 @@ def recorded(folder: Path, *steps: int) -> Path:
     return folder
 
 
-def test_a_replay_begins_at_the_checkpoint_before_the_step(tmp_path: Path) -> None:
-    recorded(tmp_path, 1, 2, 3)
-    for number in (1, 2, 3):
-        write(checkpoint_path(tmp_path, number), number)
-    start = start_before(tmp_path, 3, "never")
-    assert (start.checkpoint, start.steps) == (checkpoint_path(tmp_path, 2), range(3, 4))
-    assert start.describe() == ""
-
-
-def test_steps_without_a_checkpoint_are_trained_again_on_the_way(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("checkpoints", "begin", "told"),
+    [
+        ((1, 2, 3), 2, ""),
+        ((1,), 1, "there is no checkpoint of step 2: step 2 is trained again first, from the checkpoint of step 1"),
+        (
+            (),
+            0,
+            "there is no checkpoint of step 2: steps 1 to 2 are trained again first, from the models that the run "
+            "began with",
+        ),
+    ],
+)
+def test_a_replay_begins_at_the_last_checkpoint_before_the_step(
+    tmp_path: Path, checkpoints: tuple[int, ...], begin: int, told: str
+) -> None:
     recorded(tmp_path, 1, 2, 3, 4)
+    for number in checkpoints:
+        write(checkpoint_path(tmp_path, number), number)
     start = start_before(tmp_path, 3, "auto")
-    assert (start.checkpoint, start.steps) == (None, range(1, 4))
-    assert start.describe() == (
-        "there is no checkpoint of step 2: steps 1 to 2 are trained again first, from the models that the run began "
-        "with"
-    )
-    write(checkpoint_path(tmp_path, 1), 1)
-    start = start_before(tmp_path, 3, "never")
-    assert (start.checkpoint, start.steps) == (checkpoint_path(tmp_path, 1), range(2, 4))
-    assert "step 2 is trained again first, from the checkpoint of step 1" in start.describe()
+    assert start.checkpoint == (checkpoint_path(tmp_path, begin) if begin else None)
+    assert (start.steps, start.describe()) == (range(begin + 1, 4), told)
 
 
 def test_a_run_that_began_at_another_runs_checkpoint_is_replayed_from_there(tmp_path: Path) -> None:

@@ -243,24 +243,6 @@ def test_updates_go_through_the_experts_that_the_sampler_chose(
     assert 0.2 < mismatch["compare"] < 0.8 and 0.2 < mismatch["replay"] < 0.8  # two of four by chance
 
 
-def test_updates_have_the_losses_of_routers(run: Run, experts: str) -> None:
-    finished = {}
-    for name, settings in {
-        "without": (),
-        "aux": ("model.router_aux_loss_coefficient=0.1",),
-        "both": ("model.router_aux_loss_coefficient=0.1", "model.router_z_loss_coefficient=0.1"),
-    }.items():
-        done = run(experts, f"run.name={name}", "run.steps=1", *settings)
-        weights = torch.cat([weight.flatten() for weight in weights_of(done).values()])
-        finished[name] = done.outcome.steps[0], weights
-    (without, first), (aux, second), (both, third) = finished.values()
-    assert not torch.equal(first, second) and not torch.equal(second, third)
-    assert without["policy/loss"] == aux["policy/loss"] == both["policy/loss"]
-    found = [[step.get(f"policy/router_{name}_loss") for name in ("aux", "z")] for step in (without, aux, both)]
-    assert found[0] == [None, None] and found[1] == [found[2][0], None]
-    assert 1 < found[2][0] < 2 and 0 < found[2][1] < 10
-
-
 PPO = (
     "algorithm.advantage=gae",
     "algorithm.kl_in_reward.coefficient=0.1",

@@ -112,21 +112,9 @@ def hang_actor(run: Run) -> None:
     send(signal.SIGSTOP, engine_pids(run)[:1])
 
 
-def kill_policy(run: Run) -> None:
-    """SIGKILL of the last policy rank."""
-    send(signal.SIGKILL, [run.roles.policy.facts()[-1]["pid"]])
-
-
-def kill_reference(run: Run) -> None:
-    """SIGKILL of reference rank 0."""
-    assert run.roles.reference is not None
-    send(signal.SIGKILL, [run.roles.reference.facts()[0]["pid"]])
-
-
-def kill_critic(run: Run) -> None:
-    """SIGKILL of the last critic rank."""
-    assert run.roles.critic is not None
-    send(signal.SIGKILL, [run.roles.critic.facts()[-1]["pid"]])
+def kill_rank(role: str) -> Fault:
+    """SIGKILL of the role's last rank."""
+    return lambda run: send(signal.SIGKILL, [run.roles.groups[role].facts()[-1]["pid"]])
 
 
 def differences(run: RunWithFaults, undisturbed: RunWithFaults) -> list[str]:

@@ -76,42 +76,36 @@ def test_with_a_single_engine_the_round_waits_for_the_one_in_its_place(
 
 
 RANKS = ("policy.data_parallel=2", "run.checkpoint_every=2", "run.steps=4")
-WITH_REFERENCE = (*RANKS, "algorithm.loss.kl_coefficient=0.1")
-WITH_CRITIC = (*RANKS, "algorithm.advantage=gae", "critic.optimizer.learning_rate=1e-3")
+SETTINGS = {
+    "reference": (*RANKS, "algorithm.loss.kl_coefficient=0.1"),
+    "critic": (*RANKS, "algorithm.advantage=gae", "critic.optimizer.learning_rate=1e-3"),
+}
 
 
 @pytest.fixture(scope="module")
-def usual(ray_session, settings: list[str]) -> RunWithFaults:
-    return run_with(overrides(settings, "usual", *WITH_REFERENCE), {})
+def usual(ray_session, settings: list[str]) -> dict[str, RunWithFaults]:
+    return {name: run_with(overrides(settings, f"usual-{name}", *more), {}) for name, more in SETTINGS.items()}
 
 
 @pytest.mark.parametrize(
-    ("what", "before"),
+    ("role", "before", "name"),
     [
-        (faults.kill_policy, "step"),
-        (faults.kill_policy, "send_weights"),
-        (faults.kill_reference, "with_reference_log_probs"),
+        ("policy", "step", "reference"),
+        ("policy", "send_weights", "reference"),
+        ("reference", "with_reference_log_probs", "reference"),
+        ("critic", "update_critic", "critic"),
     ],
 )
 def test_a_rank_killed_repeats_the_steps_since_the_last_checkpoint(
-    usual: RunWithFaults, settings: list[str], what: Fault, before: str
+    usual: dict[str, RunWithFaults], settings: list[str], role: str, before: str, name: str
 ) -> None:
-    name = f"{what.__name__}-{before}"
-    check_steps_repeated(run_with(overrides(settings, name, *WITH_REFERENCE), {4: what}, before=before), usual)
-
-
-def test_a_critics_rank_killed_repeats_the_steps_since_the_last_checkpoint(ray_session, settings: list[str]) -> None:
-    usual = run_with(overrides(settings, "usual-critic", *WITH_CRITIC), {})
-    run = run_with(overrides(settings, "kill-critic", *WITH_CRITIC), {4: faults.kill_critic}, before="update_critic")
-    check_steps_repeated(run, usual)
-
-
-def check_steps_repeated(run: RunWithFaults, usual: RunWithFaults) -> None:
-    """Of a run that was struck in step 4, and has a checkpoint of step 2."""
+    """It is struck in step 4, and there is a checkpoint of step 2."""
+    given = overrides(settings, f"kill-{role}-{before}", *SETTINGS[name])
+    run = run_with(given, {4: faults.kill_rank(role)}, before=before)
     assert run.last["restarts/recoveries"] == 1
     assert any("was lost in" in text and "starting all roles anew" in text for text in run.said), run.said
     assert any("going on from" in text and "step-2" in text for text in run.said), run.said
     assert len(run.outcome.steps) == 2  # steps 3 and 4
-    assert differences(run, usual) == []
+    assert differences(run, usual[name]) == []
     lines = (run.config.run_folder / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3, 4]
