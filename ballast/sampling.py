@@ -17,9 +17,9 @@ from controller.evaluate import METRICS
 from controller.evaluate import finish as finish_evaluation
 from controller.generate import finish as finish_generation
 from controller.lifecycle.interrupts import handlers_kept
-from controller.sampling.jobs import Request
+from controller.sampling.jobs import JobRequest
 from controller.sampling.output import SAMPLES
-from controller.sampling.running import Finish, prepare_job
+from controller.sampling.sampling_run import Finish, prepare_job
 
 
 @dataclass(frozen=True)
@@ -97,16 +97,16 @@ def _run(
     data: Records | None,
     **options: Any,
 ) -> Path:
-    """Make the samples and return their folder. key: setting that `data` replaces. options: of Request."""
+    """Make the samples and return their folder. key: setting that `data` replaces. options: of JobRequest."""
     given = tuple(as_overrides(overrides, known_keys(schema)))
     if data is not None:
         run_dir = BaseRunConfig().dir if config is None else load_settings(schema, config, given).run.dir
         given = (*given, f"{key}={data_file(data, 'data', run_dir)}")
         given += ("data.sources={}",) if key == "data.train" else ()
     if isinstance(config, Mapping):
-        request = Request(settings=tuple(as_overrides(config, known_keys(schema))), overrides=given, **options)
+        request = JobRequest(settings=tuple(as_overrides(config, known_keys(schema))), overrides=given, **options)
     else:
-        request = Request(_path("config", config), overrides=given, **options)
+        request = JobRequest(_path("config", config), overrides=given, **options)
     with handlers_kept():
         settings, start = prepare_job(schema, finish, request)
         start()

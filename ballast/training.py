@@ -115,7 +115,7 @@ def _offline(
     train: Records | None,
     validation: Records | None,
 ) -> Result:
-    from controller.offline.running import prepare
+    from controller.offline.offline_training import prepare
 
     _give_data(settings, train, validation)
     return _result(settings, callbacks, partial(prepare, settings))

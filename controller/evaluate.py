@@ -19,7 +19,7 @@ from controller.lifecycle.session import exit_code
 from controller.observability.run_folder import finite, writing
 from controller.sampling.jobs import Job
 from controller.sampling.output import Line, scored_response
-from controller.sampling.running import prepare
+from controller.sampling.sampling_run import prepare
 from workers.errors import RolloutError
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from controller.config.training import counted
 from controller.lifecycle.session import exit_code
 from controller.sampling.jobs import Job
 from controller.sampling.output import SAMPLES, Line
-from controller.sampling.running import prepare
+from controller.sampling.sampling_run import prepare
 
 if TYPE_CHECKING:
     from controller.observability.console import Console

@@ -9,7 +9,7 @@ from functools import partial
 
 from controller.config.offline import SftConfig
 from controller.lifecycle.session import exit_code
-from controller.offline.running import prepare_command
+from controller.offline.offline_training import prepare_command
 from controller.preflight.arguments import Command
 
 COMMAND = Command("controller.sft", "Train a policy on given responses.", SftConfig)

@@ -27,8 +27,8 @@ from workers.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Request:
-    """Request of a user, see `ballast.generate`. settings: instead of a file's."""
+class JobRequest:
+    """JobRequest of a user, see `ballast.generate`. settings: instead of a file's."""
 
     config: Path | None = None
     model: str = ""
@@ -58,7 +58,7 @@ class Job:
 
 
 def read_job(config: SamplerConfig, model: Model, given: GivenFunctions, prompts: int, log: Log = print) -> Job:
-    """Read data and rewards, and check that the output holds no other job. prompts: see `Request`.
+    """Read data and rewards, and check that the output holds no other job. prompts: see `JobRequest`.
 
     Raises ConfigError, DataError or CheckpointError for what cannot work.
     """
@@ -73,7 +73,7 @@ def read_job(config: SamplerConfig, model: Model, given: GivenFunctions, prompts
     return Job(config, model, inputs, by_uid, identity, told)
 
 
-def checked_settings(schema: type[SamplerConfig], request: Request) -> tuple[SamplerConfig, Model, GivenFunctions]:
+def checked_settings(schema: type[SamplerConfig], request: JobRequest) -> tuple[SamplerConfig, Model, GivenFunctions]:
     if request.prompts < 0:
         raise ConfigError(f"prompts={request.prompts}: must be at least 0, which takes all.")
     config, model = job_settings(schema, request)
@@ -82,7 +82,7 @@ def checked_settings(schema: type[SamplerConfig], request: Request) -> tuple[Sam
     return config, model, given
 
 
-def job_settings(schema: type[SamplerConfig], request: Request) -> tuple[SamplerConfig, Model]:
+def job_settings(schema: type[SamplerConfig], request: JobRequest) -> tuple[SamplerConfig, Model]:
     model = choose_model(request.model)
     path = request.config or (None if request.settings else _of_run(model))
     config = load_as(schema, path, [*request.settings, *request.overrides, "run.resume=auto"])
@@ -110,7 +110,7 @@ def _of_run(model: Model) -> Path:
     return model.run / OF_RUN
 
 
-def described(schema: type[SamplerConfig], request: Request) -> str:
+def described(schema: type[SamplerConfig], request: JobRequest) -> str:
     config, model, given = checked_settings(schema, request)
     check_machine(config, dry_run=True)
     check_models(config)

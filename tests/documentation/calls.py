@@ -14,7 +14,7 @@ from controller.config.python_rewards import GivenFunctions
 from controller.config.sampler import SamplerConfig
 from controller.lifecycle.inputs import try_inputs
 from controller.preflight.checks import check
-from controller.sampling.jobs import Request, described
+from controller.sampling.jobs import JobRequest, described
 
 METRICS = {"step": 1, "reward/mean": 0.0, "validation/reward": 0.0}
 SUMMARY = {"steps": 1, "validation": {"before": {"reward": 0.0}, "after": {"reward": 0.5}}}
@@ -40,8 +40,8 @@ def tried(
     return start
 
 
-def sampled(schema: type[SamplerConfig], finish: object, request: Request) -> tuple[Any, Callable[[], object]]:
-    """In place of `controller.sampling.running.prepare_job`."""
+def sampled(schema: type[SamplerConfig], finish: object, request: JobRequest) -> tuple[Any, Callable[[], object]]:
+    """In place of `controller.sampling.sampling_run.prepare_job`."""
     del finish
     described(schema, request)
     return SimpleNamespace(run_folder=Path()), lambda: Path("samples.jsonl").write_text('{"response_tokens": 3}\n')

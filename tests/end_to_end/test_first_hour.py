@@ -117,7 +117,7 @@ def test_an_evaluation_of_a_checkpoint_is_the_validation_that_training_made_of_i
     assert files_beside(folder / "model") == files_beside(folder / f"model-{STEPS}") == files_beside(source)
     saved, written = (AutoModelForCausalLM.from_pretrained(folder / name) for name in ("model", f"model-{STEPS}"))
     assert all(map(torch.equal, saved.state_dict().values(), written.state_dict().values()))
-    monkeypatch.setattr("controller.sampling.running.ray_session", None)  # nothing is left to start anything for
+    monkeypatch.setattr("controller.sampling.sampling_run.ray_session", None)  # nothing is left to start anything for
     assert ballast.evaluate(model=checkpoint, reward=rewarding(LARGEST)) == found
 
 
@@ -148,7 +148,7 @@ def test_generation_goes_on_where_it_was_cut_and_gives_the_models_log_probs(
         assert again["log_probs"] == pytest.approx(line["log_probs"], abs=1e-5)
     assert not by_key
 
-    monkeypatch.setattr("controller.sampling.running.ray_session", None)
+    monkeypatch.setattr("controller.sampling.sampling_run.ray_session", None)
     assert lines_of(generate()) == lines_of(file)
     with pytest.raises(ConfigError, match="samples of another job, with other rewards"):
         generate(rewarding(1.0))

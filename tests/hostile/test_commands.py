@@ -70,7 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     commit(begun, checkpoint, Manifest(2, 1, {}, {}, {}))
     patch = pytest.MonkeyPatch()
     patch.chdir(folder)
-    for module in ("controller.fit", "controller.offline.running"):
+    for module in ("controller.fit", "controller.offline.offline_training"):
         patch.setattr(f"{module}.numerics_lines", lambda config: iter(()))
     patch.setattr("controller.lifecycle.inputs.find_function", lambda *_, **__: REWARD)
     patch.setattr("controller.lifecycle.inputs.try_rewards", lambda *_, **__: Score(0.0, ""))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from controller.config import load_as
 from controller.config.offline import OfflineConfig, PreferencesConfig, SftConfig
-from controller.offline.running import read_inputs, training
+from controller.offline.offline_training import read_inputs, training
 from controller.offline.steps import STEPS
 from controller.preflight.offline_checks import check_offline
 from controller.training_loop import Outcome, train

@@ -9,7 +9,7 @@ from controller import evaluate, generate
 from controller.actors.layout import pools, role_requests
 from controller.config import load_as
 from controller.config.sampler import EvaluateConfig, GenerateConfig, SamplerConfig
-from controller.sampling.jobs import Request, job_settings
+from controller.sampling.jobs import JobRequest, job_settings
 from controller.sampling.models import choose_model
 from tests.controller.config_workspace import write_model
 from workers.errors import CheckpointError, ConfigError
@@ -17,7 +17,7 @@ from workers.model.checkpoint.checkpoint_folder import Manifest, commit, unfinis
 
 
 def narrowed(schema: type[SamplerConfig], *overrides: str, model: str = "") -> SamplerConfig:
-    return job_settings(schema, Request(Path("config.yaml"), model, overrides=overrides))[0]
+    return job_settings(schema, JobRequest(Path("config.yaml"), model, overrides=overrides))[0]
 
 
 def test_an_evaluation_samples_as_a_validation_and_a_generation_as_training(workspace: Path) -> None:
@@ -152,9 +152,9 @@ def test_a_run_is_its_model_or_its_last_checkpoint(workspace: Path) -> None:
 def test_a_model_of_a_run_is_evaluated_with_the_runs_settings_into_its_folder(workspace: Path) -> None:
     run = write_run(workspace)
     write_model(run / "model-best")
-    config, _ = job_settings(EvaluateConfig, Request(model=str(run / "model-best"), trust_run=True))
+    config, _ = job_settings(EvaluateConfig, JobRequest(model=str(run / "model-best"), trust_run=True))
     assert (config.model.path, config.run_folder) == (str(run / "model-best"), run / "evaluate" / "model-best")
-    request = Request(model=str(run / "model-best"), output=Path("elsewhere"), reward=lambda **_: 1.0)
+    request = JobRequest(model=str(run / "model-best"), output=Path("elsewhere"), reward=lambda **_: 1.0)
     config, _ = job_settings(EvaluateConfig, request)
     assert config.run_folder == Path("elsewhere")
 

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from controller.config.sampler import GenerateConfig
-from controller.sampling.jobs import Request, checked_settings, read_job
+from controller.sampling.jobs import JobRequest, checked_settings, read_job
 from controller.sampling.output import SamplesFile
-from controller.sampling.running import sample_missing
+from controller.sampling.sampling_run import sample_missing
 from tests.controller.stand_ins.run import StandIns
 from tests.end_to_end.faults import Listening
 
@@ -23,7 +23,7 @@ SETTINGS = (
 
 
 def generate(folder: Path, *overrides: str) -> list[dict[str, Any]]:
-    request = Request(output=folder, settings=(*SETTINGS, *overrides))
+    request = JobRequest(output=folder, settings=(*SETTINGS, *overrides))
     job = read_job(*checked_settings(GenerateConfig, request), prompts=0)
     file = SamplesFile(folder, job.identity)
     assert sample_missing(job, file, job.keys, Listening()) == []

@@ -15,7 +15,7 @@ from controller.config.sampler import GenerateConfig
 from controller.data.prompts import Prompt
 from controller.lifecycle.inputs import try_inputs
 from controller.packages import ROOT
-from controller.sampling.jobs import Request, checked_settings
+from controller.sampling.jobs import JobRequest, checked_settings
 from controller.sampling.output import JOB, SAMPLES, SamplesFile, as_line, job_identity, scored_response, token_columns
 from workers.errors import ConfigError, DataError
 from workers.rollout.requests import SampleResult
@@ -130,7 +130,7 @@ def test_of_several_turns_a_line_says_which_tokens_were_sampled() -> None:
 
 
 def identity(*overrides: str) -> dict[str, object]:
-    request = Request(
+    request = JobRequest(
         Path("config.yaml"), overrides=("rollout.environment=play.py:Guess", "rollout.max_turns=1", *overrides)
     )
     config, model, given = checked_settings(GenerateConfig, request)

@@ -20,7 +20,7 @@ from controller.lifecycle.session import prepare_start, ray_session
 from controller.observability.run_folder import writing
 from controller.observability.run_log import run_log
 from controller.preflight.arguments import OneLineParser
-from controller.sampling.jobs import Job, Request, checked_settings, described, read_job
+from controller.sampling.jobs import Job, JobRequest, checked_settings, described, read_job
 from controller.sampling.output import Key, Line, SamplesFile, as_line, token_columns
 from workers.errors import RolloutError
 
@@ -51,7 +51,7 @@ class Sampled(NamedTuple):
 
 def prepare(schema: type[SamplerConfig], finish: Finish, arguments: Sequence[str] | None) -> Callable[[], None] | None:
     parsed = _parser(schema).parse_intermixed_args(arguments)
-    request = Request(
+    request = JobRequest(
         parsed.config,
         parsed.model,
         parsed.output,
@@ -88,7 +88,7 @@ def _parser(schema: type[SamplerConfig]) -> argparse.ArgumentParser:
 
 
 def prepare_job(
-    schema: type[SamplerConfig], finish: Finish, request: Request
+    schema: type[SamplerConfig], finish: Finish, request: JobRequest
 ) -> tuple[SamplerConfig, Callable[[], None]]:
     """Return the narrowed settings and what starts the job. Raises as `read_job` and `prepare_start`."""
     config, model, given = checked_settings(schema, request)
