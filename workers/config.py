@@ -192,10 +192,8 @@ class SamplingConfig:
 
     @property
     def log_probs_are_whole(self) -> bool:
-        """Whether engines report log-probs of the full distribution, as the trainer computes them.
-
-        vLLM reports them before temperature and cut, or after both.
-        """
+        """Whether engines report log-probs of the full distribution, as the trainer computes them."""
+        # vLLM reports them before temperature and cut, or after both.
         return self.temperature == 1 or not self.cuts
 
 

@@ -112,10 +112,7 @@ class DataProto:
         return cls(lengths[first], {name: value.values() for name, value in jagged.items()}, columns, objects, meta)
 
     def to_tensordict(self) -> "TensorDict":
-        """Convert to jagged columns over one offsets tensor, `NonTensorStack` objects and `NonTensorData` meta.
-
-        Raises DataError if a meta key is also a column's name.
-        """
+        """Convert to jagged columns over one offsets tensor. Raises DataError if a meta key is a column's name, too."""
         import torch
         from tensordict import NonTensorData, NonTensorStack, TensorDict
 
@@ -163,12 +160,10 @@ class DataProto:
     # --- rows ---------------------------------------------------------------------------------------------------------
 
     def row(self, index: int) -> dict[str, Array]:
-        """Token columns of one sequence, as views."""
         start, stop = self.offsets[index], self.offsets[index + 1]
         return {name: values[start:stop] for name, values in self.tokens.items()}
 
     def slice(self, start: int, stop: int) -> "DataProto":
-        """Return sequences start..stop-1 as views."""
         first, last = self.offsets[start], self.offsets[stop]
         return self._taken(slice(start, stop), slice(first, last))
 

@@ -112,10 +112,7 @@ def split_arguments(
     kwargs: dict[str, Any],
     put: Callable[[Any], Any],
 ) -> list[Arguments]:
-    """Arguments for every rank. `put` stores an object once per dp rank and returns its reference.
-
-    Raises DataError if batch, plan and group do not fit together.
-    """
+    """Arguments of every rank; `put` stores an object, once per dp rank. Raises DataError if they do not fit."""
     if mode.split is Split.ALL:
         return [(args, kwargs)] * len(ranks)
     if len(args) < 2 or not isinstance(args[0], RemoteBatch) or not isinstance(args[1], Plan):
@@ -135,10 +132,7 @@ def split_arguments(
 def join_tokens(
     mode: DispatchMode, plan: Plan, rows: int, blocks: Sequence[Any], metrics: Sequence[Metrics]
 ) -> PlanResult:
-    """Columns in the order of the batch, from one block and one metrics dict per dp rank.
-
-    Raises DataError if the plan omits any of the `rows` sequences.
-    """
+    """Join a block and metrics per dp rank. Raises DataError if the plan omits any of the `rows` sequences."""
     rank, row = _places(plan, rows)
     where = [blocks[dp] for dp in rank], row.tolist()
     columns = {name: places(name, *where) for name in mode.returns}
@@ -153,7 +147,6 @@ def join_rows(plan: Plan, rows: int, parts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _places(plan: Plan, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """The dp rank of each of `rows` sequences, and its row there: int32 [rows] each."""
     block = np.full(rows, -1, dtype=np.int32)
     row = np.zeros(rows, dtype=np.int32)
     for dp in range(plan.ranks):

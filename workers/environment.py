@@ -68,7 +68,6 @@ def as_observation(value: Any) -> dict[str, Any]:
 
 
 def as_text(said: Text) -> str:
-    """Join the texts of messages, a line each."""
     return said if isinstance(said, str) else "\n".join(str(message.get("content", "")) for message in said)
 
 

@@ -60,7 +60,6 @@ class EpisodeError(BallastError):
 
 
 def quoted(value: object) -> str:
-    """Beginning of a user value's repr, even if that raises."""
     try:
         return _QUOTES.repr(value)
     except Exception:

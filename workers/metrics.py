@@ -52,7 +52,6 @@ class Metric:
         return self.value / self.weight if self.weight else math.nan
 
     def merged_with(self, other: "Metric") -> "Metric":
-        """Raises ValueError if reductions or kinds of items differ."""
         if self.reduction is not other.reduction:
             raise ValueError(f"cannot merge a {self.reduction.value} with a {other.reduction.value}")
         if self.count != other.count:

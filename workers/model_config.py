@@ -134,10 +134,8 @@ class ModelConfig:
         return layout, self.forward_length_multiple or self.length_multiple
 
     def attention_layout(self, *, shared: bool = False) -> str:
-        """Return `packed` if our attention runs, over segments; `padded` if transformers' does, over rows.
-
-        shared: whether ranks share sequences or layers, which transformers' attention does not support.
-        """
+        """Return `packed` if our attention runs, over segments; `padded` if transformers' does, over rows."""
+        # Transformers' does not support ranks that share sequences or layers.
         layouts = {self.rows(forward=forward)[0] for forward in (False, True)}
         ours = shared or "packed" in layouts or self.attention in CUDA_KERNELS
         return "packed" if ours else "padded"

@@ -32,7 +32,6 @@ def socket_variables(address: str, interfaces: Mapping[str, Iterable[str]], give
 
 
 def interface_of(address: str, interfaces: Mapping[str, Iterable[str]]) -> str | None:
-    """Interface with the address; the loopback interface for any loopback address."""
     wanted = _parsed(address)
     if wanted is None:
         return None
@@ -55,7 +54,6 @@ def variables_in(files: Iterable[Path]) -> set[str]:
 
 
 def _parsed(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """None for an invalid IP address. A link-local address may name its interface: fe80::1%eth0."""
     try:
         return ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

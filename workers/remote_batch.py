@@ -45,7 +45,6 @@ class RemoteBatch:
 
     @staticmethod
     def of_block(block: "ObjectRef", columns: dict[str, np.ndarray], tokens: Sequence[str]) -> "RemoteBatch":
-        """All rows of one block, with the given columns."""
         rows = len(next(iter(columns.values())))
         return RemoteBatch(columns, {name: places(name, repeat(block), range(rows)) for name in tokens})
 

@@ -36,10 +36,7 @@ class Template:
 
 
 def template_of(folder: Path) -> Template | None:
-    """The chat template among a model's files, where transformers looks for it, or None.
-
-    Raises ConfigError for invalid JSON or UTF-8.
-    """
+    """The chat template, where transformers looks for it, or None. Raises ConfigError for invalid JSON or UTF-8."""
     settings = _of_file(folder / "tokenizer_config.json")
     text: Any = settings.get("chat_template")
     if (folder / "chat_template.json").is_file():
@@ -89,10 +86,7 @@ PROBE = "probe"
 
 
 def cleaned(prompt: Any, where: str) -> Any:
-    """Return the text, or the messages without keys that are None, which Arrow adds.
-
-    Raises DataError, naming the record `where`, for anything else.
-    """
+    """Check a prompt and drop keys that are None, which Arrow adds. Raises DataError, naming the record `where`."""
     if not isinstance(prompt, (str, list)):
         raise DataError(f"{where} has a prompt of type {type(prompt).__name__}; a string or chat messages are needed.")
     if not prompt:
@@ -148,7 +142,6 @@ def in_form(messages: Messages, texts: bool, parts: bool) -> Messages:
 
 
 def check_size(text: str) -> str:
-    """Return a rendered text. Raises ValueError if it is longer than any model reads."""
     if len(text) > LONGEST_RENDERED:
         raise ValueError(f"the text has {len(text):,} characters, more than {LONGEST_RENDERED:,}")
     return text
@@ -199,7 +192,6 @@ class Renderer:
             raise DataError(f"{where} is not rendered by the chat template of model.path: {named(error)}.") from error
 
     def ids(self, text: str, where: str) -> list[int]:
-        """Encode a text, adding nothing. Raises DataError, naming `where`."""
         return self._encoded(text, where, add_special_tokens=False)
 
     def marked(self, messages: Messages, where: str) -> tuple[list[int], np.ndarray]:
@@ -250,10 +242,7 @@ class Renderer:
 def render_isolated(
     template: Template, prompts: Sequence[Messages], model: str, *, answered: bool, timeout_s: float
 ) -> None:
-    """Render lists of chat messages in a new process. answered: whether they end with a response.
-
-    Raises ConfigError, naming `model`, on failure or after `timeout_s`.
-    """
+    """Render in a new process. answered: whether prompts end with a response. Raises ConfigError, naming `model`."""
     render, which = "workers.trials:render_prompts", f"the chat template of model.path={model}"
     try:
         options = template.special_tokens | {"add_generation_prompt": not answered}

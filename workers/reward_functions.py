@@ -13,10 +13,7 @@ def exact_match(response: str, answer: str) -> dict[str, float | str]:
 
 
 def math(response: str, answer: str) -> dict[str, float | str]:
-    r"""1 if the last expression equals `answer` as mathematics: LaTeX, fractions, sets, units (math-verify).
-
-    An expression in `\boxed{}` takes precedence.
-    """
+    r"""1 if the last expression, or that in `\boxed{}`, equals `answer` as mathematics: LaTeX, sets, units."""
     from math_verify import parse, verify
 
     found = parse(response)

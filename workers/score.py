@@ -43,10 +43,7 @@ def is_finite(number: float) -> bool:
 
 
 def as_score(value: Any, response: str) -> Score:
-    """Convert a function's value: a number, or a mapping with `reward`, other numbers and optionally `answer`.
-
-    Raises DataError for any other value, or a number that is not finite.
-    """
+    """Convert a finite number, or a mapping with `reward`, others and perhaps `answer`. Raises DataError."""
     parts = dict(value) if isinstance(value, Mapping) else {"reward": value}
     if "reward" not in parts:
         raise DataError(f"the reward function returned a mapping without 'reward': {quoted(list(parts))}.")
@@ -77,10 +74,7 @@ def beside_environment(score: Score, environment: Score, *, has_functions: bool)
 
 
 def weighted(scores: Mapping[str, Score], weights: Mapping[str, float], response: str) -> Score:
-    """Weighted sum of several functions' rewards, with rewards and parts under their names and the first answer.
-
-    A single function's score is only scaled.
-    """
+    """Weighted sum of rewards, with the functions' names before several functions' parts, and the first answer."""
     if len(scores) == 1:
         ((name, score),) = scores.items()
         return Score(weights[name] * score.reward, response, score.parts, score.answer)

@@ -18,11 +18,7 @@ MOST_BYTES = 2**31  # of memory, for a template
 def try_loss(
     key: str, name: str, config: LossConfig, columns: dict[str, Any], tokens: tuple[str, ...], meta: dict[str, Any]
 ) -> None:
-    """Import the policy loss `name` of setting `key`, and compute its gradient on two made-up micro-batches.
-
-    One has two sequences, the other none, like a rank without work. columns: [2] each. Raises ConfigError for any
-    failure.
-    """
+    """Compute the gradient of a policy loss on two sequences, and on none. columns: [2] each. Raises ConfigError."""
     load(key, name)  # first, so that every error of the import is ours, and need not wait for torch
     if "workers.model.losses.registry" not in sys.modules:  # where the decorator is
         raise undecorated(name)
@@ -55,10 +51,7 @@ def try_loss(
 
 
 def render_prompts(template: str, options: dict[str, Any], prompts: Sequence[Any], which: str) -> None:
-    """Render lists of chat messages. options: special tokens, and add_generation_prompt.
-
-    Raises ConfigError, naming `which` template, for a failed or oversized rendering.
-    """
+    """Render chat messages. options: special tokens, and add_generation_prompt. Raises ConfigError."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     def render(messages: Messages) -> str:

@@ -57,7 +57,6 @@ class CheckpointWriter:
         self._prune()
 
     def finish(self) -> None:
-        """Wait for the running save."""
         for group in self._roles.trained.values():
             self._tried(group.wait_for_checkpoint)
         self._prune()

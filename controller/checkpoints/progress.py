@@ -22,34 +22,26 @@ FOLDER = Path("checkpoints") / "policy"
 
 @dataclass
 class Progress:
-    """The driver's state after a step; the rest follows from configuration and seed.
-
-    step: the last complete one. position: index of the next prompt in the stream. active: earlier indices whose samples
-    are untrained. samples: file with these samples, or empty. weight_version: of the policy. best: highest
-    validation.keep_best so far. before, latest: validations. kl_coefficient: adapted KL weight in the reward. trackers:
-    the run's id in each tracker. refit: fitted cost model, see `CostModelFitter.state`. data: identity of the training
-    data, see `controller.data.identity`.
-    """
+    """The driver's state after a step; the rest follows from configuration and seed."""
 
     step: int = 0
-    position: int = 0
-    active: list[int] = field(default_factory=list)
-    samples: str = ""
+    position: int = 0  # of the next prompt in the stream
+    active: list[int] = field(default_factory=list)  # earlier positions whose samples are untrained
+    samples: str = ""  # file with these samples
     weight_version: int = 0
-    best: float | None = None
-    before: dict[str, float] = field(default_factory=dict)
+    best: float | None = None  # highest validation.keep_best
+    before: dict[str, float] = field(default_factory=dict)  # validation before the first step
     latest: dict[str, float] = field(default_factory=dict)
-    kl_coefficient: float | None = None
-    trackers: dict[str, str] = field(default_factory=dict)
-    refit: dict[str, Any] | None = None
-    data: dict[str, Any] = field(default_factory=dict)
+    kl_coefficient: float | None = None  # adapted KL weight in the reward
+    trackers: dict[str, str] = field(default_factory=dict)  # the run's id in each
+    refit: dict[str, Any] | None = None  # see `CostModelFitter.state`
+    data: dict[str, Any] = field(default_factory=dict)  # see `controller.data.identity`
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def checkpoint_path(run_folder: Path, step: int) -> Path:
-    """Path of the policy's checkpoint after `step`."""
     return run_folder / FOLDER / f"step-{step}"
 
 
@@ -71,10 +63,7 @@ def remove_old_samples(run_folder: Path, step: int) -> None:
 
 
 def checkpoints_at(path: Path) -> list[Path]:
-    """List complete checkpoints, newest first: `path` itself, or those of the run in that folder.
-
-    Raises CheckpointError if `path` is an incomplete checkpoint.
-    """
+    """List complete checkpoints, newest first: `path` itself, or a run's. Raises CheckpointError for a torn `path`."""
     if (path / MANIFEST).exists():
         read_manifest(path)
         return [path]

@@ -395,8 +395,8 @@ class TrainingEngine:
         """Start to save the training state in the background, with the caller's `extra`; see `Checkpointer.save`.
         Collective.
         """
-        numbers = {"skipped_in_a_row": self.nonfinite_guard.in_a_row}
-        self.checkpointer.save(path, step=step, engine=numbers, extra=extra)
+        checkpointer = self.checkpointer  # first: a frozen engine has no guard
+        checkpointer.save(path, step=step, engine={"skipped_in_a_row": self.nonfinite_guard.in_a_row}, extra=extra)
 
     def wait_for_checkpoint(self) -> None:
         self.checkpointer.wait()

@@ -37,12 +37,10 @@ class Worker:
         self.device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
 
     def __repr__(self) -> str:
-        """Name on Ray's dashboard and in logs: `policy dp=0`, `policy dp=1 cp=1`."""
         others = ((name, getattr(self.coordinates, name)) for name in ("cp", "tp", "pp"))
         return f"{self.role} dp={self.coordinates.dp}" + "".join(f" {name}={place}" for name, place in others if place)
 
     def address(self) -> tuple[str, int]:
-        """This node's Ray address, and a free port."""
         import ray
 
         with socket.socket() as probe:
@@ -68,7 +66,6 @@ class Worker:
 
     @dispatch(Split.ALL)
     def facts(self) -> dict[str, Any]:
-        """Process id and visible GPUs."""
         return {"pid": os.getpid(), "gpus": os.environ.get("CUDA_VISIBLE_DEVICES", "")}
 
 
@@ -82,10 +79,7 @@ def keep_freed_memory() -> None:
 
 @cache
 def _meeting_point(address: str, port: int) -> torch.distributed.TCPStore:
-    """The ranks' store, on this address alone: by itself torch listens on all interfaces.
-
-    Groups use it after their start too, so it is kept.
-    """
+    # On this address alone: by itself torch listens on all interfaces. Kept, because groups use it after their start.
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     try:
         listener.bind((address, port))

@@ -16,8 +16,6 @@ from workers.roles.model_worker import TrainedWorker, micro_batches_of, token_bl
 
 
 class CriticWorker(TrainedWorker):
-    """One rank of the critic."""
-
     head = "value"
 
     @dispatch(Split.PLAN, Join.TOKENS, returns=("old_values", "advantages", "returns"))

@@ -89,7 +89,6 @@ class ModelWorker(Worker):
 
     @dispatch(Split.ALL)
     def take_micro_step_times(self) -> list[MicroStepTime]:
-        """Times of every micro-step since the last call, in order."""
         return self.engine.clock.take()
 
     def free_cached_memory(self) -> None:
@@ -99,10 +98,7 @@ class ModelWorker(Worker):
 
 
 class TrainedWorker(ModelWorker):
-    """One rank of a role with an optimiser."""
-
     def train(self, batch: DataProto, plan: RankPlan, loss_function: Callable[..., Any]) -> Metrics:
-        """One optimiser step per mini-batch of the plan."""
         parts: list[Metrics] = []
         for mini_batch in plan.mini_batches:
             denominators = Denominators(mini_batch.loss_tokens, mini_batch.sequences, mini_batch.groups)
@@ -120,7 +116,6 @@ class TrainedWorker(ModelWorker):
 
     @dispatch(Split.ALL)
     def wait_for_checkpoint(self) -> None:
-        """Wait until no save is running. Raises CheckpointError if the last one failed."""
         self.engine.wait_for_checkpoint()
 
     @dispatch(Split.ALL, Join.RANK_ZERO)

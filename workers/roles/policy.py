@@ -18,8 +18,6 @@ from workers.rollout.weight_transfer import pack_weights
 
 
 class PolicyWorker(TrainedWorker):
-    """One rank of the policy."""
-
     @dispatch(Split.PLAN, Join.METRICS)
     def update(self, batch: DataProto, plan: RankPlan, loss: LossConfig) -> Metrics:
         """One optimiser step per mini-batch of the plan.

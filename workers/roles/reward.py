@@ -27,8 +27,6 @@ class ScoreRequest:
 
 
 class RewardWorker:
-    """An actor with a tokenizer and a RewardProcess."""
-
     def __init__(
         self, functions: Sequence[RewardFunction], tokenizer_path: str, *, timeout_s: float, concurrency: int
     ) -> None:
@@ -42,7 +40,6 @@ class RewardWorker:
         return "reward"
 
     def ready(self) -> bool:
-        """True once the worker is built."""
         return True
 
     def score(self, block: DataProto, requests: Sequence[ScoreRequest]) -> list[Score]:

@@ -42,7 +42,6 @@ class EnvironmentPool:
     """Processes that play episodes of one environment class, one each."""
 
     def __init__(self, environment: bytes, timeout_s: float) -> None:
-        """environment: the class, packed. timeout_s: of one call."""
         self._environment, self._timeout_s = environment, timeout_s
         self._source: UserProcess | None = None
         self._starting = Lock()

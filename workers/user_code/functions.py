@@ -39,13 +39,9 @@ class Signature:
 
 @dataclass(frozen=True)
 class UserFunction:
-    """packed: pickled by value, so that other nodes need no copy of its file. version: of a function that is not in a
-    file, changes with its code, whereas pickles may differ between runs.
-    """
-
-    packed: bytes
+    packed: bytes  # by value, so that other nodes need no copy of its file
     signature: Signature
-    version: str = ""
+    version: str = ""  # without a file: changes with the code, whereas pickles may differ between runs
 
 
 def find_function(key: str, name: str, *, timeout_s: float) -> UserFunction:
@@ -92,7 +88,6 @@ def _imported(function: str, key: str, name: str, timeout_s: float, *trial: Any)
 
 
 def pickled(found: Any, *modules: ModuleType | None) -> bytes:
-    """Pickle by value, with the files of users' `modules`."""
     users = {module for module in modules if module is not None and _is_users(module)}
     for module in users:
         cloudpickle.register_pickle_by_value(module)
@@ -132,7 +127,6 @@ def describe(key: str, name: str) -> dict[str, Any]:
 
 
 def run(packed: bytes, arguments: tuple[Any, ...], key: str) -> Any:
-    """In the process: the function's value for JSON. Raises ConfigError, naming setting `key`."""
     try:
         return _plain(cloudpickle.loads(packed)(*arguments))
     except RAISED as error:
@@ -192,7 +186,6 @@ def _can_be_pickled(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Convert for JSON; other values become their repr, which is not mistaken for a number."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, (list, tuple, range)):
         return [_plain(item) for item in value]

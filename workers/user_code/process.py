@@ -48,8 +48,6 @@ class NoAnswerError(Exception):
 
 
 class Connection:
-    """Our end."""
-
     def __init__(self) -> None:
         self._socket, self._theirs = socket.socketpair()
         self._answers = self._socket.makefile("rb")
@@ -125,7 +123,6 @@ class Connection:
 
 class UserProcess(Connection):
     def __init__(self, target: str, *arguments: Any, quiet: bool = False) -> None:
-        """quiet: keep stderr for `errors` instead of showing it."""
         super().__init__()
         self._kept = io.StringIO() if quiet else None
         with self._theirs:
@@ -192,21 +189,17 @@ class Fork(Connection):
 
 
 def ask(function: str, *arguments: Any, timeout_s: float, setting: str) -> Any:
-    """Return our `module:function`'s value in a new process, whose stderr is shown only on success.
-
-    Raises as `UserProcess.receive`.
-    """
+    """Return our `module:function`'s value in a new process. Raises as `UserProcess.receive`."""
     process = UserProcess(function, *arguments, quiet=True)
     try:
         value = process.receive(timeout_s, setting, longest=LONGEST_PICKLE)
     finally:
         process.end()
-    sys.stderr.write(process.errors)
+    sys.stderr.write(process.errors)  # only of a success
     return value
 
 
 def _show(stream: BufferedReader, shown: TextIO) -> None:
-    """Pass lines on, at most SHOWN_BYTES within SHOWN_SECONDS."""
     room, until = 0, 0.0
     with stream:
         # What is dropped need not be split into lines, which would hold the process up.
@@ -227,8 +220,6 @@ def _show(stream: BufferedReader, shown: TextIO) -> None:
 
 
 class Channel:
-    """The process's end; its own children do not inherit it."""
-
     def __init__(self, descriptor: int) -> None:
         self._socket = socket.socket(fileno=fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, FIRST_DESCRIPTOR))
         os.close(descriptor)
@@ -248,7 +239,6 @@ class Channel:
         return pickle.loads(packed) if packed else None, descriptors
 
     def reply(self, value: Any, kind: str = "value") -> None:
-        """Send an answer; lone surrogates become `?`."""
         self._socket.sendall(json.dumps({kind: value}, ensure_ascii=False).encode(errors="replace") + b"\n")
 
 

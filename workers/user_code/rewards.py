@@ -66,7 +66,6 @@ class RewardProcess:
         return scores
 
     def _try(self, calls: Sequence[Call], scores: dict[int, Score]) -> str:
-        """Add scores; returns why, if the process ends or stays silent before all are there."""
         responses = {call.number: call.response for call in calls}
         try:
             process = self._started()
@@ -88,7 +87,6 @@ class RewardProcess:
         return self._process
 
     def stop(self) -> None:
-        """End the process; `run` starts a new one."""
         process, self._process = self._process, None
         if process is not None:
             process.end()
@@ -111,8 +109,6 @@ def try_rewards(functions: Sequence[RewardFunction], record: Mapping[str, Any], 
 
 
 class Scorer:
-    """Scores samples and sends each score at once."""
-
     def __init__(self, functions: list[RewardFunction], timeout_s: float, concurrency: int) -> None:
         self._functions = {each: cloudpickle.loads(each.packed) for each in functions}
         self._batched = [f for f, function in self._functions.items() if "responses" in signature(function).parameters]

@@ -1,3 +1,5 @@
+"""A run's checkpoints: found, resumed from, and saved; one that fails costs no step, and the ones before stay."""
+
 import json
 import tempfile
 from pathlib import Path
@@ -9,12 +11,20 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from controller.checkpoints.checkpoint_writer import resume
-from controller.checkpoints.progress import Progress, check_same_data, checkpoint_path, checkpoints_at
+from controller.checkpoints.checkpoint_writer import CheckpointWriter, resume
+from controller.checkpoints.progress import (
+    Progress,
+    check_same_data,
+    checkpoint_path,
+    checkpoints_at,
+    remove_old_samples,
+    samples_path,
+)
 from controller.config import load
 from controller.observability.run_folder import RunWriter
+from tests.controller.stand_ins.roles import Saves
 from tests.refusals import refused
-from workers.errors import CheckpointError
+from workers.errors import CheckpointError, LostError, OutputError
 from workers.model.checkpoint.checkpoint_folder import (
     MANIFEST,
     Manifest,
@@ -113,3 +123,64 @@ def test_a_run_goes_on_from_before_a_checkpoint_whose_progress_is_another(tmp_pa
     roles = SimpleNamespace(trained={"policy": SimpleNamespace(load_checkpoint=lambda path: progress[path])})
     config = load(None, ["model.path=m", "data.train=t", "reward.function=r:f", f"run.resume={tmp_path}"])
     assert resume(config, roles, str, {}).step == 1
+
+
+def names(folder: Path) -> list[str]:
+    return [path.name for path in checkpoints_at(folder)]
+
+
+def test_a_full_disk_is_said_and_counted_and_the_last_good_one_stays(tmp_path: Path) -> None:
+    said: list[str] = []
+    writer = CheckpointWriter(Saves(2), tmp_path, keep=2, log=said.append)
+    for step in (1, 2, 3):
+        writer.begin(Progress(step=step))
+    writer.finish()
+    assert names(tmp_path) == ["step-3", "step-1"]
+    assert writer.failures == 1
+    (line,) = said
+    assert line.startswith(str(checkpoint_path(tmp_path.resolve(), 2)))
+    assert line.endswith(f"{checkpoint_path(tmp_path.resolve(), 1)}.")
+
+
+def test_a_stopped_run_saves_its_last_complete_step_once(tmp_path: Path) -> None:
+    said: list[str] = []
+    writer = CheckpointWriter(Saves(), tmp_path, keep=2, log=said.append)
+    writer.at_stop(Progress(step=0))
+    assert names(tmp_path) == []
+    writer.begin(Progress(step=3))
+    writer.at_stop(Progress(step=3))
+    writer.at_stop(Progress(step=4))
+    assert names(tmp_path) == ["step-4", "step-3"]
+    assert said == ["saving a checkpoint of step 4"]
+
+
+def test_a_stopped_run_that_cannot_save_ends_all_the_same(tmp_path: Path) -> None:
+    class Lost(Saves):
+        def save(self, path: str, step: int, extra: dict[str, Any]) -> None:
+            raise LostError("policy dp=0 was lost")
+
+    said: list[str] = []
+    CheckpointWriter(Lost(), tmp_path, keep=2, log=said.append).at_stop(Progress(step=4))
+    assert said[-1] == "no checkpoint of step 4: policy dp=0 was lost"
+
+
+def test_a_checkpoint_is_saved_though_what_is_beside_it_is_not(tmp_path: Path) -> None:
+    said: list[str] = []
+    writer = CheckpointWriter(Saves(), tmp_path, keep=2, log=said.append)
+
+    def full(path: Path, progress: Progress) -> None:
+        raise OutputError(f"{path.name} of step {progress.step} has no room.")
+
+    writer.begin(Progress(step=1), full)
+    assert (names(tmp_path), writer.failures) == (["step-1"], 1)
+    assert said == ["step-1 of step 1 has no room. The run goes on."]
+
+
+def test_samples_stay_with_the_checkpoints_that_they_belong_to(tmp_path: Path) -> None:
+    files = [samples_path(checkpoint_path(tmp_path, step)) for step in (1, 2, 3)]
+    files[0].parent.mkdir(parents=True)
+    for file in files:
+        file.touch()
+    CheckpointWriter(Saves(), tmp_path, keep=2, log=print).begin(Progress(step=2))
+    remove_old_samples(tmp_path, 3)
+    assert [file.exists() for file in files] == [False, True, True]

@@ -1,7 +1,11 @@
-"""Engines on this process's CPU, for tests."""
+"""Engines on this process's CPU, for tests, and their weights."""
 
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from workers.config import ModelConfig, OptimizerConfig, ParallelConfig
 from workers.model.engine import TrainingEngine
@@ -17,3 +21,12 @@ def build_engine(
     parallel = ParallelConfig(**{name: settings.pop(name) for name in PARALLEL & settings.keys()})
     model = ModelConfig(path=path, **{"dtype": "float64"} | settings)
     return TrainingEngine(model, optimizer=optimizer, total_steps=10, device="cpu", parallel=parallel, head=head)
+
+
+def weights(engine: TrainingEngine) -> dict[str, Tensor]:
+    return {name: weight.clone() for name, weight in engine.named_weights()}
+
+
+def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float = 0.0) -> None:
+    """The same names, types and values, within a relative and absolute tolerance."""
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)

@@ -54,10 +54,7 @@ FILE_BYTES = 2**30
 
 
 class Checkpointer:
-    """Save and load the state of one engine, one save at a time. Every method is collective.
-
-    All ranks must see the folder of the checkpoints, and only one engine may save into it.
-    """
+    """Save and load the state of one engine, in a folder that all its ranks see. Every method is collective."""
 
     def __init__(
         self, module: nn.Module, optimizer: Optimizer, schedule: LambdaLR, device: torch.device, stage: Stage
@@ -204,7 +201,6 @@ def _prepare(path: Path) -> Path:
 
 
 def _files_of(sizes: dict[str, int]) -> dict[str, int]:
-    """Assign each tensor a file, counted from 1, of about FILE_BYTES a rank."""
     numbers, written = {}, 0
     for name, size in sizes.items():
         numbers[name] = 1 + written // (FILE_BYTES * dist.get_world_size())

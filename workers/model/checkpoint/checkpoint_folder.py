@@ -40,15 +40,11 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """step: the caller's count, which orders checkpoints. world_size: ranks that wrote it. engine, extra: JSON objects
-    of the engine and the caller. files: by name.
-    """
-
-    step: int
-    world_size: int
-    engine: dict[str, Any]
-    extra: dict[str, Any]
-    files: dict[str, StoredFile]
+    step: int  # orders checkpoints
+    world_size: int  # ranks that wrote it
+    engine: dict[str, Any]  # JSON of the engine
+    extra: dict[str, Any]  # JSON of the caller
+    files: dict[str, StoredFile]  # by name
 
 
 def check_json(extra: dict[str, Any]) -> dict[str, Any]:
@@ -63,7 +59,6 @@ def check_json(extra: dict[str, Any]) -> dict[str, Any]:
 
 
 def unfinished_folder(path: Path) -> Path:
-    """Return a new hidden name beside `path`."""
     return path.with_name(f".{path.name}.unfinished-{secrets.token_hex(4)}")
 
 
@@ -83,10 +78,7 @@ def check_free(path: Path) -> None:
 
 
 def commit(unfinished: Path, path: Path, manifest: Manifest) -> None:
-    """Write the manifest of the files in `unfinished`, then rename the folder to `path`.
-
-    Raises CheckpointError if a file is not as its rank wrote it, because the ranks do not share the folder.
-    """
+    """Write the manifest of `unfinished`, and rename the folder. Raises CheckpointError if ranks do not share it."""
     for name, stored in manifest.files.items():
         if not (unfinished / name).is_file() or (unfinished / name).stat().st_size != stored.size:
             raise CheckpointError(
@@ -109,10 +101,7 @@ def _digest(content: dict[str, Any]) -> str:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Return the manifest at `path`. Raises CheckpointError unless the folder holds its files, in full size.
-
-    `verify_files` reads the contents.
-    """
+    """Return the manifest. Raises CheckpointError unless `path` holds its files in full size; see `verify_files`."""
     try:
         content = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if content.pop("format") != FORMAT:

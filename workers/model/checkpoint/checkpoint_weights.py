@@ -48,7 +48,6 @@ def loading_rules(model: PreTrainedModel) -> list[WeightTransform]:
 
 
 def _plan_conversions(names: Iterable[str], rules: Sequence[WeightTransform]) -> dict[str, Conversion]:
-    """Return the conversions by the name in the files, of several the first."""
     reversed_rules = [rule.reverse_transform() for rule in reversed(rules)]
     renamings = [rule for rule in reversed_rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in reversed_rules if isinstance(rule, WeightConverter)]
@@ -67,7 +66,6 @@ class Shard:
     merge: Callable[[Tensor], Tensor] | None = None
 
     def on(self, device: torch.device, dtype: torch.dtype | None) -> Tensor:
-        """Return the part with its adapter; collective if it has one."""
         part = self.weight.detach().to(device)
         part = self.merge(part) if self.merge else part
         return part.to(_type_of(self.weight, dtype))
@@ -85,9 +83,7 @@ class CheckpointWeights:
         device: torch.device,
         stage: Stage,
     ) -> None:
-        """rules: see `loading_rules`. weights: of the whole model, for their shapes, by names without adapters. shards:
-        returns the current shards of this rank's stage. device: where tensors are gathered.
-        """
+        """weights: of the whole model, for their shapes, without adapters. shards: of this rank's stage, now."""
         self.model, self._current_shards, self._device, self._stage = model, shards, device, stage
         self._empty = {
             name: torch.empty(weight.shape, dtype=weight.dtype, device="meta") for name, weight in weights.items()

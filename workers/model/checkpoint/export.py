@@ -49,7 +49,6 @@ def stored_dtype(path: str, default: torch.dtype) -> torch.dtype:
 
 
 def _plan_files(weights: CheckpointWeights, dtype: torch.dtype, file_bytes: int) -> list[tuple[str, list[Conversion]]]:
-    """Return names and conversions of the files, which hold a tied weight once, under its first name."""
     tied = set(weights.model.all_tied_weights_keys)
     kept = {target: conversion for target, conversion in weights.plan.items() if not tied & set(conversion)}
 
@@ -78,10 +77,7 @@ def write_model(
 
 
 def write_folder(path: Path, write: Callable[[Path], None]) -> None:
-    """Call `write(folder)` on rank 0 to replace `path`; collective, all ranks return when it is complete.
-
-    Raises OutputError, on every rank, if rank 0 cannot write.
-    """
+    """Call `write(folder)` on rank 0 to replace `path`; collective. Raises OutputError on every rank."""
     with _replaced(path) as folder:
         _on_rank_zero(lambda: write(folder), path)
 
@@ -114,7 +110,6 @@ def _replaced(path: Path) -> Iterator[Path]:
 def _write_round(
     weights: CheckpointWeights, files: Sequence[tuple[str, list[Conversion]]], folder: Path, dtype: torch.dtype
 ) -> None:
-    """Gather a file to each of the first ranks; then all write in parallel."""
     mine: dict[str, Tensor] = {}
     for writer, (_, conversions) in enumerate(files):
         for name, weight in weights.convert(conversions, dtype, keeper=writer):
@@ -169,7 +164,6 @@ def _on_rank_zero(action: Callable[[], None], path: Path) -> None:
 
 
 def _together(action: Callable[[], None], path: Path) -> None:
-    """Run `action` on every rank. Raises OutputError, on all ranks, if one fails."""
     with raise_on_all_ranks():
         try:
             action()

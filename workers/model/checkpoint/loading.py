@@ -29,11 +29,7 @@ class Load(Protocol[Result]):
 
 
 class Source(Generic[Packed]):
-    """Distribute a model: the caller changes and shards `module`, then calls `fill`.
-
-    rules: see `loading_rules`. A single process loads `module` directly. Collective; all ranks raise the errors of rank
-    0.
-    """
+    """Distribute a model: the caller changes and shards `module`, then calls `fill`. Collective."""
 
     def __init__(self, load: Load[Packed]) -> None:
         self._whole = _on_rank_zero(load)
@@ -43,7 +39,6 @@ class Source(Generic[Packed]):
         self.rules = self.ask(lambda whole: loading_rules(whole.model)) or []
 
     def change(self, function: Callable[[Packed], None]) -> None:
-        """Apply `function`, which adds parameters, to every copy of the model."""
         function(self.module)
         if self._whole is not None and self._whole is not self.module:
             function(self._whole)
@@ -71,7 +66,6 @@ class Source(Generic[Packed]):
 
 
 def _tie_again(model: Any) -> None:
-    """Restore the ties (output layer and embedding) that new allocation has broken."""
     present = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     for target, source in model.all_tied_weights_keys.items():
         if {target, source} <= present:  # a stage of a pipeline may have one of them

@@ -70,10 +70,8 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Inside, `model` computes exactly as the base model: the adapters' outputs are multiplied by 0.
-
-    peft's own switch would also make FSDP believe that nothing is trainable.
-    """
+    """Inside, `model` computes exactly as the base model: the adapters' outputs are multiplied by 0."""
+    # peft's own switch would also make FSDP believe that nothing is trainable.
     layers = _adapted_layers(model)
     for layer in layers.values():
         layer.set_scale(ADAPTER, 0.0)
@@ -85,10 +83,8 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def merged_shards(model: PreTrainedModel, device: torch.device) -> dict[str, Shard]:
-    """Return this rank's part of every weight under the base model's names, with its adapter merged on `device`.
-
-    Parts of W and B hold the same rows, so a rank needs only the whole of A, which is small.
-    """
+    """Return this rank's part of every weight under the base model's names, with its adapter merged on `device`."""
+    # Parts of W and B hold the same rows, so a rank needs only the whole of A, which is small.
     layers = {f"{name}.base_layer.weight": layer for name, layer in _adapted_layers(model).items()}
     shards = {}
     for name, weight in model.state_dict().items():

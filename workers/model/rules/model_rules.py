@@ -48,10 +48,7 @@ def check_model(
 
 
 def check_layout(features: Mapping[str, Any], layout: str, model: str, *, shared: bool = False) -> None:
-    """Raise UnsupportedModelError if a configuration has a feature that `layout` does not compute.
-
-    features: as in `uncomputed_features`. shared: whether ranks share sequences or layers.
-    """
+    """Raise UnsupportedModelError for `uncomputed_features`. shared: whether ranks share sequences or layers."""
     asked = uncomputed_features(features, layout)
     if not asked:
         return
@@ -151,10 +148,7 @@ def _sharing_problem(
 def shares_prefixes(
     settings: ModelConfig, features: frozenset[str], model: str, *, recurrent: bool, cuda: bool, half: bool
 ) -> bool:
-    """Return whether sequences share prefixes (`prefix_rows.py`).
-
-    Raises ConfigError, naming `model`, for model.share_prefixes=always if they cannot.
-    """
+    """Return whether sequences share prefixes. Raises ConfigError for share_prefixes=always if they cannot."""
     if settings.share_prefixes == "never":
         return False
     problem = _sharing_problem(settings, features, recurrent=recurrent, cuda=cuda, half=half)
@@ -223,11 +217,7 @@ def _check_pipeline_parallel(parallel: ParallelConfig, model: str, layers: int) 
 def check_tensor_parallel(
     parallel: ParallelConfig, settings: ModelConfig, model: str, family: str, sizes: Mapping[str, Any]
 ) -> None:
-    """Raise if ranks cannot share the layers of a model.
-
-    UnsupportedModelError for an unknown family (`model_type`) and for sizes, by their names in config.json, that do not
-    divide. ConfigError for adapters, which are too small to share.
-    """
+    """Raise if ranks cannot share the layers of a model, by its `model_type` and its config.json's sizes."""
     tp = parallel.tensor_parallel
     if tp == 1:
         return
@@ -236,7 +226,7 @@ def check_tensor_parallel(
             f"{model} is not shared by policy.parallel.tensor_parallel, which is for "
             f"{', '.join(TENSOR_PARALLEL_FAMILIES)}; set it to 1."
         )
-    if settings.lora.rank:
+    if settings.lora.rank:  # too small to share
         raise ConfigError(
             "adapters are not shared between ranks; set model.lora.rank=0 or policy.parallel.tensor_parallel=1."
         )

@@ -22,7 +22,6 @@ from workers.model.rules.families import RECURRENT
 
 
 def find_mixers(layer: nn.Module) -> list[nn.Module]:
-    """Return the modules of a decoder layer that carry a state along the row."""
     return [mixer for mixer in layer.modules() if any(isinstance(child, nn.Conv1d) for child in mixer.children())]
 
 
@@ -47,8 +46,6 @@ def split_by_segment(layers: Iterable[nn.Module]) -> None:
 
 
 class _Mixer:
-    """Replace a module's `forward`. lengths: of the row's segments; none for rows of other layouts."""
-
     def __init__(self, mixer: nn.Module) -> None:
         self._forward, self.lengths = mixer.forward, ()
         mixer.forward = self  # type: ignore[method-assign, assignment]

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 from tests.refusals import refused
-from tests.workers.model.engines import build_engine
+from tests.workers.model.engines import assert_same, build_engine, weights
 from tests.workers.model.ranks import PRELOADED, RankPool
-from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model
+from tests.workers.model.tiny import random_sequences, save_tiny_model
 from workers.config import OptimizerConfig
 from workers.errors import CheckpointError, DataError
 from workers.model.checkpoint.checkpoint_folder import (
@@ -68,17 +68,12 @@ def train(engine: TrainingEngine, steps: range) -> list[float]:
     return rates
 
 
-def weights(engine: TrainingEngine) -> dict[str, torch.Tensor]:
-    return {name: weight.clone() for name, weight in engine.named_weights()}
-
-
 @pytest.fixture
 def saved(model, tmp_path) -> Path:
     """A checkpoint of step 2, saved by one rank."""
     engine = build(model)
     train(engine, range(2))
-    engine.save_checkpoint(tmp_path / "step-2", step=2, extra={"position": [3, 4]})
-    engine.wait_for_checkpoint()
+    saved_at(engine, tmp_path, 2)
     return tmp_path / "step-2"
 
 
@@ -92,12 +87,10 @@ def test_training_goes_on_while_a_save_is_written_and_the_checkpoint_is_of_the_m
     resumed = build(model)
     engine.wait_for_checkpoint()
     resumed.load_checkpoint(tmp_path / "step-2")
-    for name, weight in resumed.named_weights():
-        assert torch.equal(weight, before[name]), name
+    assert_same(weights(resumed), before)
     rates = train(resumed, range(2, 5))
     assert rates == pytest.approx([OPTIMIZER.learning_rate * factor for factor in (1, 0.9619398, 0.8535534)], rel=1e-6)
-    for name, weight in resumed.named_weights():
-        assert torch.equal(weight, expected[name]), name
+    assert_same(weights(resumed), expected)
 
 
 def test_a_checkpoint_before_the_first_step_changes_nothing_in_what_follows(model, tmp_path):
@@ -106,9 +99,8 @@ def test_a_checkpoint_before_the_first_step_changes_nothing_in_what_follows(mode
     resumed.load_checkpoint(tmp_path / "step-0")
     for engine in (plain, saving, resumed):
         train(engine, range(3))
-    for name, weight in plain.named_weights():
-        assert torch.equal(weight, dict(saving.named_weights())[name])
-        assert torch.equal(weight, dict(resumed.named_weights())[name])
+    assert_same(weights(saving), weights(plain))
+    assert_same(weights(resumed), weights(plain))
 
 
 def save_on_ranks(model: str, path: Path) -> list[float]:
@@ -135,8 +127,7 @@ def test_a_checkpoint_is_read_by_another_number_of_ranks(model, tmp_path, ranks:
     results = ranks.run(load_on_ranks, readers, model, tmp_path / "step-2")
     engine = build(model)
     train(engine, range(4))
-    for name, weight in engine.named_weights():
-        assert relative_error(results[0][0][name], weight) < 1e-9, name
+    assert_same(results[0][0], weights(engine), 1e-9)
     assert all(extra == {"prompts": 96} for _, extra, _ in results)
     # The same random numbers follow only where every rank has a state of its own to go on from.
     same = [result[2] for result in results] == draws
@@ -199,17 +190,15 @@ def shard_of(saved: Path) -> Path:
 
 
 def test_a_torn_checkpoint_is_refused_by_name(model, saved):
-    engine = build(model)
-    shard = shard_of(saved)
-    whole = shard.read_bytes()
-    before = weights(engine)
+    engine, shard = build(model), shard_of(saved)
+    whole, before = shard.read_bytes(), weights(engine)
     flipped = bytearray(whole)
     flipped[-5] ^= 1
     for content in (whole[:-1], bytes(flipped), None):
         shard.write_bytes(content) if content else shard.unlink()
         with refused(f"step-2 is torn: {'the contents of ' * (content == flipped)}{shard.name}", CheckpointError):
             engine.load_checkpoint(saved)
-    assert all(torch.equal(weight, before[name]) for name, weight in engine.named_weights())
+    assert_same(weights(engine), before)
 
 
 def test_a_foreign_folder_is_refused_by_name(model, tmp_path):

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
-from tests.workers.model.engines import build_engine
+from tests.workers.model.engines import assert_same, build_engine, weights
 from tests.workers.model.ranks import RankPool
 from tests.workers.model.tiny import FAMILIES, save_tiny_model, tiny_config
 from workers.config import LoraConfig
@@ -24,8 +24,7 @@ def test_conversions_one_by_one_are_those_of_save_pretrained(family):
     for conversion in weights.plan.values():
         converted |= revert_weight_conversion(model, {name: state[name] for name in conversion})
     expected = revert_weight_conversion(model, dict(state))
-    assert converted.keys() == expected.keys()
-    assert all(torch.equal(weight, expected[name]) for name, weight in converted.items())
+    assert_same(converted, expected)
     foretold = weights.metadata(weights.plan.values())
     assert [(name, weight.shape, weight.dtype) for name, weight in foretold.items()] == [
         (name, weight.shape, weight.dtype) for name, weight in converted.items()
@@ -36,9 +35,7 @@ def test_mixtral_leaves_under_the_names_that_its_files_have(tmp_path):
     path = Path(save_tiny_model(tmp_path / "model", "mixtral", tie_word_embeddings=False))
     files = load_file(path / "model.safetensors")
     assert "model.layers.1.block_sparse_moe.experts.3.w2.weight" in files
-    sent = dict(build_engine(str(path)).named_weights())
-    assert sent.keys() == files.keys()
-    assert all(torch.equal(weight, files[name]) for name, weight in sent.items())
+    assert_same(weights(build_engine(str(path))), files)
 
 
 def leave(path: str, keepers: list[int | None], parallel: dict[str, int]) -> list[dict]:
@@ -77,8 +74,7 @@ def test_ranks_that_share_a_model_give_out_what_is_in_its_files(tmp_path, ranks:
             if keeper not in (None, rank):
                 assert sent == {}, "a rank that keeps nothing was given whole tensors"
                 continue
-            assert sent.keys() == expected.keys()
-            assert all(torch.equal(weight, expected[name]) for name, weight in sent.items())
+            assert_same(sent, expected)
 
 
 def leave_merged(path: str, keepers: list[int | None]) -> list[dict]:
@@ -105,6 +101,4 @@ def test_adapters_are_merged_on_every_ranks_own_rows(tmp_path, ranks: RankPool, 
     everywhere, to_one = zip(*ranks.run(leave_merged, 3, path, [None, 1]), strict=True)
     assert to_one[0] == to_one[2] == {}
     for sent in (*everywhere, to_one[1]):
-        assert sent.keys() == expected.keys()
-        for name, weight in sent.items():
-            torch.testing.assert_close(weight, expected[name], rtol=1e-12, atol=1e-14)
+        assert_same(sent, expected, 1e-13)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 
 from tests.refusals import refused
-from tests.workers.model.engines import build_engine
+from tests.workers.model.engines import assert_same, build_engine
 from tests.workers.model.ranks import RankPool
 from tests.workers.model.tiny import files_beside, save_tiny_model
 from workers.config import LoraConfig
@@ -57,10 +57,7 @@ def test_what_is_written_is_what_was_read(
     count, parallel = ranks_and_parallel
     ranks.run(export, count, model, str(target), file_bytes, parallel)
     expected, found = tensors_of(source), tensors_of(target)
-    assert found.keys() == expected.keys()
-    for name, weight in found.items():
-        assert weight.dtype == expected[name].dtype == dtype
-        assert torch.equal(weight, expected[name])
+    assert_same(found, expected)
     files = sorted(file.name for file in target.glob("*.safetensors"))
     if count == 1:
         assert files == ["model.safetensors"]
@@ -76,8 +73,7 @@ def test_what_is_written_is_what_was_read(
     before, after = (AutoModelForCausalLM.from_pretrained(folder) for folder in (source, target))
     assert after.dtype == dtype
     assert type(after) is type(before)
-    state = before.state_dict()
-    assert all(torch.equal(weight, state[name]) for name, weight in after.state_dict().items())
+    assert_same(after.state_dict(), before.state_dict())
     assert {path.name for path in tmp_path.iterdir()} == {"source", "target"}
 
 

@@ -1,19 +1,24 @@
 """Loading onto several ranks, of which one reads the files, gives every rank exactly what a plain load would."""
 
 import ctypes
+import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import GPT2Config, GPT2LMHeadModel
 
+from tests.refusals import refused
 from tests.workers.model.checkpoint.test_checkpoint import train
-from tests.workers.model.engines import build_engine
+from tests.workers.model.engines import assert_same, build_engine, weights
 from tests.workers.model.ranks import RankPool
 from tests.workers.model.tiny import random_sequences, save_tiny_model
 from workers.config import LoraConfig, ModelConfig, OptimizerConfig
-from workers.errors import ConfigError
+from workers.errors import ConfigError, UnsupportedModelError
+from workers.model.checkpoint.lora import add_adapters
 from workers.model.model import load_model
 from workers.model.value_head import load_value_model
 
@@ -25,7 +30,7 @@ def load_and_train(model: str, lora: LoraConfig) -> tuple[dict[str, torch.Tensor
     _spoil_free_memory()
     engine = build_engine(model, lora=lora, optimizer=OptimizerConfig(learning_rate=1e-2))
     assert {parameter.dtype for parameter in engine.module.parameters()} == {torch.float64}
-    loaded = {name: weight.clone() for name, weight in engine.named_weights()}
+    loaded = weights(engine)
     log_probs, _ = engine.log_probs(random_sequences(), ALL)
     train(engine, range(1))
     return loaded, log_probs, engine.num_parameters, dict(engine.named_weights())["lm_head.weight"].clone()
@@ -51,8 +56,7 @@ def test_one_rank_that_reads_for_all_equals_a_plain_load(tmp_path, ranks: RankPo
     model = save_tiny_model(tmp_path / "model", family, tie_word_embeddings=tied)
     expected = load_and_train(model, lora)
     for loaded, log_probs, num_parameters, head in ranks.run(load_and_train, count, model, lora):
-        assert loaded.keys() == expected[0].keys()
-        assert all(torch.equal(weight, expected[0][name]) for name, weight in loaded.items())
+        assert_same(loaded, expected[0])
         torch.testing.assert_close(log_probs, expected[1], rtol=1e-6, atol=1e-6)
         assert num_parameters == expected[2]
         torch.testing.assert_close(head, expected[3], rtol=1e-9, atol=1e-12)
@@ -109,3 +113,42 @@ def test_ranks_that_do_not_read_hold_little_more_than_their_shards(tmp_path, ran
     (tmp_path / "smaller").mkdir()
     peaks = ranks.run(peak_growth, 4, model, save_tiny_model(tmp_path / "smaller"))
     assert all(peak < 0.8 * size for peak in peaks[1:])
+
+
+@pytest.mark.parametrize(
+    ("name", "is_refused"),
+    [
+        ("model.layers.0.self_attn.o_proj.bias", True),
+        ("model.layers.1.self_attn.k_norm.weight", True),
+        ("model.norm.bias", True),
+        ("lm_head.bias", True),
+        ("model.visual.blocks.0.mlp.weight", False),  # what a language model is loaded without
+        ("model.layers.0.self_attn.rotary_emb.inv_freq", False),
+        ("model.layers.0.self_attn.masked_bias", False),
+    ],
+)
+def test_a_weight_that_its_layer_does_not_have_is_refused(tmp_path: Path, name: str, is_refused: bool) -> None:
+    path = save_tiny_model(tmp_path, "gemma")
+    file = f"{path}/model.safetensors"
+    save_file(load_file(file) | {name: torch.ones(32)}, file, metadata={"format": "pt"})
+    with refused(name) if is_refused else nullcontext():
+        load_model(ModelConfig(path=path), torch.float32)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"num_hidden_layers": "four"}, {"hidden_size": 31}, {"layer_types": [1, 2]}, {"rope_parameters": [1]}],
+    ids=str,
+)
+def test_whatever_transformers_raises_of_a_config_is_one_line(tmp_path: Path, changes: dict[str, object]) -> None:
+    path = save_tiny_model(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    with refused("model.path="):
+        load_model(ModelConfig(path=path), torch.float32)
+
+
+def test_a_model_without_linear_modules_takes_no_adapters() -> None:
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=37, n_embd=32, n_layer=2, n_head=4))
+    with refused("model.lora.rank=0", UnsupportedModelError):
+        add_adapters(model, LoraConfig(rank=2))

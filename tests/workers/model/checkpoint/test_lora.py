@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.refusals import refused
-from tests.workers.model.checkpoint.test_checkpoint import saved_at, train, weights
-from tests.workers.model.engines import build_engine
+from tests.workers.model.checkpoint.test_checkpoint import saved_at, train
+from tests.workers.model.engines import assert_same, build_engine, weights
 from tests.workers.model.ranks import RankPool
 from tests.workers.model.tiny import (
     random_sequences,
@@ -149,8 +149,7 @@ def test_ranks_and_checkpoints_hold_adapters_alone_and_change_nothing(model, tmp
     expected = weights(engine)
     path = tmp_path / "step-2"
     for found in (ranks.run(on_ranks, 2, model, path)[0], ranks.run(on_ranks, 4, model, path)[3]):
-        for name, weight in expected.items():
-            assert relative_error(found[name], weight) < 1e-9, name
+        assert_same(found, expected, 1e-9)
     stored = {name for file in path.glob("*.safetensors") for name in load_file(file)}
     assert all(".lora_" in name or name.startswith("random.") for name in stored)
     with pytest.raises(CheckpointError):

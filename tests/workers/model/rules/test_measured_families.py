@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from tests.benchmarks.families.measuring import RUNS, Outcome, build, compare
-from tests.benchmarks.families.page import markdown
 from tests.workers.model.ranks import RankPool
 from workers.config import ModelConfig
 from workers.model.model import load_model
@@ -102,17 +101,3 @@ def test_a_row_that_is_not_packed_goes_through_mixers_whole(tmp_path):
     ids = torch.randint(4, 100, (1, 12))
     together, alone = module.model(ids, use_cache=False).logits, module.model(ids[:, 5:], use_cache=False).logits
     assert not torch.allclose(together[:, 5:], alone, atol=1e-3), "the comparison cannot tell a state that is lost"
-
-
-def test_the_page_counts_and_shortens_what_was_found():
-    found = {
-        "one": {"packed": Outcome("exact", 3.3e-6), "padded": Outcome("wrong", 2.5, "its gradient differs by 3%")},
-        "two": {"packed": Outcome("refused", reason="model.path=m (two) with index_topk, which model.layout=packed")},
-        "three": {"all": Outcome("not built", reason="ImportError: no timm. Install it:")},
-    }
-    page = markdown(found)
-    assert "| packed | 1 | 0 | 1 | 0 | 0 |" in page
-    assert "| padded | 0 | 0 | 0 | 0 | 1 |" in page
-    assert "| `one` | 3e-06 | wrong 2.5: its gradient differs by 3% |  |  |  |" in page
-    assert "- index_topk: `two`" in page
-    assert "- ImportError: no timm: `three`" in page
