@@ -58,7 +58,7 @@ def as_score(value: Any, response: str) -> Score:
     return Score(numbers.pop("reward"), response, numbers, "" if answer is None else str(answer))
 
 
-def beside_environment(score: Score, environment: Score, *, has_functions: bool) -> Score:
+def add_environment(score: Score, environment: Score, *, has_functions: bool) -> Score:
     """Add the environment's reward; beside reward functions it is also a part.
 
     A failure of either fails the sample. The environment's `turns` are its opening and come first.

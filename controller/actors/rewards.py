@@ -13,7 +13,7 @@ from controller.engines.engine_calls import cause_of
 from workers.errors import LostError, ResourceError, WorkerError
 from workers.roles.reward import RewardWorker, ScoreRequest
 from workers.rollout.requests import SampleResult
-from workers.score import Score, beside_environment
+from workers.score import Score, add_environment
 from workers.user_code.rewards import RewardFunction
 
 # Scoring is stateless and blocks outlive the actor: Ray may restart the actor and retry the call.
@@ -68,7 +68,7 @@ class RewardPool:
         found = {}
         for result, score in zip(results, scores, strict=True):
             if result.environment is not None:
-                score = beside_environment(score, result.environment, has_functions=self._has_functions)
+                score = add_environment(score, result.environment, has_functions=self._has_functions)
             if score.failure and self._on_failure == "stop":
                 raise WorkerError(
                     f"the reward of sample {result.sample} of prompt {result.uid} failed ({score.failure}); "

@@ -25,7 +25,7 @@ from controller.data.identity import differences
 from workers.errors import CheckpointError, LostError, OutputError, RolloutError, WorkerError, clause
 from workers.model.checkpoint.checkpoint_folder import complete, prune, remove
 
-Beside = Callable[[Path, Progress], None]
+WriteMore = Callable[[Path, Progress], None]
 """Writes a checkpoint's other files at once."""
 SAVE_SECONDS = 1800.0  # an interrupt may have reached ranks unequally: then a save never begins
 
@@ -38,12 +38,12 @@ class CheckpointWriter:
         self._roles, self._folder, self._keep, self._log = roles, run_folder.resolve(), keep, log
         self._begun = 0
 
-    def begin(self, progress: Progress, beside: Beside | None = None) -> None:
+    def begin(self, progress: Progress, write_more: WriteMore | None = None) -> None:
         """Begin to save the state after `progress.step`; files are written during training."""
         path = checkpoint_path(self._folder, progress.step)
         try:
-            if beside is not None:
-                beside(path, progress)
+            if write_more is not None:
+                write_more(path, progress)
         except OutputError as error:
             self.failures += 1
             self._log(f"{clause(error)}. The run goes on.")
@@ -61,12 +61,12 @@ class CheckpointWriter:
             self._tried(group.wait_for_checkpoint)
         self._prune()
 
-    def at_stop(self, progress: Progress, beside: Beside | None = None) -> None:
+    def at_stop(self, progress: Progress, write_more: WriteMore | None = None) -> None:
         """Save if not saved yet, and wait. Never raises, because the run is ending."""
         try:
             if progress.step > self._begun:
                 self._log(f"saving a checkpoint of step {progress.step}")
-                self.begin(progress, beside)
+                self.begin(progress, write_more)
             self.finish()
         except (WorkerError, RolloutError, LostError) as error:
             self._log(f"no checkpoint of step {progress.step}: {error}")

@@ -30,8 +30,7 @@ from controller.replay import (
 )
 from controller.run import Run
 from controller.step import step
-from tests.controller.checkpoints.test_progress import write
-from tests.controller.stand_ins.roles import TOKENS, LocalRun
+from tests.controller.stand_ins.roles import TOKENS, LocalRun, write
 from tests.controller.stand_ins.run import StandInRun, StandIns
 from workers.config import RolloutConfig
 from workers.dataproto import DataProto

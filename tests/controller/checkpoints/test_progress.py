@@ -22,26 +22,13 @@ from controller.checkpoints.progress import (
 )
 from controller.config import load
 from controller.observability.run_folder import RunWriter
-from tests.controller.stand_ins.roles import Saves
+from tests.controller.stand_ins.roles import Saves, write
 from tests.refusals import refused
 from workers.errors import CheckpointError, LostError, OutputError
 from workers.model.checkpoint.checkpoint_folder import (
     MANIFEST,
-    Manifest,
-    StoredFile,
-    commit,
     read_manifest,
-    unfinished_folder,
 )
-
-
-def write(path: Path, step: int, **progress: Any) -> Path:
-    unfinished = unfinished_folder(path)
-    unfinished.mkdir(parents=True)
-    (unfinished / "shard").write_bytes(b"weights")
-    files = {"shard": StoredFile.of(unfinished / "shard")}
-    commit(unfinished, path, Manifest(step, 1, {}, Progress(step=step, **progress).to_json(), files))
-    return path
 
 
 def test_the_checkpoints_of_a_run_are_found_newest_first(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from controller.config import load
 from controller.observability.console import Console
 from controller.observability.run_folder import RunWriter
 from controller.observability.trackers import TensorBoardTracker
-from tests.controller.checkpoints.test_progress import write
+from tests.controller.stand_ins.roles import write
 from tests.refusals import refused
 from workers.errors import OutputError
 

@@ -32,11 +32,11 @@ from controller.observability.run_record import RunRecord
 from controller.run import Run
 from controller.step import step
 from controller.training_loop import Callback, Outcome, Step, train
-from tests.controller.checkpoints.test_progress import write
 from workers.config import SamplingConfig
 from workers.dispatch import PlanResult
 from workers.errors import CheckpointError
 from workers.metrics import Metric, Metrics
+from workers.model.checkpoint.checkpoint_folder import Manifest, StoredFile, commit, unfinished_folder
 from workers.remote_batch import RemoteBatch, places
 from workers.rollout.requests import Response, SampleRequest, SampleResult
 from workers.score import Score
@@ -67,6 +67,15 @@ class Method:
     def result(self, timeout_s: float | None = None) -> Any:
         del timeout_s
         return self.call()
+
+
+def write(path: Path, step: int, **progress: Any) -> Path:
+    unfinished = unfinished_folder(path)
+    unfinished.mkdir(parents=True)
+    (unfinished / "shard").write_bytes(b"weights")
+    files = {"shard": StoredFile.of(unfinished / "shard")}
+    commit(unfinished, path, Manifest(step, 1, {}, Progress(step=step, **progress).to_json(), files))
+    return path
 
 
 class Saves:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 
 import cloudpickle
-import psutil
 import pytest
 
 from workers.score import Score
@@ -195,11 +194,3 @@ def test_several_functions_are_summed_by_weight_and_logged_each(process: Callabl
     assert score.reward == 2 * 4 - 0.5 * 4
     assert score.parts == {"obey": 4.0, "short": -4.0}
     assert score.answer == "abcd"
-
-
-def test_the_process_ends_with_its_owner(process: Callable) -> None:
-    run(owner := process(packed(obey)), "a")
-    children = [child for child in psutil.Process().children() if "workers.user_code.rewards:Scorer" in child.cmdline()]
-    assert len(children) == 1
-    owner.stop()
-    assert not children[0].is_running()

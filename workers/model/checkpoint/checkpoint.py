@@ -50,7 +50,7 @@ from workers.model.stages.stage_pipeline import Stage
 log = logging.getLogger(__name__)
 
 # A file is serialised in memory before it is written: extra memory of a save on each rank.
-FILE_BYTES = 2**30
+SHARD_BYTES = 2**30
 
 
 class Checkpointer:
@@ -203,7 +203,7 @@ def _prepare(path: Path) -> Path:
 def _files_of(sizes: dict[str, int]) -> dict[str, int]:
     numbers, written = {}, 0
     for name, size in sizes.items():
-        numbers[name] = 1 + written // (FILE_BYTES * dist.get_world_size())
+        numbers[name] = 1 + written // (SHARD_BYTES * dist.get_world_size())
         written += size
     for rank in range(dist.get_world_size()):  # names that the coordinator lacks
         numbers |= dict.fromkeys(_random_names(rank), 1)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from tests.refusals import refused
-from tests.workers.model.engines import assert_same, build_engine, weights
+from tests.workers.model.cpu_engine import assert_same, build_engine, weights
 from tests.workers.model.ranks import PRELOADED, RankPool
 from tests.workers.model.tiny import random_sequences, save_tiny_model
 from workers.config import OptimizerConfig

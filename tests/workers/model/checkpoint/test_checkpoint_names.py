@@ -8,10 +8,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
-from tests.workers.model.engines import assert_same, build_engine, weights
+from tests.workers.model.cpu_engine import assert_same, build_engine, weights
 from tests.workers.model.ranks import RankPool
 from tests.workers.model.tiny import FAMILIES, save_tiny_model, tiny_config
-from workers.config import LoraConfig
 from workers.model.checkpoint.checkpoint_weights import CheckpointWeights, loading_rules
 
 
@@ -75,30 +74,3 @@ def test_ranks_that_share_a_model_give_out_what_is_in_its_files(tmp_path, ranks:
                 assert sent == {}, "a rank that keeps nothing was given whole tensors"
                 continue
             assert_same(sent, expected)
-
-
-def leave_merged(path: str, keepers: list[int | None]) -> list[dict]:
-    engine = build_engine(path, lora=LoraConfig(rank=3, alpha=6.0))
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, weight in engine.module.model.state_dict().items():
-            if ".lora_B." in name:  # starts at 0
-                whole = torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
-                placed = torch.distributed.tensor.distribute_tensor(whole, weight.device_mesh, weight.placements)
-                weight.copy_(placed)
-    return [{name: weight.clone() for name, weight in engine.named_weights(None, keeper)} for keeper in keepers]
-
-
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
-def test_adapters_are_merged_on_every_ranks_own_rows(tmp_path, ranks: RankPool, family):
-    path = save_tiny_model(tmp_path / "model", family)
-    ((expected,),) = ranks.run(leave_merged, 1, path, [None])
-    files = load_file(Path(path) / "model.safetensors")
-    assert expected.keys() == files.keys() | {"lm_head.weight"}
-    changed = [name for name in files if not torch.equal(expected[name], files[name])]
-    assert changed
-    assert all("proj" in name and "expert" not in name for name in changed)
-    everywhere, to_one = zip(*ranks.run(leave_merged, 3, path, [None, 1]), strict=True)
-    assert to_one[0] == to_one[2] == {}
-    for sent in (*everywhere, to_one[1]):
-        assert_same(sent, expected, 1e-13)

@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests.refusals import refused
 from tests.workers.model.checkpoint.test_checkpoint import train
-from tests.workers.model.engines import assert_same, build_engine, weights
+from tests.workers.model.cpu_engine import assert_same, build_engine, weights
 from tests.workers.model.ranks import RankPool
 from tests.workers.model.tiny import random_sequences, save_tiny_model
 from workers.config import LoraConfig, ModelConfig, OptimizerConfig

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.refusals import refused
 from tests.workers.model.checkpoint.test_checkpoint import saved_at, train
-from tests.workers.model.engines import assert_same, build_engine, weights
+from tests.workers.model.cpu_engine import assert_same, build_engine, weights
 from tests.workers.model.ranks import RankPool
 from tests.workers.model.tiny import (
     random_sequences,
