@@ -294,7 +294,7 @@ def test_engine_arguments_of_every_placement_can_be_made(placement: str, tensor_
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     from workers.config import ModelConfig, RolloutConfig
-    from workers.rollout.engine import engine_arguments
+    from workers.rollout.vllm_interface import engine_arguments
     from workers.rollout.weight_transfer import register
 
     register()

@@ -17,10 +17,10 @@ from workers.dispatch import DispatchMode, Join, RankCoordinates, Split, join_to
 from workers.model.layout import RowLayout
 from workers.model.losses import Predictions
 from workers.roles.policy import PolicyWorker
-from workers.rollout.engine import as_response
 from workers.rollout.engine_actor import _finished, _flush
 from workers.rollout.episode import Episode
 from workers.rollout.requests import SampleRequest
+from workers.rollout.vllm_interface import as_response
 from workers.score import Score
 
 ROOT = Path(__file__).parents[1]

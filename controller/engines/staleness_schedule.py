@@ -1,4 +1,4 @@
-"""Schedule: which groups are generated ahead, and which finished groups a step trains on.
+"""StalenessSchedule: which groups are generated ahead, and which finished groups a step trains on.
 
     admit --> running --finished--> ready --take--> training --weights_updated--> gone
                  |        window: the W groups from the oldest that is not yet taken
@@ -62,7 +62,7 @@ class Staleness:
         return self.max_staleness + ceil((self.window_groups - 1) / self.prompts_per_step)
 
 
-class Schedule:
+class StalenessSchedule:
     """State of a run's groups. Raises ValueError for an event that is impossible in a group's state."""
 
     def __init__(self, settings: Staleness, steps: int, *, admitted: int = 0, active: Iterable[int] = ()) -> None:

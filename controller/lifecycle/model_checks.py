@@ -26,7 +26,7 @@ MOST_BYTES = 2 * GIB
 SHARE_OF_MEMORY = 1 / 6  # weights in bfloat16 take twice their files in float32, and as much again while they are read
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of heads that vLLM's attention on CPUs has kernels for; with others an engine dies in its first step."""
-KV_BLOCK_TOKENS = 32  # of an engine on CPU, see workers.rollout.engine
+KV_BLOCK_TOKENS = 32  # of an engine on CPU, see workers.rollout.vllm_interface
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from controller.data.prompts import Prompt, Prompts
 from controller.engines.engine_calls import POLL_SECONDS
 from controller.engines.engine_pool import Sample
 from controller.engines.router import Key
-from controller.engines.staleness_schedule import GroupState, Schedule, Staleness
+from controller.engines.staleness_schedule import GroupState, Staleness, StalenessSchedule
 from controller.observability.run_record import RunRecord
 from controller.planning.planner import Planner
 from controller.rollout.buffer import RolloutBuffer, sample_requests
@@ -61,7 +61,7 @@ class AsyncRolloutBuffer(RolloutBuffer):
         settings = Staleness(
             config.batch.prompts_per_step, config.rollout.max_staleness, config.rollout.out_of_order_window
         )
-        self.schedule = Schedule(
+        self.schedule = StalenessSchedule(
             settings, config.run.steps - progress.step, admitted=progress.position, active=progress.active
         )
         self._groups: dict[int, Group] = {}

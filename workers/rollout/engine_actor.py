@@ -26,7 +26,11 @@ from workers.errors import LostError, RolloutError
 from workers.network import use_rays_interface
 from workers.rendering import Renderer
 from workers.rollout.conversation import Conversation
-from workers.rollout.engine import (
+from workers.rollout.episode import Episode, play
+from workers.rollout.placement import check_placement
+from workers.rollout.prefix_hashes import prefix_hashes
+from workers.rollout.requests import ERROR, Response, SampleRequest, SampleResult, WeightLoad, turn_seed
+from workers.rollout.vllm_interface import (
     as_response,
     build_engine,
     check_prompt,
@@ -36,10 +40,6 @@ from workers.rollout.engine import (
     sampling_parameters,
     unfinished_responses,
 )
-from workers.rollout.episode import Episode, play
-from workers.rollout.placement import check_placement
-from workers.rollout.prefix_hashes import prefix_hashes
-from workers.rollout.requests import ERROR, Response, SampleRequest, SampleResult, WeightLoad, turn_seed
 from workers.rollout.weight_transfer import private_file
 from workers.score import Score
 from workers.user_code.environments import EnvironmentPool

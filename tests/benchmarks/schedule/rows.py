@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from controller.engines.staleness_schedule import Schedule, Staleness
+from controller.engines.staleness_schedule import Staleness, StalenessSchedule
 from tests.benchmarks.schedule.simulator import Policy, Record, Simulation, Workload
 
 SYNCHRONOUS = "synchronous"
@@ -118,7 +118,7 @@ def windowed(workload: Workload, staleness: int, window: float, name: str = "") 
     """Our schedule."""
     settings = Staleness(workload.prompts_per_step, staleness, window)
     name = name or f"**ours, S = {staleness}, f = {window}**"
-    return Row(name, lambda: Schedule(settings, workload.steps), settings.max_age)
+    return Row(name, lambda: StalenessSchedule(settings, workload.steps), settings.max_age)
 
 
 def greedy(workload: Workload, staleness: int, eta: int) -> Row:

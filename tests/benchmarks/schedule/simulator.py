@@ -47,7 +47,7 @@ class Workload:
 
 
 class Policy(Protocol):
-    """As `Schedule` is. published: may return groups that it discards."""
+    """As `StalenessSchedule` is. weights_updated: may return groups that it discards."""
 
     def admit(self) -> list[int]: ...
     def finished(self, group: int) -> None: ...

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.engines.staleness_schedule import GroupState, Schedule, Staleness
+from controller.engines.staleness_schedule import GroupState, Staleness, StalenessSchedule
 from tests.refusals import refused
 
 Due = Callable[[Random, float, int], float]
@@ -70,7 +70,7 @@ class Run:
     ) -> None:
         self.settings, self.steps, self.random, self.due = settings, steps, random, due
         self.release, self.waiting, self.prompt, self.losses = release, waiting, prompt, losses
-        self.schedule, self.books, self.checkpoint = Schedule(settings, steps), Books(), Books()
+        self.schedule, self.books, self.checkpoint = StalenessSchedule(settings, steps), Books(), Books()
         self.now, self.ends, self.oldest = 0.0, {}, 0
 
     def to_the_end(self) -> "Run":
@@ -153,7 +153,7 @@ class Run:
         self.books = self.random.choice((self.books, self.checkpoint)).saved()
         books = self.books
         left = self.steps - books.updates
-        self.schedule = Schedule(self.settings, left, admitted=len(books.admitted_at), active=books.active)
+        self.schedule = StalenessSchedule(self.settings, left, admitted=len(books.admitted_at), active=books.active)
         self.schedule.weights_updated()  # of the checkpoint's weights, which no step made: nothing changes
 
 
@@ -218,7 +218,7 @@ def test_a_step_takes_what_the_rule_says(
     prompts: int, staleness: int, window: float, active: set[int], data: st.DataObject
 ) -> None:
     settings = Staleness(prompts, staleness, window)
-    schedule = Schedule(settings, 9, admitted=41, active=active)
+    schedule = StalenessSchedule(settings, 9, admitted=41, active=active)
     for group in sorted(active):
         if data.draw(st.booleans()):
             schedule.finished(group)
@@ -228,7 +228,7 @@ def test_a_step_takes_what_the_rule_says(
 
 @pytest.mark.parametrize(("event", "group"), [("finished", 7), ("finished", 0), ("released", 0)])
 def test_an_impossible_event_is_refused(event: str, group: int) -> None:
-    schedule = Schedule(Staleness(2, 0, 0.3), steps=1)
+    schedule = StalenessSchedule(Staleness(2, 0, 0.3), steps=1)
     schedule.admit()
     schedule.finished(0)
     with refused(f"group {group}", ValueError):

@@ -18,7 +18,7 @@ from tests.controller.tokenizer_file import END
 from tests.controller.weight_files import qwen2_weights, write_weight_file
 from workers.model.skeleton import build_skeleton
 from workers.model_config import ModelConfig
-from workers.rollout.engine import CPU_KV_BLOCK_TOKENS
+from workers.rollout.vllm_interface import CPU_KV_BLOCK_TOKENS
 
 WEIGHTS, INDEX = Path("model/model.safetensors"), Path("model/model.safetensors.index.json")
 Break = Callable[[], object]

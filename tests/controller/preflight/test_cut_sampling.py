@@ -13,7 +13,7 @@ from controller.replay import settings
 from tests.controller.config_workspace import refusal
 from tests.refusals import refused
 from workers.config import SamplingConfig
-from workers.rollout.engine import engine_arguments, sampling_parameters
+from workers.rollout.vllm_interface import engine_arguments, sampling_parameters
 
 CUTS = {"top_k": "150", "top_p": "0.9"}
 CORRECTION = "algorithm.loss.rollout_correction"

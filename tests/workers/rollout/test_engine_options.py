@@ -10,9 +10,9 @@ from vllm import AsyncEngineArgs
 from controller.config import load
 from tests.refusals import refused
 from workers.config import ModelConfig, RolloutConfig
-from workers.rollout.engine import PREFILL_TOKENS, engine_arguments
 from workers.rollout.engine_actor import VllmEngineActor
 from workers.rollout.engine_options import ALLOWED, OWNED, REFUSED, check_engine_options
+from workers.rollout.vllm_interface import PREFILL_TOKENS, engine_arguments
 
 REQUIRED = ["model.path=model", "data.train=train.jsonl", "reward.function=reward.py:reward"]
 

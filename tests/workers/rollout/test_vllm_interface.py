@@ -15,16 +15,16 @@ import ray
 from tests.refusals import refused
 from workers.config import ModelConfig, RolloutConfig, SamplingConfig
 from workers.errors import LostError, RolloutError
-from workers.rollout.engine import (
+from workers.rollout.engine_actor import VllmEngineActor
+from workers.rollout.gpu_transfer import EngineClient
+from workers.rollout.placement import check_placement
+from workers.rollout.vllm_interface import (
     as_response,
     check_prompt,
     engine_arguments,
     prepare_environment,
     sampling_parameters,
 )
-from workers.rollout.engine_actor import VllmEngineActor
-from workers.rollout.gpu_transfer import EngineClient
-from workers.rollout.placement import check_placement
 
 HUGE_PAGES, IN_A_PROCESS = "THP_MEM_ALLOC_ENABLE", "VLLM_ENABLE_V1_MULTIPROCESSING"
 OF_THE_SYSTEM = Path("/sys/kernel/mm/transparent_hugepage/enabled")
