@@ -18,10 +18,7 @@ def distribution() -> str:
 
 
 def check_packages(names: Iterable[str] = ("workers", "balancing"), root: Path = ROOT) -> None:
-    """Raise ImportError if a name imports, or would import, something other than the package in `root`.
-
-    Also checks the working directory, because our processes look there first.
-    """
+    """Raise ImportError if a name imports, or would import from here, something other than the package in `root`."""
     for name in names:
         for place in map(Path, _places(name)):
             if place.resolve() != root / name and not _adds_nothing(place, root / name):

@@ -87,10 +87,7 @@ def _prepare(arguments: Sequence[str] | None) -> Callable[[], None]:
 
 
 def settings(folder: Path, overrides: Sequence[str] = (), *, trust_run: bool = False) -> Config:
-    """Read a run's recorded settings, with the overrides. trust_run: run the functions that they name.
-
-    Raises DataError for a folder without a run, ConfigError for a run without samples or for wrong settings.
-    """
+    """Read a run's recorded settings, with the overrides. Raises DataError and ConfigError."""
     path = folder / "config.yaml"
     if not path.is_file():
         raise DataError(f"{folder} is not the folder of a run: it has no config.yaml.")
@@ -106,10 +103,7 @@ def settings(folder: Path, overrides: Sequence[str] = (), *, trust_run: bool = F
 
 
 def start_before(folder: Path, step: int, resume: str) -> Start:
-    """Find the nearest checkpoint before the step, and the steps from there. resume: the run's run.resume.
-
-    Raises DataError if a checkpoint or a step's record is missing.
-    """
+    """Find the nearest checkpoint before the step. Raises DataError if it or a step's record is missing."""
     found = {path: manifest.step for path, manifest in complete(folder / FOLDER)}
     began_elsewhere = resume not in ("never", "auto")
     if began_elsewhere:

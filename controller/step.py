@@ -186,9 +186,9 @@ def _kl_in_reward(run: Run, batch: RemoteBatch) -> tuple[float, np.ndarray]:
 
 
 def update_critic(run: Run, batch: RemoteBatch, epochs: Sequence[Epoch]) -> dict[str, float]:
-    """Make the critic's optimiser steps on the policy's mini-batches; nothing without a critic.
+    """Make the critic's optimiser steps on the policy's mini-batches; return the metrics under `critic/`.
 
-    batch: with `returns` and `old_values`, see `with_advantages`. Returns the metrics recorded under `critic/`.
+    batch: with `returns` and `old_values`, see `with_advantages`.
     """
     if run.roles.critic is None:
         return {}
@@ -244,8 +244,7 @@ def _update(
 def send_weights(run: Run) -> None:
     """Send the policy's weights to every engine, under the next version.
 
-    With samples made ahead, compares engines and trainer after the first update. Raises MismatchError if they differ by
-    more than rounding.
+    With samples made ahead, compares engines and trainer after the first update, and may raise MismatchError.
     """
     with run.record.phase("weights"):
         run.weight_version += 1

@@ -271,10 +271,7 @@ class _Launch:
 
 
 def shared_devices(ranks: list[dict[str, Any]], engines: int, each: int) -> list[str]:
-    """CUDA_VISIBLE_DEVICES of each colocated engine: the GPUs, on one node, of its policy ranks.
-
-    ranks: `Worker.facts` of every policy rank. each: GPUs of an engine.
-    """
+    """Return CUDA_VISIBLE_DEVICES of each colocated engine. ranks: `Worker.facts` of every policy rank."""
     shared = [ranks_of_engine(replica, each) for replica in range(engines)]
     return [",".join(ranks[rank]["gpus"] for rank in of_engine) for of_engine in shared]
 
@@ -282,10 +279,7 @@ def shared_devices(ranks: list[dict[str, Any]], engines: int, each: int) -> list
 def engine_maker(
     config: Config, bundles: dict[str, Reservation], request: RoleRequest, devices: list[str], environment: bytes
 ) -> MakeActor:
-    """Return a function that makes a replica's actor; see `RolloutEngines`.
-
-    devices: of each colocated engine; otherwise empty.
-    """
+    """Return a function that makes a replica's actor. devices: of each colocated engine; otherwise empty."""
     actor_class = ray.remote(VllmEngineActor)
 
     def make(replica: int, attempt: int) -> Any:
@@ -317,10 +311,7 @@ def engine_maker(
 
 
 def worker_arguments(config: TrainingConfig, role: str, total_steps: int = 1) -> dict[str, Any]:
-    """Return a training role's constructor arguments; all roles share the policy's ranks, parallelism and threads.
-
-    total_steps: optimiser steps, if the role learns.
-    """
+    """Return a training role's constructor arguments. total_steps: optimiser steps, if the role learns."""
     settings = value_of(config, "reward.model" if role == "reward_model" else role)
     arguments = {
         "model": config.decided(config.model_of(role)),

@@ -19,10 +19,9 @@ from workers.errors import ResourceError
 
 
 def bundle_of_rank(pool: Pool, nodes: Sequence[Hashable]) -> tuple[int, ...]:
-    """Index of the bundle of every rank; `nodes[i]` is the node of bundle i, by any name.
+    """Return the bundle of every rank; `nodes[i]` is the node of bundle i, by any name.
 
-    Takes the fullest nodes first, and their bundles in order. Raises ResourceError if a colocated engine would span
-    several nodes.
+    Raises ResourceError if a colocated engine would span several nodes.
     """
     rooms = _rooms(nodes)
     found = [_assign([len(room) for room in rooms], sizes) for sizes in _sizes(pool)]

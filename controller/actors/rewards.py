@@ -93,10 +93,7 @@ class Scoring:
             self._pending[self._pool.score(finished, block, prompts)] = finished
 
     def collect(self) -> dict[tuple[str, int], Score]:
-        """Wait for all submitted samples' scores, by (uid, sample); see `Score.failure`.
-
-        Raises WorkerError for a failure with reward.on_failure=stop, LostError if a reward actor was lost too often.
-        """
+        """Wait for all scores, by key. Raises WorkerError as `joined`, LostError if an actor was lost too often."""
         return self._take(list(self._pending))
 
     def ready(self, timeout_s: float = 0.0) -> dict[tuple[str, int], Score]:

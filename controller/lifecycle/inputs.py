@@ -227,10 +227,7 @@ def tokenized(config: Config, tried: Tried, log: Log = print) -> Inputs:
 def reward_functions(
     config: Config, example: Record, log: Log = print, given: GivenFunctions = NONE_GIVEN
 ) -> tuple[list[RewardFunction], Score | None]:
-    """Try the reward functions on `example`, the first record, with an empty response; the score may be None.
-
-    Raises ConfigError for a missing or failing function.
-    """
+    """Try the reward functions on `example`, the first record, with an empty response. Raises ConfigError."""
     functions, score = [], None
     key = "reward.functions" if config.reward.functions else "reward.function"
     for name, weight in config.reward.weights.items():
@@ -313,9 +310,9 @@ def _first_chats(config: Config, data: Mapping[str, list[Record]]) -> list[Any]:
 
 
 def try_template(config: TrainingConfig, chats: Sequence[Any], log: Log = print, *, answered: bool = False) -> None:
-    """Render `chats`, lists of messages, by model.path's template in a separate process.
+    """Render `chats`, which may end with a response, by model.path's template in a separate process.
 
-    answered: whether they end with a response. Raises DataError without a template, ConfigError if it fails.
+    Raises DataError without a template, ConfigError if it fails.
     """
     if not chats:
         return

@@ -218,10 +218,7 @@ def report(config: TrainingConfig, console: "Console") -> None:
 
 
 def push_to_hub(config: TrainingConfig, log: Callable[[str], None]) -> None:
-    """Upload the run's model, adapters and critic to run.push_to_hub, created as private if missing.
-
-    Raises OutputError with the command for a later upload.
-    """
+    """Upload model, adapters and critic to run.push_to_hub, created as private. Raises OutputError with what to do."""
     repository = config.run.push_to_hub
     if not repository:
         return
@@ -248,10 +245,8 @@ def push_to_hub(config: TrainingConfig, log: Callable[[str], None]) -> None:
 
 @contextmanager
 def ray_session(config: TrainingConfig, console: "Console") -> Iterator[None]:
-    """Connect to resources.ray_address or RAY_ADDRESS, else start a local Ray that ends with the run.
-
-    An existing connection, for example a notebook's, is used and kept.
-    """
+    """Connect to resources.ray_address or RAY_ADDRESS, else start a local Ray that ends with the run; keep one that is
+    connected, for example a notebook's."""
     import ray
 
     if ray.is_initialized():

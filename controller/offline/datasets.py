@@ -22,10 +22,7 @@ def record_name(path: str, index: int) -> str:
 
 
 class SequenceDataset:
-    """Records of one file, in fixed order or shuffled every epoch.
-
-    dropped: number of records that were too long. warnings: lines for the user.
-    """
+    """Records of one file, in fixed order or shuffled every epoch. dropped: number of too long ones."""
 
     def __init__(
         self,
@@ -38,7 +35,7 @@ class SequenceDataset:
         seed: int = 0,
         log: Log = print,
     ) -> None:
-        """records: examples of each. log: called with progress if tokenizing is slow.
+        """records: examples of each.
 
         Raises DataError on a record that cannot be tokenized, on a long one with overlong_records="error", and if none
         is left.

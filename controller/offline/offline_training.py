@@ -63,10 +63,7 @@ def prepare_command(command: Command, arguments: Sequence[str] | None) -> Callab
 
 
 def prepare(config: OfflineConfig, callbacks: Sequence["Callback"] = ()) -> Callable[[], None] | None:
-    """Check everything, and return the function that starts the run; None if no steps are left.
-
-    callbacks: see `training_loop.train`. Raises ConfigError, DataError or ResourceError.
-    """
+    """Check everything, and return the function that starts the run; None if no steps are left."""
     check_offline(config)
     # With run.steps the end is known before the data is read, with run.epochs by the number of its records.
     if config.run.steps and finished(config, config.run.steps, config.length_setting):

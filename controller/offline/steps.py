@@ -65,10 +65,7 @@ def sft_step(run: OfflineRun[SftConfig]) -> None:
 
 
 def preferences_step(run: OfflineRun[PreferencesConfig]) -> None:
-    """Compute every pair's loss in a forward pass, then step along its gradient.
-
-    A pair's two sequences are planned separately, and connected by numbers on the driver.
-    """
+    """Compute every pair's loss in a forward pass, then step along its gradient."""
     batch, plan = next_batch(run)
     with run.record.phase("log_probs"):
         found = losses_of_pairs(run, batch)

@@ -27,11 +27,7 @@ MARKS = re.compile(r"\{%-?\s*generation\b")
 
 
 def sft_examples(record: Record, keys: tuple[str, str, str], where: str) -> tuple[Example]:
-    """The conversation of a record, which has no prompt, or its prompt and response.
-
-    keys: columns of the conversation, the prompt, the response. Raises DataError, naming the record `where`, for a
-    record without these or of other types.
-    """
+    """Return a record's conversation, or its prompt and response. keys: their columns. Raises DataError."""
     messages, prompt, response = keys
     if record.get(messages) is not None:
         return (([], _messages(record[messages], where)),)
@@ -44,10 +40,9 @@ def sft_examples(record: Record, keys: tuple[str, str, str], where: str) -> tupl
 
 
 def preference_examples(record: Record, keys: tuple[str, str, str], where: str) -> tuple[Example, Example]:
-    """The chosen and the rejected example of a record. keys: columns of the prompt, the chosen, the rejected response.
+    """Return the chosen and the rejected example. keys: columns of the prompt, the chosen, the rejected response.
 
-    Without a prompt both are whole conversations; the messages that both begin with are the prompt. Raises DataError as
-    `sft_examples`.
+    Without a prompt, both are conversations whose common first messages are the prompt. Raises DataError.
     """
     prompt_key, *response_keys = keys
     if missing := [key for key in response_keys if key not in record]:
@@ -95,10 +90,9 @@ def _messages(value: Any, where: str) -> Messages:
 
 
 def example_row(renderer: Renderer, example: Example, where: str) -> Row:
-    """The tokens of prompt and response; of the response the text, or all assistant turns, are learned.
+    """Tokenize prompt and response; of the response the text, or all assistant turns, are learned.
 
-    Raises DataError, naming the record `where`, if there is no token to learn, or if the template's rendering does not
-    show which tokens are the assistant's.
+    Raises DataError if no token is learned, or if rendering does not show which tokens are the assistant's.
     """
     prompt, response = example
     if isinstance(response, str):
@@ -138,7 +132,7 @@ def _row_by_prefixes(renderer: Renderer, messages: Messages, first: int, where: 
 def _length_of_start(
     renderer: Renderer, messages: Messages, ids: Sequence[int], where: str, *, turn_follows: bool
 ) -> int:
-    """Tokens of the first messages. Raises DataError unless `ids` begins with them: the mask would be a guess."""
+    """Return the tokens of the first messages. Raises DataError unless `ids` begins with them."""
     if not messages:
         return 0
     start = renderer.ids(renderer.text(messages, where, add_generation_prompt=turn_follows), where)

@@ -58,10 +58,7 @@ class Job:
 
 
 def read_job(config: SamplerConfig, model: Model, given: GivenFunctions, prompts: int, log: Log = print) -> Job:
-    """Read data and rewards, and check that the output holds no other job. prompts: see `JobRequest`.
-
-    Raises ConfigError, DataError or CheckpointError for what cannot work.
-    """
+    """Read data and rewards, and check that the output holds no other job. Raises ConfigError or DataError."""
     inputs = read_inputs(config, log, given)
     identity = job_identity(model, config, inputs.identity, given)
     check_same_job(config.run_folder, identity)

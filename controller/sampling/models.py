@@ -63,10 +63,7 @@ class Model:
 
 
 def choose_model(named: str) -> Model:
-    """Find the model of --model; empty is model.path of the settings.
-
-    Raises ConfigError for a run without model and checkpoint, CheckpointError for an incomplete checkpoint.
-    """
+    """Find the model of --model; empty is model.path. Raises ConfigError, and CheckpointError for an incomplete one."""
     path = Path(named)
     if not named or not path.is_dir():
         return Model(named)

@@ -102,10 +102,9 @@ def as_line(result: SampleResult, score: Score, prompt: Prompt, prompt_key: str,
 
 
 def token_columns(result: SampleResult, row: Mapping[str, np.ndarray]) -> Line:
-    """Return token ids and log-probs of a sample, from its DataProto row.
+    """Return token ids and log-probs of everything after the prompt, R numbers each. Digits restore the float32.
 
-    response_ids, log_probs: of everything after the prompt, R numbers each. With several turns also `sampled`, R of 0
-    or 1: an environment's tokens have log-prob 0. The digits restore the same float32.
+    With several turns also `sampled`, R of 0 or 1: an environment's tokens have log-prob 0.
     """
     start = result.prompt_tokens
     mask = row["loss_mask"][start:]
@@ -139,10 +138,7 @@ def check_same_job(folder: Path, job: Mapping[str, Any]) -> None:
 
 
 def job_identity(model: Model, config: SamplerConfig, data: DataIdentity, given: GivenFunctions) -> dict[str, Any]:
-    """Return everything that affects samples or scores, as JSON by part.
-
-    Excludes the numbers of prompts and samples, so that more can be added.
-    """
+    """Return everything that affects samples or scores, as JSON by part; not the numbers of prompts and samples."""
     environment = config.rollout.environment
     episodes = [environment, _content(environment), _values(config, OF_EPISODES)] if environment else None
     rewards = {
