@@ -1,4 +1,4 @@
-"""Plans: step time against its lower bound, micro-batches against theirs, caps over random batches, planning time."""
+"""Plans: step time against its lower bound, caps over random batches, planning time."""
 
 import pickle
 from dataclasses import dataclass
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from balancing import CostModel, Plan, pack, plan_batch
+from balancing import CostModel, Plan, plan_batch
 from balancing.alignment import round_up
 from balancing.analysis.distributions import DEFAULT_CAP, DISTRIBUTIONS, draw
 from balancing.analysis.statistics import computed_tokens
 from balancing.cost_model import SEVEN_BILLION
 from balancing.errors import CountError
-from balancing.lower_bounds import fewest_bins, step_time_bound
+from balancing.lower_bounds import step_time_bound
 from tests.benchmarks.balancing.table import Table, cpu_seconds
 
 COST_MODEL = CostModel.from_model_config(SEVEN_BILLION)
@@ -73,7 +73,6 @@ def tables() -> list[Table]:
         step_times("Step time, cap of twice the longest sequence", REALISTIC, 2.0),
         step_times("Step time, cap of the longest sequence", REALISTIC, 1.0),
         step_times("Step time, adversarial lengths", ADVERSARIAL, None),
-        micro_batch_counts(),
         violations(),
         planning_times(),
     ]
@@ -110,36 +109,6 @@ def _step_time_row(name: str, count: int, ranks: int, cap_over_longest: float | 
 
 def _times(plan: Plan) -> NDArray[np.float64]:
     return np.array([times.sum() for times in plan.predicted_times()])
-
-
-def micro_batch_counts() -> Table:
-    rows = []
-    for name in (*REALISTIC, *ADVERSARIAL):
-        figures = np.array([_packed(name, seed) for seed in SEEDS])
-        ratio, spread, above = figures[:, 1:].max(axis=0)
-        rows.append([name, f"{figures[:, 0].mean():.0f}", f"{ratio:.4f}", f"{spread:.4f}", f"{above:.4f}"])
-    return Table(
-        "Micro-batches under the cap",
-        ["lengths", "micro-batches", "count / max(L1, L2)", "heaviest / mean", "heaviest / lower bound"],
-        rows,
-        f"`pack` of 4,096 sequences, cap of twice the longest ({DEFAULT_CAP:,} for adversarial lengths), worst of "
-        f"{len(SEEDS)} batches. L2: the bound of Martello and Toth. The bound on the heaviest also counts long "
-        "sequences that must share a micro-batch.",
-    )
-
-
-def _packed(name: str, seed: int) -> tuple[float, float, float, float]:
-    """Micro-batches; their number over its bound; the heaviest over the mean, and over its bound."""
-    lengths = draw(name, 4096, seed)
-    cap = DEFAULT_CAP if name in ADVERSARIAL else 2 * int(lengths.max())
-    workloads = COST_MODEL.workload(lengths)
-    groups = pack(lengths, cap, workloads=workloads)
-    loads = np.array([workloads[group].sum() for group in groups])
-    least = step_time_bound(
-        lengths, workloads, ranks=len(groups), steps=1, max_tokens=cap, max_sequences=len(lengths)
-    ).time
-    fewest = fewest_bins(lengths, cap, len(lengths))
-    return len(groups), len(groups) / fewest, loads.max() / loads.mean(), loads.max() / least
 
 
 def violations() -> Table:
