@@ -28,7 +28,9 @@ class Command:
     @property
     def usage(self) -> str:
         """Options in one line."""
-        dry_run = "--dry-run [--all] [--cluster NODES [--measure]]" if self.describes_clusters else "--dry-run [--all]"
+        dry_run = (
+            "--dry-run [--all] [--cluster NODES [--no-measure]]" if self.describes_clusters else "--dry-run [--all]"
+        )
         return f"python -m {self.module} --config FILE [{dry_run}] [-v] [key.sub=value ...]"
 
 
@@ -45,15 +47,15 @@ FIT = Command(
 class Arguments:
     """A parsed command line with unread overrides.
 
-    cluster: value of --cluster. measure: whether to measure GPU memory besides estimating it. everything: whether a dry
-    run prints all settings.
+    cluster: value of --cluster. measure: whether to measure GPU memory. everything: whether a dry run prints all
+    settings.
     """
 
     config: tuple[Path, ...]
     overrides: tuple[str, ...]
     dry_run: bool
     cluster: Cluster | None = None
-    measure: bool = False
+    measure: bool = True
     everything: bool = False
 
 
@@ -77,7 +79,7 @@ def parse_arguments(argv: Sequence[str] | None = None, command: Command = FIT) -
     """Parse a command line, by default the process's.
 
     Raises ConfigError for an unknown option, without --config, for --cluster or --all without --dry-run, and for
-    --measure without --cluster; SystemExit(0) after --help and --settings.
+    --no-measure without --cluster; SystemExit(0) after --help and --settings.
     """
     # Intermixed: overrides may stand before, between and after options.
     parsed = _parser(command).parse_intermixed_args(argv)
@@ -88,8 +90,8 @@ def parse_arguments(argv: Sequence[str] | None = None, command: Command = FIT) -
         return Arguments(tuple(parsed.config), overrides, parsed.dry_run, everything=parsed.all)
     if parsed.cluster and not parsed.dry_run:
         raise ConfigError("--cluster works only with --dry-run; add --dry-run.")
-    if parsed.measure and not parsed.cluster:
-        raise ConfigError("--measure works only with --cluster; add --dry-run --cluster.")
+    if not parsed.measure and not parsed.cluster:
+        raise ConfigError("--no-measure works only with --cluster; add --dry-run --cluster.")
     cluster = parse_cluster(parsed.cluster) if parsed.cluster else None
     return Arguments(tuple(parsed.config), overrides, parsed.dry_run, cluster, parsed.measure, parsed.all)
 
@@ -121,7 +123,10 @@ def _parser(command: Command) -> argparse.ArgumentParser:
             "--cluster", default="", metavar="NODES", help=f"with --dry-run: placement and memory on {FORM}"
         )
         parser.add_argument(
-            "--measure", action="store_true", help="with --cluster: run the engine without a GPU for its peak memory"
+            "--no-measure",
+            action="store_false",
+            dest="measure",
+            help="with --cluster: do not measure memory, which takes seconds, once for each layout",
         )
     parser.add_argument(
         "--settings", action=_PrintSettings, nargs=0, const=command.schema, help="print every setting and exit"

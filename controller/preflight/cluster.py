@@ -10,6 +10,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -20,7 +21,6 @@ from workers.errors import ConfigError, ResourceError
 from workers.rollout.placement import ranks_of_engine
 
 FORM = "nodes=8,gpus=8,gpu_gib=80,cpus=96,memory_gib=1024"
-REQUIRED = ("nodes", "cpus")
 
 
 @dataclass(frozen=True)
@@ -44,30 +44,24 @@ class Placement:
 
 def parse_cluster(text: str) -> Cluster:
     """Parse `nodes=8,gpus=8,gpu_gib=80,cpus=96`. Raises ConfigError for other forms."""
-    numbers = {}
+    numbers: dict[str, Any] = {}
     for part in text.split(","):
         match = re.fullmatch(r"\s*(nodes|gpus|gpu_gib|cpus|memory_gib)=(\d+(?:\.\d+)?)\s*", part)
         if match is None:
             raise ConfigError(f"--cluster: {part!r} is none of nodes, gpus, gpu_gib, cpus, memory_gib; write {FORM}.")
-        numbers[match.group(1)] = float(match.group(2))
-    missing = [name for name in REQUIRED if not numbers.get(name)]
-    if numbers.get("gpus") and not numbers.get("gpu_gib"):
-        missing.append("gpu_gib")
-    if missing or any(numbers.get(name, 0) % 1 for name in ("nodes", "gpus")):
+        number = float(match.group(2))
+        numbers[match.group(1)] = int(number) if number.is_integer() else number
+    needed = ("nodes", "cpus", *(["gpu_gib"] if numbers.get("gpus") else []))
+    missing = [name for name in needed if not numbers.get(name)]
+    if missing or any(isinstance(numbers.get(name), float) for name in ("nodes", "gpus")):
         raise ConfigError(
             f"--cluster {text}: {', '.join(missing) or 'a count'} must be above 0 and whole; write {FORM}."
         )
-    return Cluster(
-        nodes=int(numbers["nodes"]),
-        cpus=numbers["cpus"],
-        gpus=int(numbers.get("gpus", 0)),
-        gpu_gib=numbers.get("gpu_gib", 0.0),
-        memory_gib=numbers.get("memory_gib", 0.0),
-    )
+    return Cluster(**numbers)
 
 
 def run_on(config: Config, cluster: Cluster) -> None:
-    """Let resources.device=auto mean the cluster's devices, and expect models and data there."""
+    """Expect devices, models and data on the cluster."""
     config.is_described, config.described_gpus = True, cluster.nodes * cluster.gpus
     if config.resources.device == "auto":
         config.resources.device = "cuda" if cluster.gpus else "cpu"
@@ -86,7 +80,6 @@ def place(config: Config, cluster: Cluster) -> Placement:
 
 
 def _take(free: list[Bundle], bundle: Bundle, what: str, cluster: Cluster) -> int:
-    """Take `bundle` from the first node with room, and return the node."""
     for node, room in enumerate(free):
         if all(room[resource] + 1e-9 >= amount for resource, amount in bundle.items()):
             for resource, amount in bundle.items():
@@ -107,7 +100,6 @@ def _bundle_of_rank(pool: Pool, nodes: list[int]) -> tuple[int, ...]:
 
 
 def cluster_in_words(cluster: Cluster) -> str:
-    """Describe the cluster."""
     gpus = f"{cluster.gpus} GPUs of {cluster.gpu_gib:g} GiB and " if cluster.gpus else ""
     return f"{cluster.nodes} {'node' if cluster.nodes == 1 else 'nodes'} with {gpus}{cluster.cpus:g} CPUs each"
 
@@ -143,22 +135,19 @@ def check_machine(config: TrainingConfig, *, dry_run: bool) -> None:
     """
     if config.joins_cluster:
         return
-    if config.uses_gpus:
-        _check_gpus(config, config.gpus, dry_run=dry_run)
-    elif isinstance(config, Config):
-        _check_cpus(config)
-
-
-def _check_gpus(config: TrainingConfig, gpus: int, *, dry_run: bool) -> None:
+    if not config.uses_gpus:
+        if isinstance(config, Config):
+            _check_cpus(config)
+        return
     asked = reserved(config, "GPU")
-    if asked > gpus and not (dry_run and gpus == 0):
+    if asked > config.gpus and not (dry_run and config.gpus == 0):
         settings = (
             "policy.data_parallel, rollout.replicas or rollout.tensor_parallel"
             if config.samples
             else "policy.data_parallel"
         )
         raise ConfigError(
-            f"the run asks for {asked:g} GPUs and this machine has {gpus}; lower {settings}, {ELSEWHERE}."
+            f"the run asks for {asked:g} GPUs and this machine has {config.gpus}; lower {settings}, {ELSEWHERE}."
         )
 
 
@@ -178,7 +167,6 @@ def _check_cpus(config: Config) -> None:
 
 
 def memory_gib() -> float:
-    """Memory of this machine, or its container's limit."""
     total = psutil.virtual_memory().total
     limit = CGROUP_LIMIT.read_text().strip() if CGROUP_LIMIT.is_file() else "max"
     return (min(total, int(limit)) if limit.isdigit() else total) / 2**30

@@ -293,7 +293,7 @@ def test_a_cluster_that_is_described_is_checked(checkout: Checkout) -> None:
         "--cluster nodes=1,gpus=8,gpu_gib=80,cpus=64"
     )
     assert said.lines_with("node 0: policy 0..7, reference 0..7, rollout 0..7")
-    assert said.lines_with("a GPU while training, in the fullest phase")
+    assert said.lines_with("policy update: policy 10.6 + reference 3.5 + the pass ")
 
 
 def test_the_doctor_finds_this_machine_well(checkout: Checkout, mine: str) -> None:

@@ -85,7 +85,7 @@ def of_settings(draw: st.DrawFn) -> Draw:
     file = FILES.get(command, "config.yaml")
     options = draw(st.sampled_from([["--dry-run"], ["--dry-run"], ["--dry-run", "--all"], []]))
     if command == "fit" and draw(st.integers(0, 4)) == 0:
-        options = ["--dry-run", "--cluster", "nodes=2,gpus=8,gpu_gib=80,cpus=96"]
+        options = ["--dry-run", "--cluster", "nodes=2,gpus=8,gpu_gib=80,cpus=96", "--no-measure"]
     return Draw(command, ("--config", file, *options, *overrides), {})
 
 

@@ -37,7 +37,7 @@ DEVICE = "gpu"
 
 
 class Stream:
-    """Stand for a stream or event of a device that does nothing."""
+    """Stream or event of a device that does nothing."""
 
     device = torch.device("cpu")
 
@@ -107,7 +107,6 @@ class Ledger:
         self._set(key, storage.nbytes())
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Count the new size of a storage, if known."""
         if storage._cdata in self._sizes:
             self._set(storage._cdata, storage.nbytes())
 
@@ -201,6 +200,7 @@ def stand_in() -> None:
         experts.AllToAllEP._dispatch_tokens = _dispatch_evenly_with_weights
     else:
         experts.EpDispatchExpertsParallel._dispatch_tokens = _dispatch_evenly
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
     # Every rank says what this one says, and every stage has as many layers.
     dist.broadcast_object_list = lambda *_, **__: None
     dist.all_gather_object = _all_say_the_same

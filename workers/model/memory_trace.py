@@ -5,17 +5,19 @@
 
     echo '{...}' | python -m workers.model.memory_trace
 
-Use a separate process for each request, see `fake_gpu`. Not counted are fragmentation and workspaces of kernels:
-cuBLAS, flash attention (in backward 4 bytes a token and query channel) and NCCL.
+Every role and number of layers is built in a fork of this process, see `fake_gpu`. Not counted are fragmentation and
+workspaces of kernels: cuBLAS, flash attention (in backward 4 bytes a token and query channel) and NCCL.
 """
 
 import gc
 import json
+import multiprocessing
 import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,24 +26,26 @@ import torch
 
 from workers.config import LoraConfig, LossConfig, ModelConfig, OptimizerConfig, ParallelConfig, ValueLossConfig
 from workers.dataproto import DataProto
+from workers.model.checkpoint.lora import add_adapters
 from workers.model.engine import TrainingEngine
 from workers.model.fake_gpu import DEVICE, Ledger, fake_gpus
 from workers.model.losses import Denominators, make_policy_loss, make_value_loss
 from workers.model.optimizer import optimizer_state
-
-MICRO_BATCHES = 2
-"""For each stage of a pipeline; the second finds the gradients of the first."""
+from workers.model.rules.families import kv_bytes_per_token
+from workers.model.sharding.stage_split import split_layers
+from workers.model.skeleton import build_skeleton
+from workers.model.stages.stage_pipeline import layer_costs
 
 
 @dataclass(frozen=True)
 class Role:
-    """Describe a role. description: its config.json. layers: of the measured stage. Others: see `TrainingEngine`.
+    """Describe a role.
 
-    tokens: of a full micro-batch of ranks that share sequences, by pass: `update`, `log_probs`, `values`, `scores`.
+    description: its config.json. tokens: of a full micro-batch of ranks that share sequences, by pass: `update`,
+    `log_probs`, `values`, `scores`. Others: see `TrainingEngine`.
     """
 
     description: dict[str, Any]
-    layers: int
     model: ModelConfig
     head: str
     trains: bool
@@ -50,35 +54,95 @@ class Role:
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> "Role":
+        """From JSON."""
         model = dict(given["model"])
         return cls(**{**given, "model": ModelConfig(**{**model, "lora": LoraConfig(**model["lora"])})})
 
 
-def trace(request: Mapping[str, Any], ledger: Ledger) -> dict[str, dict[str, Any]]:
-    """Return bytes by role and pass, at all layers; `states` is what the role keeps between passes.
+def trace(request: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Measure every role of `request`, see `controller.preflight.memory.request`.
 
-    request: ranks, rank (of this process), layers (of a stage, as built: two numbers or all), longest (tokens of a
-    sequence), parallel, reshard_after_forward, entropy_coefficient, roles (name -> fields of `Role`). A role that fails
-    on fake tensors has `problem`, one line, instead of numbers.
+    Returns, by role, `sizes`, see `_sizes`, and `stages`: of the first and the last stage, bytes by pass, and `states`
+    between passes. A role that fails on fake tensors has `problem`, one line, in place of `stages`.
     """
-    found: dict[str, dict[str, Any]] = {}
-    for name, given in request["roles"].items():
-        try:
-            found[name] = _trace_role(Role.read(given), request, ledger)
-        except Exception as error:  # the other roles are still measured
-            found[name] = {
-                "problem": f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+    roles = {name: Role.read(given) for name, given in request["roles"].items()}
+    parallel = ParallelConfig(**request["parallel"])
+    sizes = {name: _sizes(role, parallel) for name, role in roles.items()}
+    points = {name: _points(request["layers"], found["layers"], parallel) for name, found in sizes.items()}
+    stages = sorted({0, parallel.pipeline_parallel - 1})
+    with _pools(request["ranks"], parallel, stages, sum(map(len, points.values()))) as pools:
+        jobs = {
+            name: [{count: pool.submit(_bytes_at, role, count, request) for count in points[name]} for pool in pools]
+            for name, role in roles.items()
+        }
+        return {name: {"sizes": sizes[name]} | _result(jobs[name], sizes[name]["layers"]) for name in roles}
+
+
+def _result(jobs: list[dict[int, Future[dict[str, float]]]], layers: int) -> dict[str, Any]:
+    try:
+        stages = [{count: job.result() for count, job in of_stage.items()} for of_stage in jobs]
+    except Exception as error:  # the other roles are still measured
+        return {"problem": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"}
+    return {
+        "stages": [
+            {
+                name: extrapolate({count: at[name] for count, at in points.items()}, layers)
+                for name in min(points.items())[1]
             }
-    return found
+            for points in stages
+        ]
+    }
 
 
-def _trace_role(role: Role, request: Mapping[str, Any], ledger: Ledger) -> dict[str, float]:
-    layers = role.layers
-    points = {count: _bytes_at(role, count, request, ledger) for count in request["layers"] if count <= layers}
-    if layers not in points and len(points) < 2:
-        points[layers] = _bytes_at(role, layers, request, ledger)
-    names = next(iter(points.values()))
-    return {name: extrapolate({count: found[name] for count, found in points.items()}, layers) for name in names}
+@contextmanager
+def _pools(ranks: int, parallel: ParallelConfig, stages: list[int], jobs: int) -> Iterator[list[ProcessPoolExecutor]]:
+    """For each stage, processes that are its first rank."""
+    workers, fork = min(jobs, len(os.sched_getaffinity(0))), multiprocessing.get_context("fork")
+    of_a_stage = ranks // parallel.pipeline_parallel
+    pools = [ProcessPoolExecutor(workers, fork, _become, (ranks, stage * of_a_stage)) for stage in stages]
+    yield pools
+    for pool in pools:
+        pool.shutdown()
+
+
+_entered = ExitStack()  # until the process ends
+_ledgers: list[Ledger] = []
+
+
+def _become(ranks: int, rank: int) -> None:
+    """Make this process a rank with a simulated GPU."""
+    _ledgers.append(_entered.enter_context(fake_gpus(ranks, rank)).ledger)
+
+
+def _sizes(role: Role, parallel: ParallelConfig) -> dict[str, int]:
+    """Count parameters, those trained, layers of the fullest stage, hidden size, bytes of the KV cache a token."""
+    with _folder(role.description) as path:
+        packed = build_skeleton(role.model, Path(path), role.head, trained=True, weights=False)
+    text = packed.model.config.get_text_config()
+    layers, stages = len(packed.layers), parallel.pipeline_parallel
+    if stages > 1:
+        costs = layer_costs(packed, checkpointing=role.model.gradient_checkpointing)
+        parts = [len(part) for part in split_layers(*costs, stages * parallel.virtual_stages)]
+        layers = max(sum(parts[stage::stages]) for stage in range(stages))
+    parameters = sum(parameter.numel() for parameter in packed.model.parameters())
+    if role.model.lora.rank:
+        add_adapters(packed.model, role.model.lora)
+    trained = sum(parameter.numel() for parameter in packed.model.parameters() if parameter.requires_grad)
+    return {
+        "parameters": parameters,
+        "trained": trained * role.trains,
+        "layers": layers,
+        "hidden": text.hidden_size,
+        "kv_bytes": kv_bytes_per_token(text),
+    }
+
+
+def _points(asked: list[int], layers: int, parallel: ParallelConfig) -> list[int]:
+    """Return the numbers of layers to build: two, with as many in each part of a stage, or all of a small model."""
+    virtual = parallel.virtual_stages
+    fewest = -(-asked[0] // virtual) * virtual
+    points = [fewest + virtual * (count - asked[0]) for count in asked]
+    return points if points[-1] <= layers else [layers]
 
 
 def extrapolate(points: Mapping[int, float], layers: int) -> float:
@@ -88,8 +152,9 @@ def extrapolate(points: Mapping[int, float], layers: int) -> float:
     return more + (more - less) / (many - few) * (layers - many)
 
 
-def _bytes_at(role: Role, layers: int, request: Mapping[str, Any], ledger: Ledger) -> dict[str, float]:
+def _bytes_at(role: Role, layers: int, request: Mapping[str, Any]) -> dict[str, float]:
     gc.collect()
+    (ledger,) = _ledgers
     stages = request["parallel"]["pipeline_parallel"]
     before = ledger.current
     with _folder(role.description, layers * stages) as path:
@@ -108,14 +173,21 @@ def _bytes_at(role: Role, layers: int, request: Mapping[str, Any], ledger: Ledge
     found: dict[str, float] = {"states": ledger.current - before}
     for name, tokens in role.tokens.items():
         layout, _ = role.model.rows(forward=name != "update")
+        count = _micro_batches(ParallelConfig(**request["parallel"]), engine.stage.index) if name == "update" else 2
         sequences, micro_batches = full_micro_batches(
-            tokens, request["longest"], engine.vocabulary, MICRO_BATCHES * stages, padded=layout == "padded"
+            tokens, request["longest"], engine.vocabulary, count, padded=layout == "padded"
         )
         ledger.restart()
         run = _update if name == "update" else getattr(TrainingEngine, name)
         run(engine, sequences, micro_batches, **({"request": request} if name == "update" else {}))
         found[name] = ledger.peak - before
     return found
+
+
+def _micro_batches(parallel: ParallelConfig, stage: int) -> int:
+    """Count those under way on a stage, and one that finds the gradients of the first; whole rounds if interleaved."""
+    stages = parallel.pipeline_parallel
+    return stages - stage + 1 if parallel.virtual_stages == 1 else 2 * stages
 
 
 def _update(engine: TrainingEngine, sequences: DataProto, micro_batches: list[tuple[int, int]], request: Any) -> None:
@@ -152,22 +224,18 @@ def _row(input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def _folder(description: dict[str, Any], layers: int) -> Iterator[str]:
-    kinds = description.get("layer_types")
-    of_layers = {"layer_types": [kinds[layer % len(kinds)] for layer in range(layers)]} if kinds else {}
-    shorter = description | {"num_hidden_layers": layers} | of_layers
+def _folder(description: dict[str, Any], layers: int = 0) -> Iterator[str]:
+    """Hold config.json alone; `layers`: with so many, in place of its own number."""
+    if layers:
+        text = description.get("text_config") or description
+        kinds = text.get("layer_types")
+        of_layers = {"layer_types": [kinds[layer % len(kinds)] for layer in range(layers)]} if kinds else {}
+        shorter = text | {"num_hidden_layers": layers} | of_layers
+        description = shorter if text is description else description | {"text_config": shorter}
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(shorter))
+        (Path(folder) / "config.json").write_text(json.dumps(description))
         yield folder
 
 
-def main() -> None:
-    request = json.load(sys.stdin)
-    with fake_gpus(request["ranks"], request["rank"]) as gpu:
-        found = trace(request, gpu.ledger)
-    print(json.dumps(found), flush=True)
-    os._exit(0)  # autograd's threads for a device in Python crash when the interpreter ends
-
-
 if __name__ == "__main__":
-    main()
+    print(json.dumps(trace(json.load(sys.stdin))), flush=True)
