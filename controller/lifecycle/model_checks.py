@@ -81,7 +81,6 @@ def check_models(config: TrainingConfig) -> None:
 
 
 def _model(config: TrainingConfig, role: Role) -> "PreTrainedModel":
-    """Build the model without numbers. Raises as `check_models`, naming the role's setting."""
     from workers.model.checkpoint.lora import add_adapters
     from workers.model.rules.model_rules import check_model
     from workers.model.skeleton import build_sampled, build_skeleton
@@ -117,7 +116,6 @@ def _check_ends(config: TrainingConfig, model: "PreTrainedModel") -> None:
 
 
 def _check_positions(config: TrainingConfig, key: str, path: str, model: "PreTrainedModel") -> None:
-    """Raise ConfigError for a model with shorter sequences than the run may have."""
     positions, longest, lower = _positions(model.config.get_text_config()), config.longest_sequence, ""
     if isinstance(config, Config):
         lower = f"data.max_prompt_tokens, {response_limit(config)} or rollout.max_model_tokens"
@@ -130,7 +128,6 @@ def _check_positions(config: TrainingConfig, key: str, path: str, model: "PreTra
 
 
 def _positions(text: Any) -> int | None:
-    """Return the model's longest sequence, or None if unknown."""
     positions: int | None = getattr(text, "max_position_embeddings", None)
     scaling = getattr(text, "rope_parameters", None) or {}
     factor = scaling.get("factor")
@@ -140,7 +137,6 @@ def _positions(text: Any) -> int | None:
 
 
 def _check_engine(config: Config, model: "PreTrainedModel") -> None:
-    """Raise ConfigError if an inference engine cannot split the model over GPUs, or run it on CPUs."""
     from workers.model.rules.families import head_size, kv_bytes_per_token
 
     text, key = model.config.get_text_config(), f"model.path={config.model.path}"

@@ -16,7 +16,6 @@ from controller.preflight.algorithm_checks import (
     check_advantage,
     check_critic,
     check_loss,
-    check_reward_model,
     check_validation,
 )
 from controller.preflight.data_checks import check_data
@@ -32,8 +31,7 @@ from controller.preflight.training_checks import (
     check_attention,
     check_counts,
     check_model_files,
-    check_order,
-    check_replicate,
+    check_parallel,
     check_run,
     check_writable,
 )
@@ -43,15 +41,10 @@ from workers.rollout.placement import fits_device
 
 
 def check(config: Config, given: GivenFunctions = NONE_GIVEN) -> None:
-    """Raise ConfigError at the first thing that cannot work or has no effect, in well under a second.
-
-    given: functions passed to the call, which settings refer to.
-    """
+    """Raise ConfigError at the first thing that cannot work or has no effect. given: functions passed to the call."""
     check_settings(config)
-    check_replicate(config)
-    check_order(config)
+    check_parallel(config)
     check_critic(config)
-    check_reward_model(config)
     model = check_model_files(config)
     check_data(config, model)
     check_rewards(config, given)
@@ -67,13 +60,21 @@ def check_settings(config: Config) -> None:
     check_advantage(config)
     check_counts(config)
     check_loss(config)
-    _check_sampling(config)
+    if config.rollout.sampling.temperature == 0:
+        raise ConfigError(
+            "rollout.sampling.temperature=0: samples are equal and carry no signal. Set it above 0 "
+            "(validation.sampling.temperature may be 0)."
+        )
     check_validation(config)
     check_engine_count(config)
     check_engine_options(config.rollout.engine)
     check_temperatures(config)
     check_turns(config)
-    _check_overlong(config)
+    if config.reward.overlong_tokens >= config.longest_response:
+        raise ConfigError(
+            f"reward.overlong_tokens={config.reward.overlong_tokens}: it punishes every response. Set it below "
+            f"{response_limit(config)}={config.longest_response}."
+        )
     check_lengths(config)
     _check_devices(config)
 
@@ -84,25 +85,7 @@ def check_layout(config: Config) -> None:
     check_loss(config)
     check_lengths(config)
     _check_devices(config)
-    check_replicate(config)
-    check_order(config)
-
-
-def _check_sampling(config: Config) -> None:
-    if config.rollout.sampling.temperature == 0:
-        raise ConfigError(
-            "rollout.sampling.temperature=0 samples equal responses, which carry no signal; set it above 0 "
-            "(validation.sampling.temperature may be 0)."
-        )
-
-
-def _check_overlong(config: Config) -> None:
-    overlong, longest = config.reward.overlong_tokens, config.longest_response
-    if overlong >= longest:
-        raise ConfigError(
-            f"reward.overlong_tokens={overlong} punishes every response: it must be below "
-            f"{response_limit(config)}={longest}."
-        )
+    check_parallel(config)
 
 
 def _check_devices(config: Config) -> None:
@@ -136,13 +119,14 @@ def _check_devices(config: Config) -> None:
 
 
 def check_rewards(config: Config, given: GivenFunctions = NONE_GIVEN) -> None:
-    """Raise ConfigError without a reward, or if its functions cannot be found. given: see `check`."""
     ways = bool(config.reward.function) + bool(config.reward.functions)
     if ways > 1 or not (ways or config.rollout.environment or config.uses_reward_model):
         raise ConfigError(
             "one of reward.function and reward.functions (several, by weight) must be set, and not both; "
             "rollout.environment and reward.model.path need none."
         )
+    if config.uses_reward_model and config.reward.model.weight == 0:
+        raise ConfigError(f"reward.model.weight={config.reward.model.weight}: the model has no effect. Remove it.")
     key = "reward.functions" if config.reward.functions else "reward.function"
     names: dict[str, str] = {}
     for function in config.reward.weights:
@@ -154,7 +138,7 @@ def check_rewards(config: Config, given: GivenFunctions = NONE_GIVEN) -> None:
 
 
 def check_sampler(config: SamplerConfig, given: GivenFunctions = NONE_GIVEN) -> None:
-    """Raise ConfigError at the first thing that cannot work. config: narrowed. given: see `check`."""
+    """Run the part of `check` that sampling needs. config: narrowed."""
     check_writable(config.run_folder, "--output")
     check_address(config)
     check_engine_count(config)
@@ -165,7 +149,6 @@ def check_sampler(config: SamplerConfig, given: GivenFunctions = NONE_GIVEN) -> 
     check_temperatures(config)
     check_turns(config)
     check_lengths(config)
-    check_reward_model(config)
     check_data(config, check_model_files(config))
     if config.needs_reward or config.rewarded:
         check_rewards(config, given)

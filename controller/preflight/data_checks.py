@@ -8,31 +8,16 @@ from controller.config import Config
 from controller.config.functions import check_function
 from controller.config.model_files import ModelFiles
 from controller.data.hub import check_split
-from controller.data.records import Record, iter_records
+from controller.data.records import iter_records
 from workers.errors import ConfigError, DataError
 
-OF_A_BATCH = frozenset(
-    (
-        *("input_ids", "loss_mask", "rollout_log_probs", "old_log_probs", "old_entropies", "reference_log_probs"),
-        *(
-            "uid",
-            "group_number",
-            "sample",
-            "prompt_tokens",
-            "prompt_hash",
-            "prefix_hashes",
-            "read_tokens",
-            "cached_tokens",
-            "response_tokens",
-            "length",
-            "turns",
-            "truncated",
-            "seconds",
-        ),
-        *("weight_version", "newest_weight_version", "reward", "greedy_reward", "advantages", "group_tokens"),
-        *("old_values", "returns", "held_back"),
-    )
-)
+_NAMES = """
+input_ids loss_mask rollout_log_probs old_log_probs old_entropies reference_log_probs uid group_number sample
+prompt_tokens prompt_hash prefix_hashes read_tokens cached_tokens response_tokens length turns truncated
+seconds weight_version newest_weight_version reward greedy_reward advantages group_tokens old_values returns
+held_back
+"""
+RESERVED = frozenset(_NAMES.split())
 """The columns that a batch has of itself."""
 
 
@@ -47,8 +32,6 @@ def check_data(config: Config, model: ModelFiles) -> None:
         if is_elsewhere(config, path):
             continue
         record = first_record(key, path, config.data.prompt_key)
-        if key != "data.validation":
-            _check_columns_are_there(config, f"{key}: the first record of {path}", record)
         _check_prompt(config, model, f"{key}: the prompts of {path}", record[config.data.prompt_key])
         if config.data.source_key and config.data.source_key not in record:
             raise ConfigError(
@@ -59,7 +42,7 @@ def check_data(config: Config, model: ModelFiles) -> None:
 
 
 def is_elsewhere(config: Config, path: str) -> bool:
-    """Whether a data set lies only on the described cluster, and cannot be read here."""
+    """Return whether a data set lies only on the described cluster."""
     return config.is_described and not Path(path).exists()
 
 
@@ -92,16 +75,8 @@ def first_record(key: str, path: str, prompt_key: str = "") -> dict[str, Any]:
 
 
 def check_column_names(names: Sequence[str]) -> None:
-    """Raise ConfigError for a duplicate or reserved column name."""
     for name in names:
-        if name in OF_A_BATCH:
+        if name in RESERVED:
             raise ConfigError(f"algorithm.loss.columns: the name {name!r} is reserved. Rename the records' column.")
         if names.count(name) > 1:
             raise ConfigError(f"algorithm.loss.columns names {name!r} twice; name it once.")
-
-
-def _check_columns_are_there(config: Config, which: str, record: Record) -> None:
-    """Raise ConfigError if `record`, described by `which`, lacks a column of algorithm.loss.columns."""
-    for name in config.loss_columns:
-        if name not in record:
-            raise ConfigError(f"{which} has no column {name!r}, which algorithm.loss.columns names.")

@@ -14,7 +14,6 @@ from controller.config.file import Setting, settings
 from controller.config.model_files import read_model_files
 from controller.config.offline import OfflineConfig
 from controller.config.training import Limits, counted
-from workers.config import ParallelConfig
 
 
 def describe(config: TrainingConfig, *, everything: bool = False) -> str:
@@ -24,14 +23,14 @@ def describe(config: TrainingConfig, *, everything: bool = False) -> str:
         title: (to_yaml(config) if everything else changed_yaml(config)).splitlines(),
         "placement": _placement(config),
         "sizes": _sizes(config),
-        "caps": _caps(config),
+        "caps": [_cap_line(config, limits) for limits in config.limits.values()],
         "notes": _notes(config),
     }
     return "\n\n".join("\n".join([f"== {title} ==", *lines]) for title, lines in sections.items() if lines)
 
 
 def settings_page(schema: type[TrainingConfig] = Config) -> str:
-    """Write the page of `--settings`: every key with type, default, range and documentation."""
+    """Write the page of `--settings`."""
     blocks = []
     for section, found in groupby(settings(schema()), key=lambda setting: setting.key.partition(".")[0]):
         blocks.append(f"== {section} ==")
@@ -40,7 +39,6 @@ def settings_page(schema: type[TrainingConfig] = Config) -> str:
 
 
 def section_names(schema: type[TrainingConfig] = Config) -> list[str]:
-    """List the sections of the schema, in order."""
     return list(dict.fromkeys(setting.key.partition(".")[0] for setting in settings(schema())))
 
 
@@ -86,17 +84,13 @@ def _role_line(request: RoleRequest) -> str:
 
 
 def _sizes(config: TrainingConfig) -> list[str]:
-    stages = _stages(config.policy.parallel)
+    parallel, stages = config.policy.parallel, []
+    if parallel.pipeline_parallel > 1:
+        parts = f", {parallel.virtual_stages} parts of the layers each" if parallel.virtual_stages > 1 else ""
+        stages = [f"a model: in {parallel.pipeline_parallel} stages{parts}; each data-parallel rank has all of them"]
     if isinstance(config, OfflineConfig):
         return _offline_sizes(config) + stages
     return _sampling_sizes(config) + stages if isinstance(config, Config) else []
-
-
-def _stages(parallel: ParallelConfig) -> list[str]:
-    if parallel.pipeline_parallel == 1:
-        return []
-    parts = f", {parallel.virtual_stages} parts of the layers each" if parallel.virtual_stages > 1 else ""
-    return [f"a model: in {parallel.pipeline_parallel} stages{parts}; each data-parallel rank has all of them"]
 
 
 def _offline_sizes(config: OfflineConfig) -> list[str]:
@@ -126,10 +120,6 @@ def _sampling_sizes(config: Config) -> list[str]:
     ]
 
 
-def _caps(config: TrainingConfig) -> list[str]:
-    return [_cap_line(config, limits) for limits in config.limits.values()]
-
-
 def _cap_line(config: TrainingConfig, limits: Limits) -> str:
     longest = config.longest_sequence
     room = limits.max_tokens * config.policy.parallel.context_parallel // longest
@@ -142,7 +132,7 @@ def _cap_line(config: TrainingConfig, limits: Limits) -> str:
 
 
 def warnings(config: Config) -> list[str]:
-    """Warn about settings that work but are probably mistakes; also printed when a run starts."""
+    """Also printed when a run starts."""
     if read_model_files(config.model.path, "model.path").end_of_sequence:
         return []
     return [

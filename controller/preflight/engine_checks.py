@@ -2,7 +2,7 @@
 
 from controller.config import Config
 from controller.config.functions import check_function
-from controller.preflight.training_checks import check_caps, check_caps_hold
+from controller.preflight.training_checks import check_caps
 from workers.config import SamplingConfig
 from workers.errors import ConfigError
 
@@ -20,7 +20,6 @@ def response_limit(config: Config) -> str:
 
 
 def check_engine_count(config: Config) -> None:
-    """Raise ConfigError if rollout.replicas=0 but the number of GPUs is unknown."""
     if config.uses_gpus and config.rollout_placement == "apart" and not (config.rollout.replicas or config.gpus):
         raise ConfigError(
             "rollout.replicas=0: the number of GPUs for engines is unknown. Set the number of "
@@ -29,7 +28,6 @@ def check_engine_count(config: Config) -> None:
 
 
 def check_temperatures(config: Config) -> None:
-    """Raise ConfigError for a temperature that vLLM would replace."""
     for key, sampling in _samplings(config).items():
         if 0 < sampling.temperature < COLDEST:
             raise ConfigError(
@@ -68,7 +66,7 @@ def check_lengths(config: Config) -> None:
         f"data.max_prompt_tokens={config.data.max_prompt_tokens} + "
         f"{response_limit(config)}={config.longest_response} = {longest} tokens"
     )
-    check_caps_hold(config, parts)
+    check_caps(config, config.limits.values(), longest, parts)
     if config.uses_reward_model and config.data.validation:  # it scores these too
         key, response = "validation.sampling.max_new_tokens", config.rollout.response_limit(config.validation.sampling)
         validated = config.data.max_prompt_tokens + response

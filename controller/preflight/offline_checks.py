@@ -7,11 +7,10 @@ from controller.preflight.data_checks import first_record
 from controller.preflight.tracker_checks import check_trackers
 from controller.preflight.training_checks import (
     check_attention,
-    check_caps_hold,
+    check_caps,
     check_micro_batches,
     check_model_files,
-    check_order,
-    check_replicate,
+    check_parallel,
     check_run,
     check_warmup,
 )
@@ -25,10 +24,11 @@ def check_offline(config: OfflineConfig) -> None:
     check_run(config)
     _check_batch(config)
     _check_schedule(config)
-    check_caps_hold(config, f"data.max_tokens={config.data.max_tokens} tokens")
+    check_caps(
+        config, config.limits.values(), config.longest_sequence, f"data.max_tokens={config.data.max_tokens} tokens"
+    )
     check_attention(config)
-    check_replicate(config)
-    check_order(config)
+    check_parallel(config)
     if isinstance(config, SftConfig):
         check_constant_length("loss.", config.loss.aggregation, config.loss.constant_length)
     check_model_files(config)
@@ -48,9 +48,7 @@ def _check_batch(config: OfflineConfig) -> None:
 
 
 def _check_schedule(config: OfflineConfig) -> None:
-    """Without run.steps, the schedule's length is known only after reading the data."""
-    total = config.policy.optimizer.total_steps or config.run.steps
-    if total:
+    if total := config.policy.optimizer.total_steps or config.run.steps:  # else only the data tell
         check_warmup("policy", config.policy.optimizer, total, "run.steps")
 
 

@@ -1,9 +1,4 @@
-"""Check that the run's trackers are installed and configured.
-
-    installed? --> Weights & Biases: the key that it would find itself | MLflow: an address that it can read
-
-No server is contacted; `controller.observability.trackers` retries unreachable ones.
-"""
+"""Check that the run's trackers are installed and configured; no server is contacted."""
 
 import os
 import re
@@ -19,11 +14,9 @@ INSTALL = {
     "wandb": "pip install -e .[wandb]",
     "mlflow": "pip install -e .[mlflow]",
 }
-"""By a tracker's setting, which is also the name of its package: the command that installs it."""
 
 
 def check_trackers(config: TrainingConfig) -> None:
-    """Raise ConfigError, naming what to install or set, at the first unusable tracker."""
     for name, command in INSTALL.items():
         if getattr(config.tracking, name) and not _is_installed(name):
             raise ConfigError(
@@ -37,16 +30,12 @@ def check_trackers(config: TrainingConfig) -> None:
 
 
 def _is_installed(package: str) -> bool:
-    """Whether the package exists. A folder of that name, such as W&B's ./wandb, has no origin."""
     found = find_spec(package)
-    return found is not None and found.origin is not None
+    return found is not None and found.origin is not None  # a folder, such as W&B's ./wandb, has no origin
 
 
 def _check_wandb() -> None:
-    """Raise ConfigError if W&B would ask for a key, or refuse its key.
-
-    W&B is asked itself, because it reads variables, settings files and netrc.
-    """
+    """W&B itself is asked for its key, because it reads variables, settings files and netrc."""
     import wandb
     from pydantic import ValidationError
     from wandb.sdk import wandb_setup
@@ -76,7 +65,7 @@ SERVICES = ("databricks", "uc")
 
 
 def _check_mlflow(address: str) -> None:
-    """Raise ConfigError unless MLflow can read `address`. Importing MLflow would take seconds."""
+    """Read the address as MLflow does, whose import would take seconds."""
     if not address:
         raise ConfigError(
             "tracking.mlflow=true needs the environment variable MLFLOW_TRACKING_URI, the address of an MLflow server."
@@ -87,7 +76,6 @@ def _check_mlflow(address: str) -> None:
 
 
 def _wrong_with(address: str) -> str:
-    """Explain why MLflow cannot use the address; empty if it can."""
     try:
         parts = urlsplit(address)
         port = parts.port

@@ -14,17 +14,14 @@ from controller.config.model_files import ModelFiles, check_whole, is_job_copy, 
 from controller.config.training import Limits
 from workers.config import OptimizerConfig
 from workers.errors import CheckpointError, ConfigError, clause
-from workers.model.rules.model_rules import check_ring_settings, kernel_problem
+from workers.model.rules.model_rules import kernel_problem
 
 LONGEST_FILE_NAME = 255  # NAME_MAX of every usual file system
 
 
 def check_run(config: TrainingConfig) -> None:
-    """Raise ConfigError for an unusable run name, folder, checkpoint or cluster address."""
     if not re.fullmatch(r"\w[\w.=+-]*", config.run.name):
-        raise ConfigError(
-            f"run.name={config.run.name!r} names a folder below run.dir; use letters, digits and any of _ . = + -."
-        )
+        raise ConfigError(f"run.name={config.run.name!r}: it names a folder. Use letters, digits and any of _ . = + -.")
     length = len(os.fsencode(config.run.name))
     if length > LONGEST_FILE_NAME:
         raise ConfigError(
@@ -39,7 +36,6 @@ def check_run(config: TrainingConfig) -> None:
 
 
 def _check_hub(config: TrainingConfig) -> None:
-    """Raise ConfigError for a repository that cannot be uploaded to; the hub is not asked."""
     repository = config.run.push_to_hub
     if not repository:
         return
@@ -66,8 +62,8 @@ def check_writable(folder: Path, key: str) -> None:
     # By writing: permissions say nothing of a disk that is full or read-only, nor of what root may do below /proc.
     if not folder.is_absolute() and is_job_copy(Path.cwd()):
         raise ConfigError(
-            f"{key}: {folder} is relative, and this Ray job works in a copy of its --working-dir that Ray removes "
-            "with all that the run writes; give an absolute path, on storage that all nodes share."
+            f"{key}: {folder} is relative to a Ray job's copy of its --working-dir, which Ray removes. Give an "
+            "absolute path, on storage that all nodes share."
         )
     existing = folder
     while not existing.exists() and existing != existing.parent:
@@ -102,16 +98,11 @@ def check_warmup(role: str, optimizer: OptimizerConfig, total: int, follows: str
         )
 
 
-def check_caps_hold(config: TrainingConfig, parts: str) -> None:
+def check_caps(config: TrainingConfig, caps: Iterable[Limits], longest: int, parts: str) -> None:
     """Raise ConfigError for a cap below the longest possible sequence, which would stop the run later.
 
     parts: settings that determine that length, in words.
     """
-    check_caps(config, config.limits.values(), config.longest_sequence, parts)
-
-
-def check_caps(config: TrainingConfig, caps: Iterable[Limits], longest: int, parts: str) -> None:
-    """Run `check_caps_hold` for some caps and their longest sequence."""
     sharing = config.policy.parallel.context_parallel
     for limits in caps:
         needed, multiple = -(-longest // limits.length_multiple) * limits.length_multiple, limits.length_multiple
@@ -127,15 +118,16 @@ def check_caps(config: TrainingConfig, caps: Iterable[Limits], longest: int, par
 def check_attention(config: TrainingConfig) -> None:
     """Raise ConfigError unless model.attention supports the run's layout, device and precision."""
     kernel, layout = config.model.attention, config.model.attention_layout(shared=config.shares_model)
-    on = {"cuda": config.uses_gpus, "half": config.model.dtype != "float32"}
-    check_ring_settings(config.policy.parallel, kernel, **on)
-    if problem := kernel_problem(kernel, layout, **on):
+    half = config.model.dtype != "float32"
+    if problem := kernel_problem(kernel, layout, cuda=config.uses_gpus, half=half):
         raise ConfigError(f"model.attention={kernel} {problem}.")
 
 
-def check_replicate(config: TrainingConfig) -> None:
-    """Raise ConfigError unless policy.parallel.replicate divides the data-parallel ranks, and expert_parallel a
-    copy's."""
+def check_parallel(config: TrainingConfig) -> None:
+    """Raise ConfigError unless `replicate` divides the data-parallel ranks, and `expert_parallel` those of a copy.
+
+    Also for a micro-step order that needs a pipeline.
+    """
     if config.policy.data_parallel % config.policy.parallel.replicate:
         raise ConfigError(
             f"policy.parallel.replicate={config.policy.parallel.replicate} does not divide "
@@ -147,10 +139,6 @@ def check_replicate(config: TrainingConfig) -> None:
             f"policy.parallel.expert_parallel={experts} does not divide policy.data_parallel / replicate * "
             f"context_parallel * tensor_parallel = {shared} ranks, which hold different tokens of one model copy."
         )
-
-
-def check_order(config: TrainingConfig) -> None:
-    """Raise ConfigError for a micro-step order that needs a pipeline."""
     if config.balance.order == "makespan" and config.policy.parallel.pipeline_parallel == 1:
         raise ConfigError(
             "balance.order=makespan: requires policy.parallel.pipeline_parallel above 1. Raise it, or set "
@@ -175,7 +163,6 @@ OPTIMIZER_STEPS = "run.steps * batch.mini_batches * batch.epochs"
 
 
 def check_counts(config: Config) -> None:
-    """Raise ConfigError if a full step cannot fill every mini-batch, rank and micro-batch."""
     whole, smallest = config.sequences_per_step, config.mini_batch_sizes[-1]
     product = f"batch.prompts_per_step * rollout.samples_per_prompt = {whole} sequences"
     if config.batch.mini_batches > whole:

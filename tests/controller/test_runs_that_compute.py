@@ -18,7 +18,7 @@ from controller.data.records import read_records
 from controller.lifecycle.inputs import loss_trial
 from controller.observability.console import Console
 from controller.planning.planner import draw_mini_batches
-from controller.preflight.data_checks import OF_A_BATCH
+from controller.preflight.data_checks import RESERVED
 from controller.replay import Start, prepared, replay, start_before
 from controller.replay import settings as settings_of
 from examples.addition.warm_start import tokenizer
@@ -154,7 +154,7 @@ def test_p15_p16_a_custom_loss_sees_columns_of_its_records_meta_data_and_old_ent
         mask = rows.slice(row, row + 1).tokens["loss_mask"]
         assert (sequence["old_entropies"] - expected[row][mask]).abs().max() < 1e-5
     of_the_batch = (set(seen[0].columns) | set(seen[0].objects)) - {"level", "source"}
-    assert of_the_batch <= OF_A_BATCH
+    assert of_the_batch <= RESERVED
     _, tried, tokens, _ = loss_trial(finished.config, read_records("prompts.jsonl"))
     always = {"input_ids", "loss_mask", "prefix_hashes", "level", "source"}
     assert of_the_batch | always == {*tried, *tokens} | always

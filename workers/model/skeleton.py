@@ -49,7 +49,7 @@ def build_skeleton(settings: ModelConfig, folder: Path, head: str, *, trained: b
 
 
 def build_sampled(settings: ModelConfig, folder: Path, *, weights: bool) -> PreTrainedModel:
-    """Do the same for a model that is only sampled from, without the training engine's rules."""
+    """Do the same for a model that is only sampled from, which the training engine's rules do not bind."""
     check_kind(folder, ("lm",))
     shapes = weight_shapes(folder) if weights else None
     with _quiet():

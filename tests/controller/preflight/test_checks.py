@@ -7,7 +7,7 @@ import pytest
 from controller.config import Config, load
 from controller.preflight.checks import check
 from controller.preflight.describe import describe
-from controller.preflight.training_checks import check_replicate
+from controller.preflight.training_checks import check_parallel
 from tests.controller.config_workspace import check_everything, refusal, write_model
 from tests.refusals import refused, refused_rows, rows
 from workers.errors import ConfigError
@@ -104,7 +104,6 @@ algorithm.pass_k algorithm.advantage=pass_at_k rollout.samples_per_prompt=4
 rollout.samples_per_prompt=1
 rollout.samples_per_prompt=1 algorithm.advantage=maxrl
 algorithm.zero_variance_groups=drop algorithm.advantage=reinforce_plus_plus
-data.train CUSTOM algorithm.loss.columns=level
 algorithm.loss.columns=reward CUSTOM
 "algorithm.loss.columns=solution, solution" CUSTOM
 algorithm.loss.name=reinforce batch.epochs=2
@@ -251,12 +250,12 @@ def test_ranks_that_share_experts_must_divide() -> None:
     config.policy.data_parallel, config.policy.parallel.replicate, config.policy.parallel.context_parallel = 6, 2, 2
     for divisor in (1, 2, 3, 6):
         config.policy.parallel.expert_parallel = divisor
-        check_replicate(config)
+        check_parallel(config)
     config.policy.parallel.expert_parallel = 4
     with pytest.raises(ConfigError, match=r"expert_parallel=4 does not divide .* = 6 ranks"):
-        check_replicate(config)
+        check_parallel(config)
     config.policy.parallel.tensor_parallel = 2
-    check_replicate(config)
+    check_parallel(config)
 
 
 def test_a_model_of_the_local_hub_cache_is_found_by_name(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
