@@ -69,7 +69,7 @@ class PolicyWorker(TrainedWorker):
         meeting = [self.address() if self.coordinates.index == 0 else ("", 0)]
         torch.distributed.broadcast_object_list(meeting)
         address, port = meeting[0]
-        # An engine beside every rank reads that rank's own; over the network one rank sends, and alone gathers.
+        # An engine beside every rank reads that rank's own; over the network one rank sends.
         keeper = None if placement == "colocated" else 0
         dtype = self.engine.dtype  # the engines' dtype: half the bytes of float32 weights
         self._sender = WeightSender(

@@ -3,7 +3,7 @@
     sender = WeightSender("apart", engines, weights, metadata, rank=rank, ...)   # on every policy rank, once
     sender.send(version)                                                # on every policy rank, after every update
 
-    policy ranks --gather to rank 0, weight by weight--> nccl broadcast --> engines on other GPUs        (`apart`)
+    policy ranks --gather, weight by weight--> rank 0 --nccl broadcast--> engines on other GPUs          (`apart`)
     policy ranks --gather to all, chunk by chunk--> CUDA handles of all --ipc--> engines on these GPUs   (`colocated`)
 
 vLLM's trainer side carries the bytes and decides the order; it reaches our actors through `EngineClient`.
