@@ -6,6 +6,7 @@ from typing import Any
 
 from controller.config.sampler import GenerateConfig
 from controller.sampling.jobs import JobRequest, checked_settings, read_job
+from controller.sampling.models import choose_model
 from controller.sampling.output import SamplesFile
 from controller.sampling.sampling_run import sample_missing
 from tests.controller.stand_ins.run import StandIns
@@ -60,3 +61,15 @@ def test_an_engine_that_is_lost_is_replaced_and_no_sample_is(stand_ins: StandIns
 
     world.trouble = lose
     assert len(generate(tmp_path)) == 16 and not left
+
+
+def test_a_checkpoint_is_written_as_a_model_by_the_policys_ranks_alone(stand_ins: StandIns, tmp_path: Path) -> None:
+    run = stand_ins.run([f"run.dir={tmp_path}", "data.validation=''", "run.steps=1", "run.checkpoint_every=1"])
+    stand_ins.begin_anew()
+    stand_ins.world.ray.actors.clear()
+    model = choose_model(str(run.config.run_folder / "checkpoints" / "policy" / "step-1"))
+    config, *_ = checked_settings(GenerateConfig, JobRequest(output=tmp_path / "samples", settings=SETTINGS))
+    model.write(config, Listening())
+    assert set(stand_ins.world.ray.actors) == {"policy dp=0"}
+    assert stand_ins.world.ledger.of("policy")[-2:] == ["save", "free"]
+    assert Path(model.path).name == "model-1" and Path(model.path).is_dir()
