@@ -139,14 +139,15 @@ def test_the_only_replica_gets_a_failed_request_again_and_the_last_reason_is_kep
     assert router.retried == 1
 
 
-def test_a_lost_replica_costs_no_retry_and_its_requests_go_first() -> None:
+def test_a_lost_replicas_requests_go_first_and_on_after_their_beginnings_and_cost_no_retry() -> None:
     router = Router(2, max_concurrent=1, max_retries=0)
-    router.submit([request(name) for name in "abc"])
+    router.submit([replace(request(name), seed=seed) for seed, name in enumerate("abc")])
     router.assign({0, 1})
-    router.replica_lost(0, {})
+    begun = Response(np.array([7], np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32))
+    router.replica_lost(0, {0: begun, 1: begun})
     router.finished(1, success("b"))
-    assert [r.uid for r in router.assign({1})[1]] == ["a"]
-    assert router.dropped == []
+    ((again,),) = router.assign({1}).values()
+    assert (again.uid, again.begun, router.dropped) == ("a", begun, [])
     assert [r.uid for r in router.assign({0, 1})[0]] == ["c"]  # a new engine in the lost one's place
 
 
@@ -154,15 +155,6 @@ def test_the_same_sample_twice_is_refused_by_name() -> None:
     router = Router(1, max_concurrent=1, max_retries=0)
     with refused("sample 3 of prompt 'a'", DataError):
         router.submit([request("a", 3), request("a", 3)])
-
-
-def test_a_lost_replicas_requests_go_on_after_what_is_known_of_their_responses() -> None:
-    router = Router(1, max_concurrent=2, max_retries=0)
-    router.submit([replace(request(name), seed=seed) for seed, name in enumerate("ab")])
-    router.assign({0})
-    begun = Response(np.array([7], np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32))
-    router.replica_lost(0, {1: begun})
-    assert [again.begun for again in router.assign({0})[0]] == [None, begun]
 
 
 def test_a_request_that_failed_goes_before_those_of_less_priority() -> None:

@@ -27,14 +27,6 @@ def test_without_staleness_the_schedule_is_the_synchronous_run() -> None:
     assert times(windowed(SMALL, 0, 0.3).run(SMALL, 0)) == times(synchronous.run(SMALL, 0))
 
 
-def test_a_synchronous_step_lasts_as_long_as_its_longest_response_its_training_and_its_update() -> None:
-    workload = Workload(steps=1, prompts_per_step=1, samples=2, c=0.0)
-    record = Row("", lambda: WholeSteps(workload, ahead=0), 0).run(workload, 0)
-    (step,) = record.steps
-    assert step.start == pytest.approx(record.lengths.max() * workload.a)
-    assert step.end - step.start == pytest.approx(record.lengths.sum() / workload.train_tokens_per_second)
-
-
 def test_two_steps_of_staleness_more_than_double_the_speed_and_put_off_no_long_response() -> None:
     workload = Workload(steps=60)
     synchronous, ours = (result(row.run(workload, 0)) for row in (compared(workload)[0], windowed(workload, 2, 0.3)))
