@@ -128,9 +128,8 @@ class RolloutEngines:
         self._last_sign[replica] = time.monotonic()
 
     def lose(self, replica: int, cause: Exception | str) -> None:
-        """Take the engine out of service and start a new one in its place.
-
-        Raises RolloutError if a new engine would die too or no restart is left, and LostError if it cannot be replaced.
+        """Replace an engine. Raises RolloutError if a new one would die too or no restart is left, and LostError if it
+        cannot be replaced alone.
         """
         if self._stopped:
             raise RolloutError("the engines were stopped during a round.")

@@ -141,8 +141,7 @@ class EnginePool(RolloutEngines):
     def pump(self, timeout_s: float = 0.0) -> bool:
         """Assign waiting requests, and read from one stream; returns whether one had results in time.
 
-        Without engines, generation waits for a replacement. Raises RolloutError when run.max_restarts are used up, and
-        LostError if a lost engine cannot be replaced alone.
+        Without engines, generation waits for a replacement. Raises as `lose`.
         """
         self.check_deadlines(self._busy())
         self._partial.look({replica: self.actors[replica] for replica in self._busy() & set(self.fleet.serving)})

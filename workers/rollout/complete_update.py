@@ -130,10 +130,7 @@ class CompleteUpdate(WeightTransferEngine[Any, Any]):
         self._kernels = _take_kernels(self.model)
 
     def receive_weights(self, update_info: Any) -> None:
-        """Load a chunk. Raises ValueError, naming missing weights, if an update in one call is incomplete.
-
-        Layers without new weights then get their old ones back.
-        """
+        """Load a chunk. Raises ValueError, naming missing weights, if an update in one call is incomplete."""
         model = self.model
         try:
             self.model = _as_it_loads(model)
@@ -147,7 +144,6 @@ class CompleteUpdate(WeightTransferEngine[Any, Any]):
             raise
 
     def finish_weight_update(self) -> None:
-        """Put the new weights in place. Raises ValueError, naming missing weights."""
         missing = left_out(self.model)
         self._put_in_place()
         _refuse(missing)

@@ -175,7 +175,7 @@ class VllmEngineActor:
         return _finished(request, episode, reason, score)
 
     async def _turn(self, request: SampleRequest, sampling: SamplingConfig, episode: Episode) -> Response:
-        """Sample a turn after the episode's tokens, or the rest of a response that a lost engine began."""
+        """Sample a turn, or the rest of a response that a lost engine began."""
         from vllm.inputs.engine import tokens_input
 
         ids, number, limit = episode.ids, len(episode.turns), min(sampling.max_new_tokens, episode.room)
@@ -204,10 +204,9 @@ class VllmEngineActor:
     # --- weights ------------------------------------------------------------------------------------------------------
 
     async def update_weights(self, payload: np.ndarray, version: int) -> None:
-        """Load `payload` (see `pack_weights`); tokens carry `version` from the next one on.
+        """Load `payload` (see `pack_weights`) as `version`; requests in flight continue with the new weights.
 
-        Requests in flight continue with the new weights. Raises RolloutError if they do not fit the model or are
-        incomplete, and LostError if the engine dies.
+        Raises RolloutError if they do not fit the model or are incomplete, and LostError if the engine dies.
         """
         with private_file(payload) as path:
             try:
@@ -234,7 +233,7 @@ class VllmEngineActor:
         await self._answer("make ready for new weights", self.engine.start_weight_update())
 
     async def receive_update(self, update_info: dict[str, Any]) -> None:
-        """Fetch weights; `update_info` is the backend's. Raises as `update_weights`."""
+        """Fetch weights. update_info: the backend's. Raises as `update_weights`."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         await self._answer("load the weights", self.engine.update_weights(WeightTransferUpdateRequest(update_info)))

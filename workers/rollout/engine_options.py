@@ -23,7 +23,7 @@ ALLOWED = {
     "optimization_level", "performance_mode", "quantization", "speculative_config", "stream_interval",
     "use_fp64_gumbel", "use_tqdm_on_load",
 }  # fmt: skip
-"""vLLM's arguments that change speed and memory, by plain values."""
+"""Change speed and memory, by plain values."""
 
 OWNED = {
     "model": "model.path",
@@ -45,7 +45,7 @@ OWNED = {
     "enable_return_routed_experts": "model.router_replay",
     "weight_transfer_config": "rollout.placement",
 }
-"""vLLM's arguments that follow from our settings, and the setting of each."""
+"""Follow from our settings."""
 
 REFUSED = {
     "trust_remote_code": "code of a model is never run",
@@ -59,7 +59,7 @@ REFUSED = {
     "offload_group_size": "weights in host memory cannot be followed by updates; raise rollout.gpu_memory_utilization "
     "or rollout.tensor_parallel",
 }
-"""vLLM's arguments that no setting may change, and why."""
+"""No setting may change them."""
 
 ONLINE_QUANTIZATION = (
     "fp8",

@@ -37,7 +37,6 @@ class EngineClient:
         self.on_failure: Callable[[], None] = lambda: None
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Every replica joins the transfer group; with nccl, at its own ranks after the trainer's."""
         infos = [init_info] * len(self._engines)
         if "rank_offset" in init_info:
             # vLLM gives all replicas one offset, right for one engine with data-parallel ranks; ours are engines apart.
@@ -50,10 +49,7 @@ class EngineClient:
         call_replicas(self._engines, "begin_update", [()] * len(self._engines))
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
-        """Every replica receives; with nccl in a thread, while the trainer broadcasts.
-
-        A failure calls `on_failure`, which ends the broadcast.
-        """
+        """With nccl in a thread, while the trainer broadcasts. A failure ends the broadcast by `on_failure`."""
         try:
             call_replicas(self._engines, "receive_update", [(update_info,)] * len(self._engines))
         except BallastError as error:
@@ -62,7 +58,7 @@ class EngineClient:
             raise
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Every replica resumes under `self.version`: vLLM's trainer side does not pass the version through."""
+        """Resume under `self.version`: vLLM's trainer side does not pass the version through."""
         call_replicas(self._engines, "finish_update", [(self.version,)] * len(self._engines))
 
 

@@ -80,10 +80,8 @@ def pack_weights(named_tensors: "Iterable[tuple[str, Tensor]]") -> np.ndarray:
 
 @contextmanager
 def private_file(payload: np.ndarray) -> Iterator[str]:
-    """Path to `payload` as a file in memory, for processes of this user, until the block ends.
-
-    Unlike a file in /dev/shm, it vanishes with a killed process, and containers' small /dev/shm does not limit it.
-    """
+    """Path to `payload` as a file in memory, for processes of this user, until the block ends."""
+    # Unlike a file in /dev/shm, it vanishes with a killed process, and a container's small /dev/shm does not limit it.
     with os.fdopen(os.memfd_create("ballast-weights"), "wb") as file:
         os.fchmod(file.fileno(), 0o600)
         payload.tofile(file)
