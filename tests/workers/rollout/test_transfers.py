@@ -3,6 +3,8 @@
 import itertools
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from torch import Tensor
 
 from tests.workers.model.ranks import RankPool
 from tests.workers.model.tiny import FAMILIES, save_tiny_model
@@ -90,33 +91,42 @@ def start_replica(path: str, placement: str) -> LocalReplica:
     return replica
 
 
-def connect(
-    policy: TrainingEngine, engines: list[Any], placement: str, keep: Callable[[str], bool] = lambda name: True
-) -> Any:
-    """As `PolicyWorker.connect_engines`; `keep`: of the weights' names, those that are sent."""
+@contextmanager
+def sending(
+    policy: TrainingEngine,
+    engines: list[Any],
+    placement: str,
+    communicator: Communicator,
+    keep: Callable[[str], bool] = lambda name: True,
+) -> Iterator[Callable[[int], None]]:
+    """As `PolicyWorker.connect_engines`, or the file of a CPU run. keep: of the weights' names, those that are sent."""
+    if placement == "shared_memory":
+        weights = partial(policy.named_weights, torch.float32, 0)
+        yield lambda version: engines[0].update_weights(pack_weights(weights()), version)
+        return
     from workers.rollout import gpu_transfer
 
     keeper = None if placement == "colocated" else 0
     metadata = policy.weights_metadata(torch.float32)
-    return gpu_transfer.WeightSender(
-        placement,
-        engines,
-        lambda: ((name, weight) for name, weight in policy.named_weights(torch.float32, keeper) if keep(name)),
-        {name: weight for name, weight in metadata.items() if keep(name)},
-        rank=dist.get_rank(),
-        tensor_parallel=1,
-        address="127.0.0.1",
-        port=1,
-        buffer_bytes=BUFFER_BYTES,
-    )
+    with without_gpus(communicator, dist.get_rank()), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu_transfer, "call_replicas", call_local)
+        sender = gpu_transfer.WeightSender(
+            placement,
+            engines,
+            lambda: ((name, weight) for name, weight in policy.named_weights(torch.float32, keeper) if keep(name)),
+            {name: weight for name, weight in metadata.items() if keep(name)},
+            rank=dist.get_rank(),
+            tensor_parallel=1,
+            address="127.0.0.1",
+            port=1,
+            buffer_bytes=BUFFER_BYTES,
+        )
+        yield sender.send
+        sender.close()
 
 
 def largest_difference(policy: TrainingEngine, replica: LocalReplica) -> float:
-    return float(differences(policy, replica).max())
-
-
-def differences(policy: TrainingEngine, replica: LocalReplica) -> Tensor:
-    """Of the log-probs of a few samples between the engine that drew them and the policy, [sampled tokens]."""
+    """Of the log-probs of a few samples between the engine that drew them and the policy."""
     rng = np.random.default_rng(3)
     prompts = [rng.integers(2, SIZES["vocab_size"], size).astype(np.int32) for size in (3, 17, 40)]
     requests = [SampleRequest(f"p{index}", 0, ids, seed=index) for index, ids in enumerate(prompts)]
@@ -125,45 +135,20 @@ def differences(policy: TrainingEngine, replica: LocalReplica) -> Tensor:
     sequences = DataProto.from_list(
         [{name: torch.from_numpy(values.copy()) for name, values in row.items()} for row in rows]
     )
-    sequences.tokens["input_ids"] = sequences.tokens["input_ids"].long()
     log_probs, _ = policy.log_probs(sequences, [(0, len(rows))])
-    return (log_probs - sequences.tokens["rollout_log_probs"]).abs()[sequences.tokens["loss_mask"]]
-
-
-def transfer_by_file(path: str) -> dict[str, Any]:
-    """As `transfer`, by the bytes that an engine of a CPU run gets; both updates bring other weights."""
-    policy, replica = build_policy(path), start_replica(path, "shared_memory")
-    found = {"before": largest_difference(policy, replica)}
-    for version in (1, 2):
-        change_all(policy)
-        found["changed"] = largest_difference(policy, replica)
-        replica.update_weights(pack_weights(policy.named_weights(torch.float32, 0)), version)
-    found |= {"sent": largest_difference(policy, replica), "version": replica.weight_version()}
-    replica.stop()
-    return found
+    return float((log_probs - sequences.tokens["rollout_log_probs"]).abs()[sequences.tokens["loss_mask"]].max())
 
 
 def transfer(path: str, placement: str, lora: int) -> dict[str, Any]:
-    """Two updates; differences of the log-probs before, between and after them, and what travelled."""
-    if placement == "shared_memory":
-        return transfer_by_file(path)
-    from workers.rollout import gpu_transfer
-
-    policy, replica = build_policy(path, lora), start_replica(path, placement)
-    communicator = Communicator(1)
-    before = differences(policy, replica)
-    found = {"before": float(before.max()), "before_mean": float(before.mean())}
-    with without_gpus(communicator), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu_transfer, "call_replicas", call_local)
-        sender = connect(policy, [replica], placement)
-        change_all(policy)
-        found["changed"] = largest_difference(policy, replica)
+    """Two updates, each with other weights: differences of the log-probs before and after, and what travelled."""
+    policy, replica, communicator = build_policy(path, lora), start_replica(path, placement), Communicator(1)
+    found = {"before": largest_difference(policy, replica)}
+    with sending(policy, [replica], placement, communicator) as send:
         for version in (1, 2):
-            sender.send(version)
-        sent = differences(policy, replica)
-        found |= {"sent": float(sent.max()), "sent_mean": float(sent.mean())}
-        found["version"] = replica.weight_version()
-        sender.close()
+            change_all(policy)
+            found["changed"] = largest_difference(policy, replica)
+            send(version)
+        found |= {"sent": largest_difference(policy, replica), "version": replica.weight_version()}
     replica.stop()
     return found | {"joined": communicator.joined, "chunks": len(communicator.sent)}
 
@@ -210,23 +195,15 @@ def test_an_output_layer_of_its_own_arrives(processes, tmp_path):
 
 def refused(path: str, placement: str, left_out: str) -> tuple[str, float]:
     """What an update without some weights raises, and the difference of log-probs after a complete one."""
-    from workers.rollout import gpu_transfer
-
     policy, replica = build_policy(path), start_replica(path, placement)
-    with without_gpus(Communicator(1)), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu_transfer, "call_replicas", call_local)
-        sender = connect(policy, [replica], placement, keep=lambda name: not name.endswith(left_out))
-        with pytest.raises(RolloutError) as raised:
-            sender.send(1)
-        if placement == "apart":
-            replica.worker.engine  # noqa: B018  it lives
-            change_all(policy)
-            again = Communicator(1)
+    left = Communicator(1), lambda name: not name.endswith(left_out)
+    with pytest.raises(RolloutError) as raised, sending(policy, [replica], placement, *left) as send:
+        send(1)
     difference = 0.0
-    if placement == "apart":
-        with without_gpus(again), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(gpu_transfer, "call_replicas", call_local)
-            connect(policy, [replica], placement).send(2)
+    if placement == "apart":  # it lives
+        change_all(policy)
+        with sending(policy, [replica], placement, Communicator(1)) as send:
+            send(2)
         difference = largest_difference(policy, replica)
     replica.stop()
     return str(raised.value), difference
@@ -251,13 +228,10 @@ def test_an_update_that_leaves_a_weight_out_is_refused_by_name(processes, tmp_pa
 
 def send_from_ranks(path: str, placement: str) -> dict[str, Any]:
     """Of two policy ranks and two replicas: what these were told and have, and on other ranks nothing."""
-    from workers.rollout import gpu_transfer
-
     policy, communicator = build_policy(path), Communicator(2)
     replicas = [BareReplica(BACKENDS[placement]) for _ in range(2)]
-    with without_gpus(communicator, dist.get_rank()), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu_transfer, "call_replicas", call_local)
-        connect(policy, replicas, placement).send(7)
+    with sending(policy, replicas, placement, communicator) as send:
+        send(7)
     return {
         "heard": [replica.heard for replica in replicas],
         "loaded": [replica.loaded for replica in replicas],
@@ -282,16 +256,10 @@ def test_several_ranks_send_what_is_in_the_files_to_every_replica(processes, tmp
 
 
 def send_to_a_dying_replica(path: str, placement: str) -> str:
-    from workers.rollout import gpu_transfer
-
     policy, communicator = build_policy(path), Communicator(2)
-    backend = BACKENDS[placement]
-    replicas = [BareReplica(backend), BareReplica(backend, dies_at=2)]
-    with without_gpus(communicator, dist.get_rank()), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu_transfer, "call_replicas", call_local)
-        sender = connect(policy, replicas, placement)
-        with pytest.raises(LostError) as raised:
-            sender.send(1)
+    replicas = [BareReplica(BACKENDS[placement], dies_at) for dies_at in (None, 2)]
+    with pytest.raises(LostError) as raised, sending(policy, replicas, placement, communicator) as send:
+        send(1)
     assert placement == "colocated" or communicator.aborted
     return str(raised.value)
 
