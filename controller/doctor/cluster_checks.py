@@ -7,7 +7,6 @@ import importlib.metadata
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from controller.config import Config
 from controller.config.training import counted
 from controller.doctor import smoke_test
-from controller.doctor.node_checks import GIB, Asked, NodeReport, look
+from controller.doctor.node_checks import GIB, look
 from controller.doctor.report import Finding, Report, fail, joined, ok
 from controller.packages import distribution
 
@@ -49,24 +48,24 @@ def check_cluster(config: Config, report: Report, folder: Path, *, of_a_run: boo
 
 def check_this_machine(config: Config, report: Report) -> None:
     """Run the checks that need no Ray."""
-    asked = Asked(requirements(config.uses_gpus), config.uses_gpus)
-    report.add(*look(asked, "127.0.0.1").findings)
+    findings, _ = look("127.0.0.1", requirements(config.uses_gpus), on_gpus=config.uses_gpus)
+    report.add(*findings)
 
 
 def check_nodes(config: Config, report: Report, nodes: Sequence[Node], of_a_run: bool) -> int:
     """Add findings about all nodes, and return the number of GPUs on nodes that answered."""
-    on_gpus, models = config.uses_gpus, {}
+    on_gpus, paths = config.uses_gpus, {}
     if of_a_run:
-        models = {
+        paths = {
             "model.path": config.model.path,
             "reference.path": config.reference.path,
             "critic.path": config.critic.path,
             "reward.model.path": config.reward.model.path,
         }
     with marked_folder(config.run.dir, report) if of_a_run else nullcontext("") as marker:
-        found = look_at(nodes, Asked(requirements(on_gpus), on_gpus, len(nodes), marker=marker, models=models))
-    report.add(*joined({address: _findings(address, answer) for address, answer in found.items()}))
-    return sum(answer.gpus for answer in found.values() if isinstance(answer, NodeReport))
+        found = look_at(nodes, requirements(on_gpus), on_gpus=on_gpus, marker=marker, paths=paths)
+    report.add(*joined({address: findings for address, (findings, _) in found.items()}))
+    return sum(gpus for _, gpus in found.values())
 
 
 @contextmanager
@@ -99,8 +98,8 @@ def requirements(on_gpus: bool) -> tuple[str, ...]:
     return tuple(f"{name}{declared[name].specifier}" for name in names if name in declared)
 
 
-def look_at(nodes: Sequence[Node], asked: Asked) -> dict[str, Any]:
-    """Return every node's `NodeReport` by address, or its task's error."""
+def look_at(nodes: Sequence[Node], needed: Sequence[str], **facts: Any) -> dict[str, tuple[list[Finding], int]]:
+    """Return each node's findings and number of GPUs by address. needed, facts: arguments of `look`."""
     # A task without GPUs of its own would see none: Ray is told to leave the variable alone.
     environment = {"env_vars": {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}}
     task, refs = ray.remote(look), {}
@@ -108,23 +107,20 @@ def look_at(nodes: Sequence[Node], asked: Asked) -> dict[str, Any]:
         there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         options = task.options(num_cpus=0, scheduling_strategy=there, runtime_env=environment, name="doctor")
         address = node["NodeManagerAddress"]
-        refs[address] = options.remote(replace(asked, object_store_gib=_object_store_gib(node)), address)
+        refs[address] = options.remote(
+            address, needed, nodes=len(nodes), object_store_gib=_object_store_gib(node), **facts
+        )
     ray.wait(list(refs.values()), num_returns=len(refs), timeout=LOOK_SECONDS)
-    return {address: _answer(ref) for address, ref in refs.items()}
+    return {address: _answer(address, ref) for address, ref in refs.items()}
 
 
-def _answer(ref: Any) -> Any:
+def _answer(address: str, ref: Any) -> tuple[list[Finding], int]:
     try:
-        return ray.get(ref, timeout=1.0)
+        findings, gpus = ray.get(ref, timeout=1.0)
     except ray.exceptions.RayError as error:
         ray.cancel(ref, force=True)
-        return error
-
-
-def _findings(address: str, answer: NodeReport | Exception) -> list[Finding]:
-    if isinstance(answer, NodeReport):
-        return answer.findings
-    return [fail("node", f"{address} did not answer: {answer}", "look at its log, and at its PATH")]
+        return [fail("node", f"{address} did not answer: {error}", "look at its log, and at its PATH")], 0
+    return findings, gpus
 
 
 def _object_store_gib(node: Node) -> float:

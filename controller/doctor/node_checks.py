@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
 from packaging.requirements import Requirement
@@ -24,51 +25,38 @@ OTHERS_SHARE = 0.1  # of a GPU's memory, used by other processes
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A run's requirements for a node.
-
-    requirements: as in pyproject.toml. on_gpus: models run on GPUs. nodes: of the cluster. object_store_gib: Ray's.
-    marker: file that the driver wrote into run.dir, or "". models: paths by setting.
-    """
-
-    requirements: tuple[str, ...]
-    on_gpus: bool = False
-    nodes: int = 1
-    object_store_gib: float = 0.0
-    marker: str = ""
-    models: Mapping[str, str] | None = None
-
-
-@dataclass(frozen=True)
 class Gpu:
-    """A GPU that torch sees."""
-
     name: str
     total_gib: float
     free_gib: float
 
 
-@dataclass(frozen=True)
-class NodeReport:
-    """gpus: number that torch sees."""
+def look(
+    address: str,
+    requirements: Sequence[str],
+    *,
+    on_gpus: bool = False,
+    nodes: int = 1,
+    object_store_gib: float = 0.0,
+    marker: str = "",
+    paths: Mapping[str, str] = MappingProxyType({}),
+) -> tuple[list[Finding], int]:
+    """Check this machine, whose Ray address is `address`. Return its findings and the number of its GPUs.
 
-    findings: list[Finding]
-    gpus: int
-
-
-def look(asked: Asked, address: str) -> NodeReport:
-    """Check this machine, whose Ray address is `address`."""
+    requirements: as in pyproject.toml. on_gpus: models run on GPUs. nodes: of the cluster. object_store_gib: Ray's.
+    marker: file that the driver wrote into run.dir, if any. paths: models by setting.
+    """
     cards, problem = gpus()
     shm_gib = shutil.disk_usage("/dev/shm").total / GIB if Path("/dev/shm").is_dir() else 0.0
     findings = [
-        versions(asked.requirements),
-        gpu_findings(cards, problem, asked.on_gpus),
-        shared_memory(shm_gib, len(cards), asked.object_store_gib),
-        network(address, asked.nodes),
-        *run_folder(asked.marker),
-        *models(asked.models or {}),
+        versions(requirements),
+        gpu_findings(cards, problem, on_gpus),
+        shared_memory(shm_gib, len(cards), object_store_gib),
+        network(address, nodes),
+        *run_folder(marker),
+        *models(paths),
     ]
-    return NodeReport(findings, len(cards))
+    return findings, len(cards)
 
 
 def versions(requirements: Sequence[str]) -> Finding:

@@ -10,7 +10,6 @@ from controller import doctor
 from controller.config import load
 from controller.doctor import smoke_test
 from controller.doctor.cluster_checks import Node, check_cluster, look_at, marked_folder, offered, requirements
-from controller.doctor.node_checks import Asked, NodeReport
 from controller.doctor.report import Report, Status, ok
 from tests.controller.config_workspace import write_workspace
 
@@ -23,11 +22,11 @@ def node(address: str, **resources: float) -> Node:
 
 def test_a_task_on_every_node_brings_its_findings_and_a_lost_node_an_error(ray_session: None) -> None:
     (here,) = ray.nodes()
-    found = look_at([here, node("10.0.0.9")], Asked(("torch",)))
-    answer = found[here["NodeManagerAddress"]]
-    assert isinstance(answer, NodeReport)
-    assert {each.name: each.status for each in answer.findings}["network"] is Status.OK
-    assert isinstance(found["10.0.0.9"], ray.exceptions.RayError)
+    found = look_at([here, node("10.0.0.9")], ["torch"])
+    findings, _ = found[here["NodeManagerAddress"]]
+    assert {each.name: each.status for each in findings}["versions"] is Status.OK
+    ((lost,), gpus) = found["10.0.0.9"]
+    assert (lost.name, lost.status, gpus) == ("node", Status.FAIL, 0)
 
 
 @pytest.mark.parametrize(

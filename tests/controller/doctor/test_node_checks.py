@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from controller.doctor.node_checks import (
-    Asked,
     Gpu,
     gpu_findings,
     gpus,
@@ -32,13 +31,13 @@ def test_this_machine_has_every_line(tmp_path: Path) -> None:
     (tmp_path / "mark").touch()
     write_model(tmp_path / "model")
     models = {"model.path": str(tmp_path / "model"), "critic.path": str(tmp_path / "gone"), "reference.path": ""}
-    found = look(Asked(("torch",), marker=str(tmp_path / "mark"), models=models), "127.0.0.1")
-    assert [each.name for each in found.findings] == [*NODE_LINES, "run.dir", "critic.path"]
-    lines = {each.name: each for each in found.findings}
+    findings, count = look("127.0.0.1", ["torch"], marker=str(tmp_path / "mark"), paths=models)
+    assert [each.name for each in findings] == [*NODE_LINES, "run.dir", "critic.path"]
+    lines = {each.name: each for each in findings}
     assert lines["versions"].text == f"torch {torch.__version__}"
     assert lines["network"] == Finding("network", OK, "lo carries 127.0.0.1")
     assert (lines["critic.path"].status, "there is no folder" in lines["critic.path"].text) == (FAIL, True)
-    assert found.gpus == torch.cuda.device_count()
+    assert count == torch.cuda.device_count()
 
 
 @pytest.mark.parametrize(
