@@ -69,7 +69,6 @@ def main_of(command: Command) -> Callable[[Sequence[str]], int | None]:
 
 
 def help_page() -> str:
-    """List the commands, one per line."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:{width}}  {command.does}" for name, command in COMMANDS.items()]
     last = "`ballast COMMAND --help` explains a command's arguments."

@@ -16,7 +16,6 @@ OPTIONS = ("--config", "--dry-run", "--cluster", "--all", "--settings", "--outpu
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the script."""
     from ballast.commands import COMMANDS
     from ballast.settings import known_keys
     from controller.config import Config

@@ -47,7 +47,6 @@ def _line(record: Any, where: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Convert numbers and arrays of NumPy, torch and pandas to Python's."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"a value of type {type(value).__name__}")

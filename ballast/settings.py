@@ -28,7 +28,6 @@ def load_settings(schema: type[Schema], config: str | Path | Mapping[str, Any] |
 
 
 def known_keys(schema: type[TrainingConfig]) -> set[str]:
-    """Return the keys of all settings."""
     return {found.key for found in settings(schema())}
 
 

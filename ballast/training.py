@@ -122,7 +122,6 @@ def _offline(
 
 
 def _give_data(settings: Config | OfflineConfig, train: Records | None, validation: Records | None) -> None:
-    """Put the files of `train` and `validation` into the settings; None changes nothing."""
     if train is not None:
         settings.data.train = data_file(train, "train", settings.run.dir)
         if isinstance(settings, Config):

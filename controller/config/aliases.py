@@ -37,7 +37,6 @@ class Counterpart:
 
     @property
     def answer(self) -> str:
-        """The counterpart in words."""
         if not self.here:
             return f"it has no counterpart here ({self.note})"
         return f"here it is {' and '.join(self.here)}{f' ({self.note})' if self.note else ''}"
@@ -45,7 +44,6 @@ class Counterpart:
 
 @cache
 def counterparts() -> tuple[Counterpart, ...]:
-    """Read all rows of the table."""
     table = yaml.BaseLoader(TABLE.read_text(encoding="utf-8")).get_single_data()  # every scalar is a text
     return tuple(_row(system, key, row) for system, rows in table.items() for key, row in rows.items())
 

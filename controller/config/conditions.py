@@ -63,7 +63,6 @@ def effect_words(conditions: Conditions, only_with: Iterable[str]) -> str:
 
 
 def holds(config: Any, condition: str) -> bool:
-    """Whether a configuration meets a condition."""
     if condition in config.conditions:
         return bool(config.conditions[condition][1](config))
     key, form, words = _OF_A_SETTING.fullmatch(condition).groups()  # type: ignore[union-attr]

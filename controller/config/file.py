@@ -43,7 +43,6 @@ class Setting:
 
     @property
     def required(self) -> bool:
-        """Whether a default is missing."""
         return bool(self.default == MISSING)
 
     @property
@@ -53,7 +52,6 @@ class Setting:
 
     @property
     def range(self) -> str:
-        """Allowed values in words; empty if the type says enough."""
         if self.choices:
             return f"one of {', '.join(self.choices)}"
         bounds = []
@@ -71,7 +69,6 @@ class Setting:
         return LARGEST_INT if self.type is int else LARGEST_FLOAT
 
     def allows(self, value: Any) -> bool:
-        """Whether `value`, of the right type, is in range."""
         if self.choices:
             return value in self.choices
         if self.type == Numbers:
@@ -280,7 +277,6 @@ def is_of_type(value: Any, wanted: type) -> bool:
 
 
 def shown(value: Any) -> str:
-    """Write a value for an error."""
     if isinstance(value, bool):
         return str(value).lower()
     text = "empty" if value is None else repr(value)
@@ -288,7 +284,6 @@ def shown(value: Any) -> str:
 
 
 def _suggestion(key: str, known: list[str]) -> str:
-    """Suggest another system's counterpart, else the nearest key, else the section's keys."""
     near = max(known, key=lambda other: _nearness(key, other))
     alike, _ = _nearness(key, near)
     if found := answer(key, known, whole=alike == 1):

@@ -149,7 +149,6 @@ def _shipped(path: str) -> Path | None:
 
 
 def _cached(path: str) -> Path | None:
-    """Return the model's folder in the local hub cache, or None."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 

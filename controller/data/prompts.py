@@ -122,7 +122,6 @@ class PromptDataset:
         return [self.at(position) for position in range(start, start + count)]
 
     def __iter__(self) -> Iterator[Prompt]:
-        """Yield every prompt once, in file order."""
         for index, (ids, record, source) in enumerate(self._prompts):
             yield Prompt(f"{index}", ids, record, source)
 

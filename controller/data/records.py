@@ -169,7 +169,6 @@ def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _arrow(file: Path) -> Iterator[tuple[str, Any]]:
-    """An Arrow IPC stream, as `datasets` writes, or an Arrow file."""
     import pyarrow as pa
 
     with _arrow_errors(file), pa.memory_map(str(file)) as source:

@@ -132,7 +132,6 @@ def _steps(epochs: Any, warmup: Any, ours: Ours, to_decide: list[str]) -> None:
 
 
 def _caps(ours: Ours, to_decide: list[str]) -> None:
-    """Set a missing cap to at least twice the longest sequence."""
     if "policy.max_tokens_per_micro_batch" not in ours:
         longest = ours.get("data.max_prompt_tokens", 1024) + ours.get("rollout.sampling.max_new_tokens", 1024)
         cap = ours["policy.max_tokens_per_micro_batch"] = max(CAP, 2 * longest)

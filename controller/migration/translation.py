@@ -86,7 +86,6 @@ def migrate(given: Mapping[str, Any]) -> Migration:
 
 
 def _system(given: Mapping[str, Any]) -> str:
-    """Return the system that has most of the keys."""
     counts = {
         system: sum(any(_matches(row, key) for row in ROWS if row.system == system) for key in given)
         for system in dict.fromkeys(row.system for row in ROWS)
@@ -120,7 +119,6 @@ def _rows(system: str, given: Mapping[str, Any], migration: Migration) -> list[t
 
 
 def text_of(value: Any) -> str:
-    """Return the value as the table writes it."""
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
@@ -157,7 +155,6 @@ def _apply(migration: Migration, row: Counterpart, theirs: str, value: Any, *, i
 
 
 def _passed_on(migration: Migration, row: Counterpart, shown: str, value: Any) -> dict[str, Any]:
-    """Return the value unchanged, if a setting takes it."""
     value = typed(value) if isinstance(value, str) else value  # a number that JSON or Python quotes
     if row.here == (ENGINE,) and not isinstance(value, Mapping):
         return {ENGINE: {**migration.settings.get(ENGINE, {}), row.key.rpartition(".")[2]: value}}
