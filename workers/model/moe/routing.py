@@ -330,10 +330,7 @@ class Routing:
         self._replay = RouterReplay(packed, config.router_replay, parallel, device)
         self._losses = RouterLosses(packed, config, parallel, device, trained=trained)
         self._load = ExpertLoad(packed, parallel, device)
-
-    @property
-    def hooks(self) -> Sequence[RouterHook]:
-        return self._replay, self._losses, self._load
+        self.hooks: Sequence[RouterHook] = (self._replay, self._losses, self._load)
 
     def begin(self, micro_batches: Sequence[DataProto], groups: Sequence[dist.ProcessGroup]) -> None:
         """Start the passes of a mini-batch, of which this rank holds `micro_batches`; collective."""

@@ -84,7 +84,9 @@ def make_parallel(device: torch.device, config: ParallelConfig | None = None) ->
         dist.init_process_group(process_group_backend(device), store=dist.HashStore(), rank=0, world_size=1)
     shape = mesh_shape(dist.get_world_size(), config)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=DIMENSIONS)
-    return Parallel(mesh, _sharding(mesh), config)
+    # A context-parallel group computes parts of the same sequences, yet holds different parameters.
+    sharding = _over(mesh, ("dp_shard", "cp") if config.context_parallel > 1 else ("dp_shard",))
+    return Parallel(mesh, sharding, config)
 
 
 def mesh_shape(ranks: int, config: ParallelConfig) -> tuple[int, int, int, int, int]:
@@ -112,11 +114,6 @@ def mesh_shape(ranks: int, config: ParallelConfig) -> tuple[int, int, int, int, 
         config.context_parallel,
         config.tensor_parallel,
     )
-
-
-def _sharding(mesh: DeviceMesh) -> DeviceMesh:
-    # A context-parallel group computes parts of the same sequences, yet holds different parameters.
-    return _over(mesh, ("dp_shard", "cp") if mesh["cp"].size() > 1 else ("dp_shard",))
 
 
 def _over(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
