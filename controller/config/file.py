@@ -173,7 +173,8 @@ def _follow_renames(part: DictConfig, known: Mapping[str, Setting], source: str)
             for ours, setting in new.items():
                 OmegaConf.update(part, ours, setting, force_add=True)
     if new_names:
-        _print_once(f"{source}{', '.join(new_names)}; the next version refuses the old names.")
+        more = f", and {len(new_names) - 3} more in docs/migration.md" if len(new_names) > 3 else ""
+        _print_once(f"{source}{', '.join(new_names[:3])}{more}; the next version refuses the old names.")
 
 
 @cache
