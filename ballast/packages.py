@@ -12,4 +12,4 @@ def check_controller() -> None:
     places = [] if spec is None else [*(spec.submodule_search_locations or [str(spec.origin)])]
     for place in places:
         if Path(place).resolve() != OURS:
-            raise ImportError(f"{place} hides Ballast's package controller; rename it, or run from another folder")
+            raise ImportError(f"{place} hides Ballast's package controller. Rename it, or run from another folder")

@@ -13,11 +13,11 @@ from typing import Any
 from workers.errors import DataError, OutputError
 
 Records = str | Path | Iterable[Mapping[str, Any]]
-"""Records, one mapping each, such as a list or a `datasets.Dataset`; or what the setting takes, a path or hub name."""
+"""Records, one mapping each, such as a list or a `datasets.Dataset`. A path or hub name works as in the setting."""
 
 
 def data_file(records: Records, name: str, run_dir: str) -> str:
-    """Write `records` to a file in `run_dir`, and return the data setting's value; a path is returned unchanged.
+    """Write `records` to a file in `run_dir`, and return the data setting's value. A path is returned unchanged.
 
     name: of the argument, for messages. Raises DataError unless they are records with JSON values.
     """

@@ -24,7 +24,7 @@ from controller.sampling.sampling_run import Finish, prepare_job
 
 @dataclass(frozen=True)
 class Evaluation:
-    """metrics, intervals: by name; some metrics lack an interval.
+    """metrics, intervals: by name. Some metrics lack an interval.
 
     folder: holds samples.jsonl, with every response, and metrics.json, whose content is `facts`.
     """
@@ -57,8 +57,8 @@ def evaluate(
 ) -> Evaluation:
     """Measure a model on data.validation without training, as `python -m controller.evaluate` does.
 
-    config: as for `fit`, a training configuration; None uses the one of `model`'s run. model: a folder, hub name, run,
-    or checkpoint of a run; empty uses model.path. output: a folder, whose existing samples are kept; None uses one in
+    config: as for `fit`, a training configuration. None uses the one of `model`'s run. model: a folder, hub name, run,
+    or checkpoint of a run. Empty uses model.path. output: a folder, whose existing samples are kept. None uses one in
     the model's run, or next to the runs. data: records instead of data.validation. trust_run: run the functions in the
     run's settings. reward, overrides and exceptions: as for `fit`. An override without effect is refused.
     """
@@ -77,10 +77,10 @@ def generate(
     trust_run: bool = False,
     prompts: int = 0,
 ) -> Path:
-    """Sample with token ids and log-probs, as `python -m controller.generate`; return the file, a line per sample.
+    """Sample with token ids and log-probs, as `python -m controller.generate`, and return the file, a line per sample.
 
-    data: records instead of data.train. prompts: number of prompts, from the first; 0 uses all. Otherwise as
-    `evaluate`; a reward is optional.
+    data: records instead of data.train. prompts: use only the first this many, or all if 0. The rest is as in
+    `evaluate`, but a reward is optional.
     """
     check_type("prompts", prompts, int)
     given = {"model": str(model), "reward": reward, "output": _path("output", output), "trust_run": trust_run}

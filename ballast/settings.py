@@ -15,7 +15,7 @@ from workers.errors import ConfigError
 
 Schema = TypeVar("Schema", bound=TrainingConfig)
 Values = Mapping[str, Any] | Sequence[str]
-"""Settings by their keys, whole or section by section; or texts `key.sub=value`."""
+"""Settings by key, nested or dotted, or a sequence of `key.sub=value`."""
 
 
 def load_settings(schema: type[Schema], config: str | Path | Mapping[str, Any] | None, overrides: Values) -> Schema:
@@ -32,7 +32,7 @@ def known_keys(schema: type[TrainingConfig]) -> set[str]:
 
 
 def as_overrides(values: Values, known: Collection[str]) -> list[str]:
-    """Return each value as `key=value`, in YAML. known: all keys; a mapping below a key is its value.
+    """Return each value as `key=value`, in YAML. known: all keys. A mapping below a key is its value.
 
     Raises ConfigError for a value that YAML cannot represent.
     """

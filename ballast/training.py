@@ -32,8 +32,8 @@ class Result:
     """A finished run.
 
     folder: runs/NAME. summary: content of summary.json: `steps`, `validation` before and after, median
-    `seconds_per_step` and `tokens_per_second`. metrics: a row per step, with its number under `step`; None if not
-    finite; complete even after a resume.
+    `seconds_per_step` and `tokens_per_second`. metrics: a row per step, with its number under `step`, or None if not
+    finite. A resumed run has the rows of all its steps.
     """
 
     folder: Path
@@ -65,16 +65,16 @@ def fit(
     train: Records | None = None,
     validation: Records | None = None,
 ) -> Result:
-    """Train a policy by reinforcement learning, as `python -m controller.fit` does; return when the run is over.
+    """Train a policy by reinforcement learning, as `python -m controller.fit` does, and return when the run is over.
 
     config: a YAML file, or settings as a mapping. reward: a function, or several with weights, instead of
     reward.function: closures, lambdas, or names as in the settings. They are pickled into other processes, and cannot
-    change variables here. step: replaces run.step, in this process; see `controller.step`. callbacks: see
-    `controller.training_loop.Callback`; may raise StopTraining. overrides: settings that replace `config`'s. train,
+    change variables here. step: replaces run.step, in this process (see `controller.step`). callbacks: see
+    `controller.training_loop.Callback`. They may raise StopTraining. overrides: replace settings of `config`. train,
     validation: records instead of data.train and data.validation, such as a list of mappings or a `datasets.Dataset`.
 
     Raises ConfigError, DataError or ResourceError before anything starts, and later the error that ends the run, such
-    as RolloutError; all are BallastError. KeyboardInterrupt stops the run as for the command.
+    as RolloutError. All are BallastError. KeyboardInterrupt stops the run as for the command.
     """
     from controller.fit import prepare
 
@@ -93,7 +93,7 @@ def sft(
     train: Records | None = None,
     validation: Records | None = None,
 ) -> Result:
-    """Train a policy on given responses, as `python -m controller.sft` does; otherwise as `fit`."""
+    """Train a policy on given responses, as `python -m controller.sft` does. The rest is as in `fit`."""
     return _offline(load_settings(SftConfig, config, overrides), callbacks, train, validation)
 
 
@@ -105,7 +105,7 @@ def preferences(
     train: Records | None = None,
     validation: Records | None = None,
 ) -> Result:
-    """Train a policy on pairs of responses, as `python -m controller.preferences` does; otherwise as `fit`."""
+    """Train a policy on pairs of responses, as `python -m controller.preferences` does. The rest is as in `fit`."""
     return _offline(load_settings(PreferencesConfig, config, overrides), callbacks, train, validation)
 
 

@@ -58,7 +58,7 @@ def prepare(
     callbacks: Sequence["Callback"] = (),
     step: "Step | None" = None,
 ) -> Callable[[], None] | None:
-    """Check everything, and return the function that starts the run; None for a resumed run without steps left.
+    """Check everything, and return the function that starts the run, or None for a resumed run without steps left.
 
     given: functions passed to the call. step: replaces run.step. callbacks: see `training_loop.train`. Raises
     ConfigError, DataError or ResourceError.
@@ -123,7 +123,7 @@ def run(
 def training(
     config: Config, inputs: Inputs, console: "Console", budget: RestartBudget | None = None
 ) -> Iterator["Run"]:
-    """Start a run's roles on a connected Ray, resume by run.resume and yield the run; then end them."""
+    """Start a run's roles on a connected Ray, resume by run.resume and yield the run. Afterwards end them."""
     from controller.run import Run
 
     with session(

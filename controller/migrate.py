@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         usage="python -m controller.migrate FILE_OR_COMMAND [--output FILE]",
         description="Translate a configuration of verl or TRL into settings of controller.fit. Nothing is run.",
     )
-    parser.add_argument("--output", type=Path, help="file to write; without it the YAML is printed")
+    parser.add_argument("--output", type=Path, help="file to write instead of printing the YAML")
     options, source = parser.parse_known_args(None if arguments is None else list(arguments))
     if not source:
         parser.error("name a file, or give a command in quotes")
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(found.yaml, end="")
     print(
         f"{found.system}: {len(found.settings)} settings, {len(found.open)} to decide, {len(found.defaults)} defaults "
-        f"that differ, {len(found.without)} keys without a counterpart, {len(found.unknown)} unknown; the YAML's first "
+        f"that differ, {len(found.without)} keys without a counterpart, {len(found.unknown)} unknown. The YAML's first "
         "comments list them",
         file=sys.stderr,
     )

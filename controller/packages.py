@@ -24,7 +24,7 @@ def check_packages(names: Iterable[str] = ("workers", "balancing"), root: Path =
             if place.resolve() != root / name and not _adds_nothing(place, root / name):
                 # The name lets `python -m controller.fit` print this line alone.
                 raise ImportError(
-                    f"{place} hides Ballast's package {name}; rename it, or run from another folder", name="controller"
+                    f"{place} hides Ballast's package {name}. Rename it, or run from another folder", name="controller"
                 )
 
 
@@ -39,5 +39,5 @@ def _places(name: str) -> list[str]:
 
 
 def _adds_nothing(place: Path, ours: Path) -> bool:
-    """Return True for a folder without modules; an editable installation then still finds `ours`."""
+    """Return True for a folder without modules. An editable installation then still finds `ours`."""
     return place.is_dir() and not any(place.glob("*.py")) and not (ours / "__init__.py").stat().st_size

@@ -92,7 +92,7 @@ def settings(folder: Path, overrides: Sequence[str] = (), *, trust_run: bool = F
     if not path.is_file():
         raise DataError(f"{folder} is not the folder of a run: it has no config.yaml.")
     if not isinstance(load_recorded(path), Config):
-        raise ConfigError(f"{folder} trained on given sequences; only runs of controller.fit are replayed.")
+        raise ConfigError(f"{folder} trained on given sequences. Only runs of controller.fit are replayed.")
     for override in overrides:
         if override.startswith("rollout.sampling."):
             raise ConfigError(f"{override}: the samples and their log-probs are those of the run. Leave it out.")
@@ -149,9 +149,9 @@ def run(config: Config, folder: Path, start: Start, recorded: Mapping[str, float
 
 
 def replay(config: Config, folder: Path, steps: Iterable[int], console: "Console") -> dict[str, float]:
-    """Train a run's steps again on a connected Ray, from the state of run.resume; return the last one's metrics.
+    """Train a run's steps again on a connected Ray, from the state of run.resume, and return the last one's metrics.
 
-    folder: of the recorded run; the replay writes to a temporary one. Raises as `find_step`, `launch` and
+    folder: of the recorded run. The replay writes to a temporary one. Raises as `find_step`, `launch` and
     `train_again`.
     """
     from controller.step import step_of
@@ -178,7 +178,7 @@ def recorded_run(config: Config, started: Session, folder: Path, cost_model: Cos
 
 
 def train_again(run: "Run", steps: Iterable[int], make_step: "Step") -> dict[str, float]:
-    """Make the steps; return the last one's metrics. Raises DataError as `read_step`, and what a step raises."""
+    """Make the steps and return the last one's metrics. Raises DataError as `read_step`, and errors of a step."""
     from controller.training_loop import advance
 
     for number in steps:
@@ -191,7 +191,7 @@ def train_again(run: "Run", steps: Iterable[int], make_step: "Step") -> dict[str
 
 
 def comparison(recorded: Mapping[str, float | None], replayed: Mapping[str, float]) -> list[str]:
-    """Tabulate the metrics in SHOWN that either has; null in metrics.jsonl means not finite."""
+    """Tabulate the metrics in SHOWN that either has. Null in metrics.jsonl means not finite."""
     lines = [ROW.format("metric", "recorded", "replayed", "difference")]
     for name in SHOWN:
         if name in recorded or name in replayed:

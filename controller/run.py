@@ -41,7 +41,7 @@ class Run(TrainingRun[Config]):
         cost_model: CostModel,
         buffer: Callable[..., RolloutBuffer] | None = None,
     ) -> None:
-        """buffer: makes the source of the steps' samples; None follows rollout.max_staleness."""
+        """buffer: makes the source of the steps' samples, None follows rollout.max_staleness."""
         super().__init__(config, session, steps=config.run.steps, cost_model=cost_model)
         self.validation, self.best = validation, self.progress.best
         self.weight_version, self.kl_coefficient = self.progress.weight_version, self.progress.kl_coefficient

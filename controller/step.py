@@ -3,11 +3,11 @@
     prompts -> samples, rewards -> keep groups with signal -> plan -> old, reference log-probs -> advantages
             -> update, mini-batch by mini-batch: critic, policy -> weights to the engines
 
-With rollout.max_staleness, samples are made ahead during training, and `collect` takes the ready ones; otherwise
+With rollout.max_staleness, samples are made ahead during training, and `collect` takes the ready ones. Otherwise
 `collect` makes them.
 
 Each part takes the run and a batch, and returns the batch with more columns, or an update's metrics. The driver handles
-lengths, ids and rewards; tokens stay in the object store (see `workers.remote_batch`). `run.record` only observes.
+lengths, ids and rewards. Tokens stay in the object store (see `workers.remote_batch`). `run.record` only observes.
 
 B sequences.
 """
@@ -32,7 +32,7 @@ from workers.model.losses.returns import KlPenalty
 from workers.remote_batch import RemoteBatch
 from workers.rollout.requests import PROOF_STEP
 
-# `with_advantages` reports values before the update; after it they have seen the returns.
+# `with_advantages` reports values before the update. After it they have seen the returns.
 CRITIC_METRICS = ("loss", "value_clip_fraction", "grad_norm", "learning_rate", "skipped_steps")
 COMPARED_TOKENS = 32  # of samples that are compared and not trained
 
@@ -44,7 +44,7 @@ def step(run: Run) -> None:
 
 
 def step_of(pickled: bytes) -> Step:
-    """Return the function of run.step, pickled by `find_step`; empty for the usual one."""
+    """Return the function of run.step, pickled by `find_step`, or empty for the usual one."""
     return cloudpickle.loads(pickled) if pickled else step
 
 
@@ -77,7 +77,7 @@ def on_training_roles(run: Run, phase: str) -> Iterator[None]:
 
 
 def collect(run: Run) -> RemoteBatch:
-    """Return the step's training samples; empty if no group has signal, see algorithm.zero_variance_groups.
+    """Return the step's training samples, or empty if no group has signal (see algorithm.zero_variance_groups).
 
     Columns [B]: uid (equal for samples of one prompt), group_number (the same, numbered from 0), sample, reward,
     length, prompt_tokens, response_tokens, truncated, weight_version, and those of `RolloutBatch`. Tokens: input_ids,
@@ -141,8 +141,8 @@ def with_reference_log_probs(run: Run, batch: RemoteBatch) -> RemoteBatch:
 
 
 def with_advantages(run: Run, batch: RemoteBatch) -> RemoteBatch:
-    """Add `advantages` by algorithm.advantage: a column [B], or tokens; with a critic also tokens `returns`,
-    `old_values`.
+    """Add `advantages` by algorithm.advantage: a column [B], or tokens (with a critic, also `returns` and
+    `old_values`).
 
     rewards - weight * KL to the reference --estimator, on the driver--> a column
     rewards, KL to the reference, critic's values --GAE, on the ranks that have the tokens--> tokens
@@ -186,7 +186,7 @@ def _kl_in_reward(run: Run, batch: RemoteBatch) -> tuple[float, np.ndarray]:
 
 
 def update_critic(run: Run, batch: RemoteBatch, epochs: Sequence[Epoch]) -> dict[str, float]:
-    """Make the critic's optimiser steps on the policy's mini-batches; return the metrics under `critic/`.
+    """Make the critic's optimiser steps on the policy's mini-batches, and return the metrics under `critic/`.
 
     batch: with `returns` and `old_values`, see `with_advantages`.
     """
@@ -209,7 +209,7 @@ def update_policy(
 ) -> dict[str, float]:
     """Make the policy's optimiser steps, and return the metrics recorded under `recorded_as`.
 
-    batch: with `advantages` and required log-probs; without `old_log_probs`, ratios are 1. loss: replaces
+    batch: with `advantages` and required log-probs. Without `old_log_probs`, ratios are 1. loss: replaces
     algorithm.loss. Raises MismatchError as `with_old_log_probs`, if log-probs are first compared here.
     """
     updated = _update(

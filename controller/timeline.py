@@ -30,7 +30,7 @@ def _trace(arguments: Sequence[str] | None) -> None:
     options = parser.parse_args(arguments)
     output = options.output or options.folder / "trace.json"
     events = write_trace(options.folder, output, options.steps)
-    print(f"{output}: {events:,} events; open it in https://ui.perfetto.dev or chrome://tracing")
+    print(f"{output}: {events:,} events. Open it in https://ui.perfetto.dev or chrome://tracing")
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ class Outcome:
     last_step: int
 
     def summary(self) -> dict[str, Any]:
-        """Return the content of summary.json; seconds and tokens/s are medians over steps."""
+        """Return the content of summary.json, with medians over steps for seconds and tokens/s."""
         speed = {}
         if self.steps:
             speed = {
@@ -101,7 +101,7 @@ class TrainingRun(ABC, Generic[Settings]):
 
     @abstractmethod
     def validate(self, step: int) -> dict[str, float]:
-        """Validate the policy, record and show the result; empty without held-out data."""
+        """Validate the policy, and record, show and return the result. Empty without held-out data."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
@@ -123,7 +123,7 @@ class TrainingRun(ABC, Generic[Settings]):
         self.planner.cost_model, self.planner.stages = fitter.cost_model, fitter.stages
 
     def save_beside(self, checkpoint: Path, progress: Progress) -> None:
-        """Write a checkpoint's files besides models and `progress`; called before the models are saved."""
+        """Write a checkpoint's files besides models and `progress`, before the models are saved."""
 
     def save_models(self) -> None:
         self.save("model")
@@ -203,7 +203,7 @@ def _complete_step(
 
 
 def advance(run: TrainingRun[Any], step: int, scores: dict[str, float]) -> None:
-    """Set `run.progress` to the state after `step`; the only writer. scores: of the last validation."""
+    """Set `run.progress` to the state after `step`. scores: of the last validation."""
     before = run.progress.before if step else scores
     state, refit = run.state(), run.cost_fitter.state()
     run.progress = replace(run.progress, step=step, before=before, latest=scores, refit=refit, **state)

@@ -4,5 +4,5 @@
     launch: starts every role there --worker_group: DataProto shards by plan--> actors of `workers`
     rewards: the pool of reward workers    cluster_address: is there a Ray at this address?
 
-Read `launch` first. `layout` and `placement` decide only; a dry run calls them too.
+Read `launch` first. `layout` and `placement` decide only. A dry run calls them too.
 """

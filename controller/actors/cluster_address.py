@@ -1,4 +1,4 @@
-"""Checks that a Ray cluster answers at the run's address; Ray itself would wait for minutes.
+"""Checks that a Ray cluster answers at the run's address. Ray itself would wait for minutes.
 
 resources.ray_address, RAY_ADDRESS --gRPC health--> Ray's? --cluster id--> takes our token?
 """
@@ -30,10 +30,10 @@ def check_address(config: TrainingConfig) -> None:
     address, key = cluster_address(config), _key(config)
     if address.startswith("ray://"):
         raise ConfigError(
-            f"{key}={address}: Ray Client is not supported; start the run inside the cluster with `ray job submit`."
+            f"{key}={address}: Ray Client is not supported. Start the run inside the cluster with `ray job submit`."
         )
     if address not in (LOCAL, AUTO) and not HOST_AND_PORT.fullmatch(address):
-        raise ConfigError(f"{key}={address} is neither host:port nor auto; Ray's port is 6379 unless set otherwise.")
+        raise ConfigError(f"{key}={address} is neither host:port nor auto. Ray's port is 6379 unless set otherwise.")
 
 
 def check_cluster(config: TrainingConfig) -> None:
@@ -48,13 +48,13 @@ def check_cluster(config: TrainingConfig) -> None:
         if error := _error(channel, HEALTH):
             raise ResourceError(
                 f"{where}: no Ray head node answers ({error.code().name}: {error.details()}). Give the port of "
-                "`ray start --head`, 6379 unless set otherwise; check the host, firewalls, and `ray status` there."
+                "`ray start --head`, 6379 unless set otherwise. Check the host, firewalls, and `ray status` there."
             )
         token, source = _token()
         refused = _error(channel, CLUSTER_ID, (("authorization", f"Bearer {token}"),) if token else ())
         if refused and refused.code() is grpc.StatusCode.UNAUTHENTICATED:
             raise ResourceError(
-                f"{where}: the cluster wants its token, and {source}; set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN to "
+                f"{where}: the cluster wants its token, and {source}. Set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN to "
                 "what `ray get-auth-token` prints on its head node."
             )
 

@@ -97,11 +97,11 @@ class WorkerGroups:
         self.rollouts.update_weights(weights, version)
 
     def sleep_engines(self) -> None:
-        """Free the weights and KV caches of engines that share GPUs; call before a training pass."""
+        """Free the weights and KV caches of engines that share GPUs. Call before a training pass."""
         self.rollouts.sleep()
 
     def wake_engines(self) -> None:
-        """Wake sleeping engines with the weights of their version; call before generation."""
+        """Wake sleeping engines with the weights of their version. Call before generation."""
         if self.rollouts.asleep:
             self.send_weights(self.rollouts.fleet.version)
 
@@ -138,7 +138,7 @@ class WorkerGroups:
         }
 
     def take_weight_loads(self) -> dict[str, list[WeightLoad]]:
-        """Return weight updates since the last call, by actor; skip engines that do not answer in time."""
+        """Return weight updates since the last call, by actor. Engines that do not answer in time are skipped."""
         asked = {actor.take_weight_loads.remote(): f"rollout {i}" for i, actor in self.rollouts.actors.items()}
         answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_SECONDS)
         loads = {}
@@ -160,10 +160,10 @@ def launch(
     budget: RestartBudget | None = None,
     live: LiveMetrics | None = None,
 ) -> Iterator[WorkerGroups]:
-    """Start all actors of a run and yield them; always end all actors and release all bundles.
+    """Start all actors of a run and yield them. Afterwards end them and release all bundles.
 
-    only: training roles to start, without engines and rewards; empty starts everything. total_steps: optimiser steps of
-    the policy. environment: see `EnvironmentPool`; empty for one turn. budget: for engines; None allows
+    only: training roles to start, without engines and rewards. Empty starts everything. total_steps: optimiser steps of
+    the policy. environment: see `EnvironmentPool`, empty for one turn. budget: for engines, None allows
     run.max_restarts. live: receives engines' states and queues.
 
     Raises ResourceError if the cluster is too small, WorkerError or RolloutError if an actor cannot start.
@@ -279,7 +279,7 @@ def shared_devices(ranks: list[dict[str, Any]], engines: int, each: int) -> list
 def engine_maker(
     config: Config, bundles: dict[str, Reservation], request: RoleRequest, devices: list[str], environment: bytes
 ) -> MakeActor:
-    """Return a function that makes a replica's actor. devices: of each colocated engine; otherwise empty."""
+    """Return a function that makes a replica's actor. devices: of each colocated engine, otherwise empty."""
     actor_class = ray.remote(VllmEngineActor)
 
     def make(replica: int, attempt: int) -> Any:

@@ -5,7 +5,7 @@
                      none if colocated                      engine i shares the tp ranks from i*tp on
     no pool                                                 reward workers, wherever there is room
 
-The bundles of a pool are equal, so any bundle suits any rank; `placement` assigns them once Ray has put them on nodes.
+The bundles of a pool are equal, so any bundle suits any rank. `placement` assigns them once Ray has put them on nodes.
 """
 
 import math
@@ -19,10 +19,10 @@ Bundle = dict[str, float]
 
 @dataclass(frozen=True)
 class Pool:
-    """Equal bundles that are reserved together; the roles in a pool share them rank by rank.
+    """Equal bundles that are reserved together. The roles in a pool share them rank by rank.
 
     groups: sizes of groups of consecutive ranks that should share a node, each a divisor of the next. engines,
-    engine_ranks: the first engines * engine_ranks ranks share their GPUs with engines; an engine needs one node.
+    engine_ranks: the first engines * engine_ranks ranks share their GPUs with engines. An engine needs one node.
     """
 
     name: str
@@ -70,7 +70,7 @@ def rollout_pool(config: TrainingConfig) -> Pool | None:
 
 
 def pools(config: TrainingConfig) -> list[Pool]:
-    """Return everything that is reserved, training first: its groups need whole nodes; an engine's fits anywhere."""
+    """Return everything that is reserved, training first because its groups need whole nodes."""
     training = training_pool(config) if config.training_roles else None
     return [pool for pool in (training, rollout_pool(config)) if pool is not None]
 
@@ -109,6 +109,6 @@ def idle_gpus(config: TrainingConfig, gpus: int) -> list[str]:
     if engines and engines * each < shared:
         warnings.append(
             f"{shared - engines * each} of the policy's {shared} GPUs are idle while {counted(engines, 'engine')} of "
-            f"{counted(each, 'GPU')} generate. Set rollout.replicas=0; rollout.tensor_parallel must divide {shared}."
+            f"{counted(each, 'GPU')} generate. Set rollout.replicas=0. rollout.tensor_parallel must divide {shared}."
         )
     return warnings

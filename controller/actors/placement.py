@@ -19,7 +19,7 @@ from workers.errors import ResourceError
 
 
 def bundle_of_rank(pool: Pool, nodes: Sequence[Hashable]) -> tuple[int, ...]:
-    """Return the bundle of every rank; `nodes[i]` is the node of bundle i, by any name.
+    """Return the bundle of every rank. `nodes[i]` is the node of bundle i, by any name.
 
     Raises ResourceError if a colocated engine would span several nodes.
     """
@@ -32,7 +32,7 @@ def bundle_of_rank(pool: Pool, nodes: Sequence[Hashable]) -> tuple[int, ...]:
 
 
 def groups_on_several_nodes(nodes: Sequence[Hashable], size: int) -> list[int]:
-    """Return the numbers of groups of `size` consecutive ranks that span nodes; `nodes[i]` is rank i's."""
+    """Return the numbers of groups of `size` consecutive ranks that span nodes. `nodes[i]` is rank i's."""
     groups = [nodes[start : start + size] for start in range(0, len(nodes), size)]
     return [number for number, group in enumerate(groups) if len(set(group)) > 1]
 
@@ -80,6 +80,6 @@ def _check_engines(pool: Pool, nodes: list[int], rooms: list[list[int]]) -> None
         counts = " + ".join(str(len(room)) for room in rooms)
         raise ResourceError(
             f"rollout {split[0]} would share GPUs of several nodes, but an engine lives on one: pool {pool.name} has "
-            f"{counts} bundles on its nodes, and an engine takes {pool.engine_ranks} of one node; choose "
+            f"{counts} bundles on its nodes, and an engine takes {pool.engine_ranks} of one node. Choose "
             "rollout.tensor_parallel so that it divides the GPUs of a node, or rollout.placement=apart."
         )

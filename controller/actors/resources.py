@@ -1,4 +1,4 @@
-"""Reserves the bundles of the layout; the error names what the cluster lacks.
+"""Reserves the bundles of the layout. The error names what the cluster lacks.
 
 Pool --reserve--> Reservation.strategy(rank) --> the actors of that rank, of every role in the pool
 """
@@ -55,7 +55,7 @@ def _placed(pool: Pool, timeout_s: float) -> PlacementGroup:
     group = placement_group(list(pool.bundles), strategy=pool.strategy, name=pool.name)
     deadline = time.monotonic() + timeout_s
     while not group.wait(min(1.0, timeout_s)):
-        # Ray itself would wait for ever for a node; a request above all nodes together is known at once.
+        # Ray itself would wait for ever for a node. A request above all nodes together is known at once.
         impossible = shortage(pool, ray.cluster_resources())
         if impossible or time.monotonic() > deadline:
             message = _shortage_message(pool, timeout_s)
@@ -87,6 +87,6 @@ def _shortage_message(pool: Pool, timeout_s: float) -> str:
     }
     return (
         f"placement group {pool.name!r} ({len(pool.bundles)} bundles of {pool.bundles[0]}) was not placed within "
-        f"{timeout_s:g} s: {lacks} missing in {where} ({counts}); start more nodes, lower policy.data_parallel or "
+        f"{timeout_s:g} s: {lacks} missing in {where} ({counts}). Start more nodes, lower policy.data_parallel or "
         f"rollout.replicas, or raise resources.placement_timeout_s."
     )

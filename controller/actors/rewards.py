@@ -42,7 +42,7 @@ class RewardPool:
         except ray.exceptions.GetTimeoutError:
             raise ResourceError(
                 f"{len(ready)} reward workers were not up within resources.start_timeout_s={timeout_s:g} s: the "
-                "cluster has no room for them, or they hang; lower reward.workers or resources.cpus_per_worker."
+                "cluster has no room for them, or they hang. Lower reward.workers or resources.cpus_per_worker."
             ) from None
         except ray.exceptions.RayError as error:
             raise WorkerError(f"a reward worker could not start: {error}") from error
@@ -53,7 +53,7 @@ class RewardPool:
     def score(
         self, results: Sequence[SampleResult], block: ray.ObjectRef, prompts: Mapping[str, Prompt]
     ) -> ray.ObjectRef:
-        """Score samples that have a row in the block, on the next actor; return a reference to a list of Score."""
+        """Score samples that have a row in the block, on the next actor, and return a reference to a list of Score."""
         rows = [prompts[result.uid].columns for result in results]
         requests = [
             ScoreRequest(result.row, result.prompt_tokens, {name: row[name] for name in self._columns if name in row})
@@ -71,7 +71,7 @@ class RewardPool:
                 score = add_environment(score, result.environment, has_functions=self._has_functions)
             if score.failure and self._on_failure == "stop":
                 raise WorkerError(
-                    f"the reward of sample {result.sample} of prompt {result.uid} failed ({score.failure}); "
+                    f"the reward of sample {result.sample} of prompt {result.uid} failed ({score.failure}). "
                     "reward.on_failure=zero or drop would go on without it."
                 )
             found[result.key] = score
@@ -97,7 +97,7 @@ class Scoring:
         return self._take(list(self._pending))
 
     def ready(self, timeout_s: float = 0.0) -> dict[tuple[str, int], Score]:
-        """As `collect`, for scores that have arrived; waits up to `timeout_s` for the first."""
+        """Collect the scores that have arrived. Waits up to `timeout_s` for the first."""
         pending = list(self._pending)
         if not pending:
             return {}

@@ -55,7 +55,7 @@ class GroupFuture:
         self._meanwhile = meanwhile
 
     def result(self, timeout_s: float | None = None, meanwhile: Callable[[], None] | None = None) -> Any:
-        """Wait for every rank, then join. meanwhile: called every MEANWHILE_SECONDS; its errors end the wait.
+        """Wait for every rank, then join. meanwhile: called every MEANWHILE_SECONDS. Its errors end the wait.
 
         Raises at the first failed rank, because others may be stuck in a collective: LostError for a lost actor, our
         errors unchanged, WorkerError with the remote traceback otherwise, and if no rank finishes for `timeout_s`.
@@ -128,7 +128,7 @@ class GroupMethod:
             .remote(*positional, **named)
             for actor, (positional, named) in zip(group.actors, arguments, strict=True)
         ]
-        # A kept first return value stays in the object store; the second, small one shows that it is complete.
+        # A kept first return value stays in the object store. The second, small one shows that it is complete.
         done = [call[1] for call in calls] if mode.join.keeps_first else calls
         return GroupFuture(label, group.names, done, lambda: self._join(args, calls, done), group.meanwhile)
 
@@ -171,7 +171,7 @@ class WorkerGroup:
         """
         self.role = role
         self.meanwhile: Callable[[], None] | None = None
-        """Called while the driver waits for a method; see `GroupFuture.result`."""
+        """Called while the driver waits for a method (see `GroupFuture.result`)."""
         places = itertools.product(range(pp), range(dp), range(cp), range(tp))
         self.ranks = [RankCoordinates(index=i, dp=d, cp=c, tp=t, pp=p) for i, (p, d, c, t) in enumerate(places)]
         self.names = [_actor_name(role, rank, {"cp": cp, "tp": tp, "pp": pp}) for rank in self.ranks]

@@ -1,4 +1,4 @@
-"""Advantages: how much better each sequence was than expected; computed on the driver.
+"""Compute advantages on the driver: how much better each sequence was than expected.
 
     rewards, groups --estimator of the registry--> one advantage a sequence      compared with the group, or the batch
 
@@ -57,11 +57,11 @@ def estimate(name: str, batch: Mapping[str, np.ndarray], **options: Any) -> np.n
     ConfigError for an unknown name, DataError for a missing column.
     """
     if name not in ESTIMATORS:
-        raise ConfigError(f"algorithm.advantage={name} is not an estimator; known are {', '.join(ESTIMATORS)}")
+        raise ConfigError(f"algorithm.advantage={name} is not an estimator. Known are {', '.join(ESTIMATORS)}")
     found = ESTIMATORS[name]
     missing = [column for column in ("reward", "group_number", *found.columns) if column not in batch]
     if missing:
-        raise DataError(f"algorithm.advantage={name} needs the column {missing[0]!r}; the batch has {sorted(batch)}")
+        raise DataError(f"algorithm.advantage={name} needs the column {missing[0]!r}. The batch has {sorted(batch)}")
     keywords = {column: batch[column] for column in found.columns}
     keywords |= {option: options[option] for option in found.options if option in options}
     return found.function(batch["reward"], batch["group_number"], **keywords)
@@ -99,7 +99,7 @@ def dr_grpo(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
 
 @estimator("rloo")
 def rloo(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """REINFORCE leave-one-out (Kool et al. 2019; Ahmadian et al. 2024, section 3).
+    """REINFORCE leave-one-out (Kool et al. 2019, Ahmadian et al. 2024, section 3).
 
         A_i = r_i - sum over j != i of r_j / (n - 1) = n / (n - 1) * (r_i - mean(r))      over the group of i, of size n
 
@@ -166,7 +166,7 @@ def pass_at_k(rewards: np.ndarray, groups: np.ndarray, *, k: int, epsilon: float
 
     In ascending order the j-th reward is the best of C(j-1, k-1) of C(n, k) subsets, and of C(j-2, k-2) of C(n-1, k-1)
     that contain an i < j. For rewards 0 and 1 this is the paper's analytical form. k = 1 is GRPO with the population's
-    deviation; a group of at most k has advantage 0.
+    deviation. A group of at most k has advantage 0.
     """
     advantages = np.zeros(len(rewards))
     order = np.argsort(groups, kind="stable")
@@ -200,7 +200,7 @@ def maxrl(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """
     if np.min(rewards, initial=0.0) < 0:
         raise DataError(
-            f"algorithm.advantage=maxrl takes rewards as rates of success, but one is {np.min(rewards)}; let the "
+            f"algorithm.advantage=maxrl takes rewards as rates of success, but one is {np.min(rewards)}. Let the "
             "reward function return no negative numbers"
         )
     mean = _mean(rewards, groups)
@@ -217,7 +217,7 @@ def whiten(values: np.ndarray, weights: np.ndarray | None = None, *, epsilon: fl
 
 
 def has_signal(rewards: np.ndarray, uids: np.ndarray) -> np.ndarray:
-    """True if the rewards of a sequence's group differ, bool [B]; else its group-relative advantages are 0."""
+    """True if the rewards of a sequence's group differ, bool [B]."""
     names, group = np.unique(uids, return_inverse=True)
     highest, lowest = np.full(len(names), -np.inf), np.full(len(names), np.inf)
     np.maximum.at(highest, group, rewards)

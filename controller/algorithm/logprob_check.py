@@ -5,7 +5,7 @@
     every step                          also samples of older weights, after the update     --> policy.max_mismatch
 
 The second check finds a transfer that loses a weight, or an engine that keeps a packed copy of the old weight: both
-agree until a weight changes. Both checks precede the optimiser's step; an algorithm without a log-prob pass gets one.
+agree until a weight changes. Both checks precede the optimiser's step. An algorithm without a log-prob pass gets one.
 Samples of older weights also differ by what the policy has learned. With rollout.max_staleness a step may never see
 samples of its own weights: then the second check generates some.
 """
@@ -60,7 +60,7 @@ class LogProbCheck:
     ) -> None:
         """Raise MismatchError, with advice, if sampler and trainer differ by more than allowed.
 
-        metrics: of a pass over the step's samples; without mismatch metrics nothing is checked.
+        metrics: of a pass over the step's samples. Without mismatch metrics nothing is checked.
         """
         if MEAN not in metrics or not metrics[MEAN].weight:
             return
@@ -98,18 +98,18 @@ def beyond(mean: float, largest: float, limit: float, dtype: str, equal_weights:
     told = f"log-probs of engines and trainer differ by {mean:.2g} nats a token (largest {largest:.2g})"
     if math.isnan(mean):
         return (
-            "log-probs of engines and trainer differ by NaN, so that one of them gives NaN; no weights were sent and "
-            "nothing was saved; go on from the last checkpoint with a lower policy.optimizer.learning_rate."
+            "log-probs of engines and trainer differ by NaN: one of them produced NaN. No weights were sent and "
+            "nothing was saved. Resume from the last checkpoint with a lower policy.optimizer.learning_rate."
         )
     if equal_weights is not AtEqualWeights.NONE and mean > TOLERANCE[dtype]:
         return (
             f"{told} {equal_weights.value}, which is more than rounding in {dtype} ({TOLERANCE[dtype]:g}): the engine "
-            "does not compute what the trainer does; `python -m controller.doctor` compares them with a tiny model."
+            "does not compute what the trainer does. `python -m controller.doctor` compares them with a tiny model."
         )
     if mean > limit:
         return (
-            f"{told}, above policy.max_mismatch={limit:g}; `python -m controller.doctor` compares them at equal "
-            "weights; raise policy.max_mismatch if samples are older than the weights, or of a distribution that "
+            f"{told}, above policy.max_mismatch={limit:g}. `python -m controller.doctor` compares them at equal "
+            "weights. Raise policy.max_mismatch if samples are older than the weights, or of a distribution that "
             "rollout.sampling cuts at a temperature other than 1."
         )
     return ""

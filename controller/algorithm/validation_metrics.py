@@ -33,7 +33,7 @@ class ScoredResponse:
 class PromptValues:
     """A metric by prompt: the sum of `sums` over the sum of `counts`, float64 [prompts] each.
 
-    counts: responses with the score; 1 if a prompt has one value, such as pass@k.
+    counts: responses with the score, or 1 if a prompt has one value, such as pass@k.
     """
 
     sums: np.ndarray
@@ -119,7 +119,7 @@ def pass_at_k(n: int, right: int, k: int) -> float:
 
 
 def majority_is_right(answers: Sequence[str], right: Sequence[bool]) -> float:
-    """Return the share of the most frequent answers that is right (Wang et al. 2023); 0 without answers.
+    """Return the share of the most frequent answers that is right (Wang et al. 2023), or 0 without answers.
 
     Responses without an answer do not vote. Ties count equally, among answers and among verdicts on equal answers, so
     order does not matter.
@@ -149,7 +149,7 @@ class Interval:
 
 
 def interval(values: PromptValues, confidence: float = CONFIDENCE) -> Interval | None:
-    """Return the interval of a metric; None if all prompts have one value other than 0 or 1."""
+    """Return the interval of a metric, or None if all prompts have one value other than 0 or 1."""
     if _is_binary(values):
         low, high = wilson(int(values.sums.sum()), len(values.sums), confidence)
         return Interval(low, high, WILSON)

@@ -1,4 +1,4 @@
-r"""Save a run's checkpoints and resume from them; a failed save is logged and counted.
+r"""Save a run's checkpoints and resume from them. A failed save is logged and counted.
 
 complete step --begin--> copied, training goes on --behind--> step-30 --prune--> the last run.keep_checkpoints
                                                         \--full disk--> logged, counted; the one before stays
@@ -39,7 +39,7 @@ class CheckpointWriter:
         self._begun = 0
 
     def begin(self, progress: Progress, write_more: WriteMore | None = None) -> None:
-        """Begin to save the state after `progress.step`; files are written during training."""
+        """Start saving the state after `progress.step`. Training continues while files are written."""
         path = checkpoint_path(self._folder, progress.step)
         try:
             if write_more is not None:
@@ -88,7 +88,7 @@ class CheckpointWriter:
 
 
 def resume(config: TrainingConfig, roles: WorkerGroups, log: Callable[[str], None], data: dict[str, Any]) -> Progress:
-    """Load the newest good checkpoint for run.resume; return a fresh Progress without any.
+    """Load the newest good checkpoint for run.resume. Returns a fresh Progress without one.
 
     data: identity of the training data, see run.on_data_change. Raises CheckpointError if there are checkpoints and
     none loads, because a fresh start would overwrite them.

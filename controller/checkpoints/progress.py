@@ -22,7 +22,7 @@ FOLDER = Path("checkpoints") / "policy"
 
 @dataclass
 class Progress:
-    """The driver's state after a step; the rest follows from configuration and seed."""
+    """The driver's state after a step. The rest follows from configuration and seed."""
 
     step: int = 0
     position: int = 0  # of the next prompt in the stream
@@ -83,6 +83,6 @@ def refuse_other_data(path: Path, now: dict[str, Any], then: dict[str, Any]) -> 
     found = differences(now, then)
     if found:
         raise ConfigError(
-            f"run.resume: {path} was trained on other data: {'; '.join(found)}; set that back, or go on with the new "
+            f"run.resume: {path} was trained on other data: {'; '.join(found)}. Set that back, or go on with the new "
             "data by run.on_data_change=restart (from its first prompt) or keep_place."
         )

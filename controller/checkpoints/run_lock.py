@@ -34,13 +34,13 @@ def check_folder_is_free(config: TrainingConfig) -> None:
     """Raise ConfigError if the run's folder holds a run and run.resume is not `auto`."""
     if config.run.resume != "auto" and holds_run(config.run_folder):
         raise ConfigError(
-            f"run.name: {config.run_folder} holds a run already; choose another name, remove it, or go on with it by "
+            f"run.name: {config.run_folder} holds a run already. Choose another name, remove it, or go on with it by "
             "run.resume=auto."
         )
 
 
 def locked(config: TrainingConfig, start: Callable[[], None]) -> Callable[[], None]:
-    """Create and lock the run's folder; return `start` followed by the release of the lock.
+    """Create and lock the run's folder, and return `start` followed by the release of the lock.
 
     An unnamed run takes the next free name, in `config`, if its folder was taken meanwhile. An unused folder is removed
     with the lock. Raises ConfigError if another process has the lock, or as `check_folder_is_free`.
@@ -91,11 +91,11 @@ def _lock_file(file: TextIO, folder: Path) -> None:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EAGAIN):
-            print(f"warning: {folder} cannot be locked ({error.strerror}); start no other run with this run.name")
+            print(f"warning: {folder} cannot be locked ({error.strerror}). Start no other run with this run.name")
             return
         file.seek(0)
         raise ConfigError(
-            f"run.name: {folder} is in use by {file.read() or 'another process'}; choose another name, or wait "
+            f"run.name: {folder} is in use by {file.read() or 'another process'}. Choose another name, or wait "
             "until it has ended."
         ) from None
 

@@ -20,7 +20,7 @@ TABLE = Path(__file__).with_name("counterparts.yaml")
 class Counterpart:
     """One key of another system.
 
-    here: our settings, or a section; may be empty. values: our settings by their value. default: their default, if
+    here: our settings, or a section, or empty. values: our settings by their value. default: their default, if
     leaving the key out means something else here.
     """
 

@@ -98,7 +98,7 @@ def settings(section: Any, prefix: str = "", only_with: tuple[str, ...] = ()) ->
 
 
 def leaves(content: Mapping[Any, Any], known: Collection[str] = (), prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (full key, value) of nested mappings; a mapping below a key in `known` is its value."""
+    """Yield (full key, value) of nested mappings. A mapping below a key in `known` is its value."""
     for name, value in content.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping) and value and key not in known:
@@ -115,7 +115,7 @@ def value_of(config: Any, key: str) -> Any:
 
 
 def read(schema: type[Schema], files: Sequence[str | Path], overrides: Sequence[str]) -> Schema:
-    """Merge the schema's defaults, YAML files and `key.sub=value` overrides; later ones win.
+    """Merge the schema's defaults, YAML files and `key.sub=value` overrides. Later ones win.
 
     Raises ConfigError, in one line: missing or invalid file, unknown key, wrong type, out of range, or required key not
     set.
@@ -150,7 +150,7 @@ def _read_file(path: Path) -> DictConfig:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from None
     except RecursionError:
-        raise ConfigError(f"{path} is nested too deep to be read; settings are nested 4 deep at most.") from None
+        raise ConfigError(f"{path} is nested too deep to be read. Settings are nested 4 deep at most.") from None
     if not isinstance(content, DictConfig):
         raise ConfigError(f"{path} must hold sections (`run:`, `model:`, ...), not a list.")
     return content
@@ -174,7 +174,7 @@ def _follow_renames(part: DictConfig, known: Mapping[str, Setting], source: str)
                 OmegaConf.update(part, ours, setting, force_add=True)
     if new_names:
         more = f", and {len(new_names) - 3} more in docs/migration.md" if len(new_names) > 3 else ""
-        _print_once(f"{source}{', '.join(new_names[:3])}{more}; the next version refuses the old names.")
+        _print_once(f"{source}{', '.join(new_names[:3])}{more}. The next version refuses the old names.")
 
 
 @cache
@@ -184,18 +184,18 @@ def _print_once(line: str) -> None:
 
 def _read_override(override: str, known: Mapping[str, Setting]) -> DictConfig:
     if not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*=.*", override, re.DOTALL):
-        raise ConfigError(f"{override!r} is not an override; write key.sub=value.")
+        raise ConfigError(f"{override!r} is not an override. Write key.sub=value.")
     key, _, value = override.partition("=")
     for name, found in known.items():
         if found.type == Numbers and key.startswith(f"{name}."):
             raise ConfigError(f"{key}: {name} is given whole, in place of the one before: {name}='{{NAME: NUMBER}}'.")
     if not value.strip() and key in known and known[key].type is str:
-        override = f"{key}=''"  # as a shell gives `key=` and `key=""`; YAML would read it as null
+        override = f"{key}=''"  # as a shell gives `key=` and `key=""`. YAML would read it as null
     try:
         _check_scalars(value, f"{key}: ")
         return OmegaConf.from_dotlist([override])
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeEncodeError):
-        raise ConfigError(f"{key}: the value {value!r} is not valid YAML; quote it, as in {key}='\"...\"'.") from None
+        raise ConfigError(f"{key}: the value {value!r} is not valid YAML. Quote it, as in {key}='\"...\"'.") from None
     except RecursionError:
         raise ConfigError(f"{key}: the value is nested too deep to be read.") from None
 
@@ -229,7 +229,7 @@ def _check_keys_and_types(part: DictConfig, known: Mapping[str, Setting], source
         if known[key].type == Options and "${" in str(value):
             raise ConfigError(f"{source}{key}: ${{...}} is not read here, give the values themselves.")
         if value == MISSING and not known[key].required:  # OmegaConf would drop it in silence
-            raise ConfigError(f"{source}{key}: ??? stands for a value that is not set; leave the key out instead.")
+            raise ConfigError(f"{source}{key}: ??? stands for a value that is not set. Leave the key out instead.")
         # What ${...} stands for is known only after merging, where OmegaConf checks its type.
         deferred = isinstance(value, str) and (value == MISSING or "${" in value)
         if not deferred and not is_of_type(value, known[key].type):
@@ -239,12 +239,12 @@ def _check_keys_and_types(part: DictConfig, known: Mapping[str, Setting], source
 def _leaves(
     content: Mapping[str, Any], known: Mapping[str, Setting], source: str, prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """Yield (full key, value) of everything given; refuse a section given as a single value."""
+    """Yield (full key, value) of every setting. Raises ConfigError for a section given as a single value."""
     for name, value in content.items():
         key = f"{prefix}{name}"
         if "." in str(name):
             raise ConfigError(
-                f"{source}{key}: in YAML a dot does not nest; write `{key.replace('.', ': {', 1)}: ...}}`."
+                f"{source}{key}: in YAML a dot does not nest. Write `{key.replace('.', ': {', 1)}: ...}}`."
             )
         is_section = any(other.startswith(f"{key}.") for other in known)
         if is_section and not isinstance(value, dict):
@@ -288,7 +288,7 @@ def _suggestion(key: str, known: list[str]) -> str:
     near = max(known, key=lambda other: _nearness(key, other))
     alike, _ = _nearness(key, near)
     if found := answer(key, known, whole=alike == 1):
-        return f"{found}; see docs/migration.md."
+        return f"{found}. See docs/migration.md."
     if alike:
         return f"did you mean {near}?"
     section = key
@@ -300,7 +300,7 @@ def _suggestion(key: str, known: list[str]) -> str:
 
 
 def _nearness(key: str, other: str) -> tuple[float, int]:
-    """Rate how close the setting `other` is to `key`; 0 if the name or a written section differs.
+    """Rate how close the setting `other` is to `key`, or 0 if the name or a written section differs.
 
     Sections may be left out but not ignored: `custom_reward_function.name` is not close to `run.name`.
     """
@@ -317,7 +317,7 @@ def _to_object(merged: Any, known: Mapping[str, Setting]) -> Any:
         unset = sorted(OmegaConf.missing_keys(merged), key=list(known).index)
         if unset:
             verb = "is" if len(unset) == 1 else "are"
-            raise ConfigError(f"{', '.join(unset)} {verb} not set; set it in the file or as {unset[0]}=VALUE.")
+            raise ConfigError(f"{', '.join(unset)} {verb} not set. Set it in the file or as {unset[0]}=VALUE.")
         return OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {str(error.msg or error).splitlines()[0]}.") from None

@@ -20,13 +20,13 @@ RESPONSES = {"response", "responses"}
 
 
 def check_function(key: str, name: str) -> None:
-    """Find a function without importing it; `key` names the setting.
+    """Find a function without importing it. `key` names the setting.
 
     Raises ConfigError if the name is malformed, the file is missing or does not compile, or lacks the function.
     """
     if name.startswith(GIVEN):
         raise ConfigError(
-            f"{key}={name} stands for a Python function that was given to a call; give it again, as in "
+            f"{key}={name} stands for a Python function that was given to a call. Give it again, as in "
             "ballast.fit(..., reward=...), or name a function here."
         )
     match = re.fullmatch(r"(.+\.py|[A-Za-z_]\w*(?:\.\w+)*):([A-Za-z_]\w*)", name)
@@ -47,7 +47,7 @@ def check_function(key: str, name: str) -> None:
 
 
 def source_file(name: str) -> Path | None:
-    """Return the file that a function's name refers to; None if the module is not found."""
+    """Return the file that a function's name refers to, or None if the module is not found."""
     place = name.rpartition(":")[0]
     return Path(place) if place.endswith(".py") else _module_file(place)
 
@@ -64,7 +64,7 @@ def _module_file(name: str) -> Path | None:
 
 
 def _spec(parts: list[str], path: list[str]) -> ModuleSpec | None:
-    """Ask each finder in turn; editable installations have their own."""
+    """Ask each finder in turn, because editable installations add theirs."""
     for finder in sys.meta_path:
         # PathFinder by the last name alone: of a dotted one, a namespace package would need its parent in sys.modules.
         spec = finder.find_spec(parts[-1] if finder is PathFinder else ".".join(parts), path)
@@ -81,7 +81,7 @@ def requested_columns(signature: Signature, record: Mapping[str, Any], name: str
     names = set(signature.names)
     if "completions" in signature.required:
         raise ConfigError(
-            f"reward.function={name!r} takes 'completions', as rewards of TRL do; here it takes 'responses', the texts "
+            f"reward.function={name!r} takes 'completions', as rewards of TRL do. Here it takes 'responses', the texts "
             "of all samples, or 'response', that of one, and returns a number for each (see docs/migration.md)."
         )
     if len(names & RESPONSES) != 1 and not signature.takes_all:

@@ -1,4 +1,4 @@
-"""Find a model's files, and read them without transformers; `controller.lifecycle.model_checks` reads the rest.
+"""Find a model's files, and read them without transformers. `controller.lifecycle.model_checks` reads the rest.
 
 model.path --folder or hub cache--> ModelFiles(description, weights, tokenizer, chat_template, ends)
 """
@@ -47,7 +47,7 @@ class ModelFiles:
 def read_model_files(path: str, key: str) -> ModelFiles:
     """Find the files of model `path`, set by `key`: a folder, or a name in the local hub cache or SHIPPED.
 
-    Raises ConfigError, naming `key`, if config.json is missing or invalid; `check_whole` checks the other files.
+    Raises ConfigError, naming `key`, if config.json is missing or invalid. `check_whole` checks the other files.
     """
     folder = _folder(path, key)
     content = read_json(folder / "config.json", key)
@@ -98,7 +98,7 @@ def fetch_description(path: str, key: str, log: Callable[[str], None]) -> None:
     except Exception as error:  # requests', httpx's and the hub's own, by version
         raise ConfigError(
             f"{key}={path}: there is no such folder or model in the local hub cache, and the hub did not give its "
-            f"config.json ({type(error).__name__}); `hf download {path} config.json` where there is a network, or name "
+            f"config.json ({type(error).__name__}). `hf download {path} config.json` where there is a network, or name "
             "a folder that holds config.json."
         ) from None
 
@@ -137,7 +137,7 @@ def _folder(path: str, key: str) -> Path:
 
 
 def _missing(path: str, key: str) -> ConfigError:
-    advice = f"; a model of the hub is fetched by `hf download {path}`" if _looks_like_name(path) else ""
+    advice = f". A model of the hub is fetched by `hf download {path}`" if _looks_like_name(path) else ""
     return ConfigError(
         f"{key}: there is no folder {path} and no such model in the local hub cache{advice}{about_copy(path)}."
     )
@@ -164,7 +164,7 @@ def _looks_like_name(path: str) -> bool:
 
 
 def _named(folder: Path, key: str, file: str, name: str) -> Any:
-    """Read `name` from a JSON file; None without the file. Raises as `read_json`."""
+    """Read `name` from a JSON file, or None without the file. Raises as `read_json`."""
     return read_json(folder / file, key).get(name) if (folder / file).is_file() else None
 
 
@@ -184,10 +184,10 @@ def is_job_copy(folder: Path) -> bool:
 
 
 def about_copy(path: str) -> str:
-    """Hint at a missing relative path in a job's copy; empty elsewhere."""
+    """Hint at a missing relative path in a job's copy, or empty elsewhere."""
     if Path(path).is_absolute() or not is_job_copy(Path.cwd()):
         return ""
     return (
-        "; this Ray job works in a copy of its --working-dir, without what git ignores: give an absolute path that "
+        ". This Ray job works in a copy of its --working-dir, without what git ignores: give an absolute path that "
         "every node has"
     )

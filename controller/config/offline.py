@@ -17,7 +17,7 @@ from workers.config import ModelConfig, OptimizerConfig, PolicyConfig, Reference
 class OfflineRunConfig(BaseRunConfig):
     only_with = ((".steps=0", "epochs"),)
 
-    steps: int = setting(0, "Optimiser steps; 0 trains for run.epochs instead.", minimum=0)
+    steps: int = setting(0, "Optimiser steps. 0 trains for run.epochs instead.", minimum=0)
     epochs: int = setting(1, "Passes over data.train.", minimum=1)
 
 
@@ -28,9 +28,9 @@ class OfflineDataConfig:
     train: str = setting(
         "",
         "Records: a .jsonl, .json, .parquet or .arrow file, a folder with files of one kind (`datasets.save_to_disk`, "
-        "a hub repository), or a data set of the hub, `owner/name[:subset][@split]`; the split defaults to `train`.",
+        "a hub repository), or a data set of the hub, `owner/name[:subset][@split]`. The split defaults to `train`.",
     )
-    validation: str = setting("", "Held-out records, in the forms of data.train; empty disables validation.")
+    validation: str = setting("", "Held-out records, in the forms of data.train. Empty disables validation.")
     prompt_key: str = setting("prompt", "Column with the prompt: a string, or a list of chat messages.")
     max_tokens: int = setting(2048, "Maximum sequence length, in tokens.", minimum=2)
     overlong_records: str = setting(
@@ -71,24 +71,24 @@ class PairBatchConfig:
 
 @dataclass
 class OfflineValidationConfig:
-    every: int = setting(0, "Validate every this many steps; 0 validates only before and after training.", minimum=0)
+    every: int = setting(0, "Validate every this many steps. 0 validates only before and after training.", minimum=0)
     at_start: bool = setting(True, "Validate before the first step.")
-    records: int = setting(0, "Use only the first this many held-out records; 0 uses all.", minimum=0)
+    records: int = setting(0, "Use only the first this many held-out records. 0 uses all.", minimum=0)
 
 
 @dataclass
 class PreferenceLossConfig:
-    """Loss of a pair; formulas: `controller.offline.preference_losses`."""
+    """Loss of a pair. Formulas: `controller.offline.preference_losses`."""
 
     only_with = ((".name=dpo or simpo", "label_smoothing"), (".name=simpo", "margin"))
 
     name: str = setting(
         "dpo",
-        "`dpo` (Rafailov et al. 2023) and `ipo` (Azar et al. 2023) compare with a frozen reference; `simpo` (Meng et "
+        "`dpo` (Rafailov et al. 2023) and `ipo` (Azar et al. 2023) compare with a frozen reference. `simpo` (Meng et "
         "al. 2024) does not.",
         choices=("dpo", "ipo", "simpo"),
     )
-    beta: float = setting(0.1, "Scale of log-probs in the loss; the papers use 0.1 for dpo, 2 for simpo.", above=0)
+    beta: float = setting(0.1, "Scale of log-probs in the loss. The papers use 0.1 for dpo, 2 for simpo.", above=0)
     log_probs: str = setting(
         "auto",
         "Log-prob of a response: the `sum` over its tokens, or the length-normalised `mean`. `auto` follows the "
@@ -108,7 +108,7 @@ class PreferenceLossConfig:
 
 @dataclass
 class OfflineConfig(TrainingConfig):
-    """Settings of both commands. Each declares its own batch and loss; here they only have a position."""
+    """Settings of both commands. Each redeclares batch and loss, which only keep their position here."""
 
     only_with = (("data.validation", "validation"),)
 
@@ -138,7 +138,7 @@ class OfflineConfig(TrainingConfig):
         return self.data.max_tokens
 
     def steps_over(self, records: int) -> int:
-        """Count the run's optimiser steps over that many records; the last may be smaller."""
+        """Count the run's optimiser steps over that many records, including a smaller last one."""
         return self.run.steps or -(-self.run.epochs * records // self.records_per_step)
 
     @property
@@ -177,7 +177,7 @@ class SftConfig(OfflineConfig):
 
     @property
     def limits(self) -> dict[str, Limits]:
-        """Limits of each pass's micro-batches; `policy.log_probs` is validation's."""
+        """Limits of each pass's micro-batches. `policy.log_probs` is validation's."""
         found = super().limits
         return found if self.data.validation else {"policy.update": found["policy.update"]}
 

@@ -29,7 +29,7 @@ NONE_GIVEN: GivenFunctions = {}
 
 
 def give_rewards(settings: RewardConfig, reward: Reward | None) -> GivenFunctions:
-    """Replace the reward settings with names for `reward`, and return its functions; None changes nothing.
+    """Replace the reward settings with names for `reward`, and return its functions. None changes nothing.
 
     Raises ConfigError for functions that cannot be pickled or share a name.
     """
@@ -44,7 +44,7 @@ def give_rewards(settings: RewardConfig, reward: Reward | None) -> GivenFunction
     by_name: dict[str, RewardFunctionLike] = {}
     for function in functions:
         if name_of(function) in by_name:
-            raise ConfigError(f"reward: two functions are named {name_of(function)}; rename one of them.")
+            raise ConfigError(f"reward: two functions are named {name_of(function)}. Rename one of them.")
         by_name[name_of(function)] = function
     settings.function = "" if several else name_of(functions[0])
     settings.functions = dict(zip(by_name, map(float, weights), strict=True)) if several else {}
@@ -54,7 +54,7 @@ def give_rewards(settings: RewardConfig, reward: Reward | None) -> GivenFunction
 
 
 def give_step(settings: RunConfig, step: Any) -> GivenFunctions:
-    """Set run.step to a name for `step`, and return its signature; None changes nothing.
+    """Set run.step to a name for `step`, and return its signature. None changes nothing.
 
     Raises ConfigError unless `step` is a function.
     """
@@ -85,13 +85,13 @@ def pickled_function(name: str, function: Callable[..., Any]) -> UserFunction:
     try:
         signature = signature_of(function)
     except (TypeError, ValueError):
-        raise ConfigError(f"{name} has no signature that can be read; give a Python function.") from None
+        raise ConfigError(f"{name} has no signature that can be read. Give a Python function.") from None
     module = sys.modules.get(getattr(_inner(function), "__module__", None) or "")
     try:
         return UserFunction(pickled(function, module), signature, _version(function))
     except Exception as error:  # whatever the objects that it holds raise
         raise ConfigError(
-            f"{name} cannot be sent to other processes ({named(error)}); make what cannot be pickled inside the "
+            f"{name} cannot be sent to other processes ({named(error)}). Make what cannot be pickled inside the "
             "function, at its first call."
         ) from None
 

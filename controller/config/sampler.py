@@ -99,7 +99,7 @@ class EvaluateConfig(SamplerConfig):
     def narrowed(self, output: Path) -> Self:
         """Raises ConfigError without data.validation."""
         if not self.data.validation:
-            raise ConfigError("data.validation is not set; name the data to evaluate on, data.validation=FILE.")
+            raise ConfigError("data.validation is not set. Name the data to evaluate on, data.validation=FILE.")
         data = replace(self.data, train=self.data.validation, sources={}, validation="")
         return self._narrowed(output, data, self.validation.sampling, self.validation.samples)
 
@@ -121,7 +121,7 @@ class GenerateConfig(SamplerConfig):
 
 
 def check_effect(config: SamplerConfig, overrides: Iterable[str], *, uses_ranks: bool) -> None:
-    """Raise ConfigError for an override that the command does not read; settings in a file are left alone.
+    """Raise ConfigError for an override that the command does not read. Settings in a file are left alone.
 
     uses_ranks: whether training ranks compute a reward model or a checkpoint.
     """

@@ -92,7 +92,7 @@ class Config(TrainingConfig):
 
     @property
     def engines(self) -> int:
-        """Number of vLLM engines: rollout.replicas, or as many as the placement's GPUs hold; at least 1."""
+        """Number of vLLM engines: rollout.replicas, or as many as the placement's GPUs hold, at least 1."""
         if self.rollout.replicas or not self.uses_gpus:
             return self.rollout.replicas or 1
         trained_on = self.training_workers if self.training_roles else 0
@@ -110,7 +110,7 @@ class Config(TrainingConfig):
 
     @property
     def mini_batch_sizes(self) -> tuple[int, ...]:
-        """Sequences of each mini-batch of a full global batch, in descending order; they differ by at most one."""
+        """Sequences of each mini-batch of a full global batch, in descending order. They differ by at most one."""
         smallest, larger = divmod(self.sequences_per_step, self.batch.mini_batches)
         return tuple(smallest + (i < larger) for i in range(self.batch.mini_batches))
 
@@ -140,7 +140,7 @@ class Config(TrainingConfig):
     def old_log_probs(self) -> str:
         """Source of the old log-probs in the loss's ratios and in a KL in the reward.
 
-        `sampler`; a `forward_pass` before the first update; or the `update` itself, if a step has only one. Stale
+        One of `sampler`, `forward_pass` (before the first update), or `update` if a step has only one. Stale
         samples need a ratio to the policy that sampled them. If algorithm.loss.rollout_correction provides it, the
         other ratio starts at 1 (decoupled objective, Hilton et al. 2021).
         """
@@ -224,12 +224,12 @@ Files = str | Path | Sequence[str | Path] | None
 
 
 def load(path: Files, overrides: Sequence[str] = ()) -> Config:
-    """Load the settings of `controller.fit`; as `load_as`."""
+    """Load the settings of `controller.fit` (see `load_as`)."""
     return load_as(Config, path, overrides)
 
 
 def load_as(schema: type[Schema], path: Files, overrides: Sequence[str] = ()) -> Schema:
-    """Load the settings of any command; raises as `read`. A run without a name takes the last file's."""
+    """Load the settings of any command. Raises as `read`. A run without a name takes the last file's."""
     files = [path] if isinstance(path, (str, Path)) else list(path or ())
     config = read(schema, files, overrides)
     if not config.run.name:

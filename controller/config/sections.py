@@ -22,18 +22,18 @@ class BaseRunConfig:
         "is not auto.",
     )
     dir: str = setting("runs", "Folder that contains all runs.")
-    steps: int = setting(100, "Training steps; each generates samples and trains on them.", minimum=1)
+    steps: int = setting(100, "Training steps. Each generates samples and trains on them.", minimum=1)
     seed: int = setting(
         0,
         "Seed of data order, mini-batches and sampling. A run with the same seed repeats.",
         minimum=0,
         maximum=2**53,
     )
-    save_every: int = setting(0, "Save the model every this many steps; 0 saves only at the end.", minimum=0)
+    save_every: int = setting(0, "Save the model every this many steps. 0 saves only at the end.", minimum=0)
     checkpoint_every: int = setting(
-        0, "Write a checkpoint every this many steps, to resume from exactly; 0 writes none.", minimum=0
+        0, "Write a checkpoint every this many steps, to resume from exactly. 0 writes none.", minimum=0
     )
-    keep_checkpoints: int = setting(2, "Number of latest checkpoints to keep; older ones are deleted.", minimum=1)
+    keep_checkpoints: int = setting(2, "Number of latest checkpoints to keep. Older ones are deleted.", minimum=1)
     push_to_hub: str = setting(
         "",
         "Hugging Face repository, `owner/name`, to upload the model to at the end, with its adapters and critic if "
@@ -60,7 +60,7 @@ class BaseRunConfig:
 
 @dataclass
 class RunConfig(BaseRunConfig):
-    log_completions: int = setting(0, "Samples to print at every step, with their rewards; 0 prints none.", minimum=0)
+    log_completions: int = setting(0, "Samples to print at every step, with their rewards. 0 prints none.", minimum=0)
     record_samples: bool = setting(
         False,
         "Keep every step's samples in runs/NAME/samples: tokens, log-probs, weight versions and rewards. `python -m "
@@ -81,12 +81,12 @@ class DataConfig:
         "",
         "Prompts: a .jsonl, .json, .parquet or .arrow file, a folder with files of one kind (`datasets.save_to_disk`, "
         "a hub repository), or a data set of the hub, `owner/name[:subset][@split]`, such as "
-        "`openai/gsm8k:main@train`; the split defaults to `train`. Other columns go to the reward function.",
+        "`openai/gsm8k:main@train`. The split defaults to `train`. Other columns go to the reward function.",
     )
     sources: dict[str, float] = setting(
         {}, "Several sources instead of data.train, each with its weight. Prompts are drawn in this proportion."
     )
-    validation: str = setting("", "Held-out prompts, in the forms of data.train; empty disables validation.")
+    validation: str = setting("", "Held-out prompts, in the forms of data.train. Empty disables validation.")
     prompt_key: str = setting("prompt", "Column with the prompt: a string, or a list of chat messages.")
     source_key: str = setting(
         "", "Column with a record's source, for validation metrics by source. If empty, the file's path is used."
@@ -178,7 +178,7 @@ class RewardConfig:
 
     @property
     def weights(self) -> dict[str, float]:
-        """Weight of every reward function; may be empty with an environment or a reward model."""
+        """Weight of every reward function. May be empty with an environment or a reward model."""
         return self.functions or ({self.function: 1.0} if self.function else {})
 
 
@@ -195,7 +195,7 @@ class AlgorithmConfig:
 
     advantage: str = setting(
         "grpo",
-        "Advantage estimator; formulas: `controller.algorithm.advantages`. `gae` is PPO with a critic.",
+        "Advantage estimator. Formulas: `controller.algorithm.advantages`. `gae` is PPO with a critic.",
         choices=(
             "gae",
             "grpo",
@@ -268,7 +268,7 @@ class BalanceConfig:
     )
     fit_cost_model: str = setting(
         "auto",
-        "Fit the planner's cost model to measured micro-step times, every ten steps. `auto` fits on GPUs only; on "
+        "Fit the planner's cost model to measured micro-step times, every ten steps. `auto` fits on GPUs only. On "
         "CPUs, plans depend on config.json alone, so runs repeat exactly.",
         choices=("auto", "always", "never"),
     )
@@ -282,10 +282,10 @@ def _validation_sampling() -> SamplingConfig:
 class ValidationConfig:
     only_with = ((".samples above 1", "success"),)
 
-    every: int = setting(0, "Validate every this many steps; 0 validates only before and after training.", minimum=0)
+    every: int = setting(0, "Validate every this many steps. 0 validates only before and after training.", minimum=0)
     at_start: bool = setting(True, "Validate before the first step.")
     samples: int = setting(1, "Responses sampled per held-out prompt.", minimum=1, maximum=100_000)
-    prompts: int = setting(0, "Use only the first this many held-out prompts; 0 uses all.", minimum=0)
+    prompts: int = setting(0, "Use only the first this many held-out prompts. 0 uses all.", minimum=0)
     success: str = setting(
         "reward",
         "Score that decides whether a response is correct, for pass@k and maj@n: `reward`, or the name of a reward "
@@ -320,14 +320,14 @@ class ResourcesConfig:
     start_timeout_s: float = setting(600.0, "Seconds to wait for actors to load their models.", above=0)
     collective_timeout_s: float = setting(
         1800.0,
-        "Seconds that ranks wait for each other, for example while one reads or writes files; also the limit for "
+        "Seconds that ranks wait for each other, for example while one reads or writes files. It also limits "
         "sending new weights to engines on GPUs.",
         above=0,
     )
     user_code_timeout_s: float = setting(
         60.0,
         "Time limit in seconds for each of these before training: importing a reward function, environment, loss or "
-        "curriculum; rendering the first prompts; rendering each later prompt; and one epoch of data.curriculum (also "
+        "curriculum, rendering the first prompts, rendering each later prompt, and one epoch of data.curriculum (also "
         "during training).",
         above=0,
     )

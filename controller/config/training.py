@@ -38,7 +38,7 @@ PASSES = {
 class Limits:
     """Limits of one pass of a role over a batch.
 
-    cap: setting that gives `max_tokens`. max_tokens, max_sequences: of one rank's micro-batch; max_sequences 0 means
+    cap: setting that gives `max_tokens`. max_tokens, max_sequences: of one rank's micro-batch, max_sequences 0 means
     unlimited. min_micro_batches: per rank and mini-batch. length_multiple: lengths are rounded up to it.
     """
 
@@ -65,7 +65,7 @@ class TrainingConfig:
     conditions = CONDITIONS
     is_described = False  # by --cluster: models and data may lie on another machine
     described_gpus = 0
-    default_name = ""  # of a run without run.name; a number after it makes the name unique
+    default_name = ""  # of a run without run.name, made unique by a number after it
 
     @property
     def headline(self) -> str:
@@ -199,7 +199,7 @@ class TrainingConfig:
 
     @property
     def refits_cost_model(self) -> bool:
-        """Whether plans follow measured times: balance.fit_cost_model; `auto` means on GPUs."""
+        """Whether plans follow measured times by balance.fit_cost_model, where `auto` means on GPUs."""
         return self.balance.fit_cost_model == "always" or (self.balance.fit_cost_model == "auto" and self.uses_gpus)
 
     def model_description(self) -> dict[str, Any]:
@@ -256,12 +256,12 @@ class TrainingConfig:
 
     @property
     def joins_cluster(self) -> bool:
-        """Whether the run joins an existing Ray; otherwise it starts a local one."""
+        """Whether the run joins an existing Ray instead of starting a local one."""
         return bool(self.resources.ray_address or os.environ.get("RAY_ADDRESS"))
 
     @property
     def gpus(self) -> int:
-        """GPUs available to the run, of the described cluster or this machine; 0 if unknown."""
+        """GPUs of the described cluster or this machine, or 0 if unknown."""
         if self.is_described:
             return self.described_gpus
         return 0 if self.joins_cluster else visible_gpus()

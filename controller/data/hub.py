@@ -30,7 +30,7 @@ class HubDataset:
 
 
 def hub_dataset(path: str) -> HubDataset | None:
-    """Parse `owner/name[:subset][@split]` from data.train; None for a file or folder, existing or not.
+    """Parse `owner/name[:subset][@split]` from data.train, or None for a file or folder, existing or not.
 
     A path below an existing folder, or with a data file's ending, is a file.
     """
@@ -45,7 +45,7 @@ def hub_dataset(path: str) -> HubDataset | None:
 def check_split(key: str, path: str) -> None:
     """Raise ConfigError for held-out hub data without a split: it has no default."""
     if hub_dataset(path) and "@" not in path:
-        raise ConfigError(f"{key}={path} names no split of the data set; add one, as in {path}@test.")
+        raise ConfigError(f"{key}={path} names no split of the data set. Add one, as in {path}@test.")
 
 
 def hub_records(path: str, dataset: HubDataset) -> Iterator[tuple[str, Any]]:
@@ -57,7 +57,7 @@ def hub_records(path: str, dataset: HubDataset) -> Iterator[tuple[str, Any]]:
 def _loaded(path: str, dataset: HubDataset) -> Any:
     if find_spec("datasets") is None or int(version("datasets").partition(".")[0]) < OLDEST:
         raise DataError(
-            f"there is no file or folder {path}; a data set of the hub of that name is read by the package datasets: "
+            f"there is no file or folder {path}. A data set of the hub of that name is read by the package datasets: "
             f'`pip install "datasets>={OLDEST}"`, or give a file.'
         )
     from datasets import disable_progress_bars, load_dataset  # seconds
@@ -68,7 +68,7 @@ def _loaded(path: str, dataset: HubDataset) -> Any:
     except Exception as error:  # of the package, of the hub's client, of files: they differ by version
         raise DataError(
             f"there is no file or folder {path}, and no data set of the hub was read by that name "
-            f"({type(error).__name__}: {clause(error)}); where there is a network, `hf download {dataset.name} "
+            f"({type(error).__name__}: {clause(error)}). Where there is a network, `hf download {dataset.name} "
             f"--repo-type dataset --local-dir data/{dataset.name.partition('/')[2]}` fetches its files: then give that "
             "folder."
         ) from None

@@ -21,7 +21,7 @@ from controller.data.records import Record
 from workers.rendering import template_of
 
 DataIdentity = dict[str, Any]
-"""JSON. `sources`: [records, SHA-256] each; their `weights`; `tokenizer`: SHA-256; `settings` of the order; number of
+"""JSON. `sources`: [records, SHA-256] each, with `weights`. `tokenizer`: SHA-256. `settings` of the order. Number of
 `prompts` of each source, or of `records`, within the token limit."""
 
 CONTENT_SETTINGS = (

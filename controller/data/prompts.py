@@ -41,9 +41,9 @@ class Prompts(Protocol):
 class PromptRules:
     """How a record becomes a prompt.
 
-    overlong_prompts: `drop` omits prompts above max_prompt_tokens, `truncate` keeps their end, `error` refuses them;
-    the first two count them. system_prompt: for chat messages without one. source_key: column of a record's source;
-    empty takes the data set's name.
+    overlong_prompts: `drop` omits prompts above max_prompt_tokens, `truncate` keeps their end, `error` refuses them.
+    The first two count them. system_prompt: for chat messages without one. source_key: column with a record's source,
+    or empty for the data set's name.
     """
 
     prompt_key: str
@@ -84,8 +84,8 @@ class PromptDataset:
                 self._prompts.append((ids, record, str(record.get(rules.source_key, name))))
         if not self._prompts:
             raise DataError(
-                f"{name}: all {len(records)} prompts are longer than data.max_prompt_tokens={rules.max_prompt_tokens}; "
-                "raise it, or set data.overlong_prompts=truncate."
+                f"{name}: all {len(records)} prompts are longer than data.max_prompt_tokens={rules.max_prompt_tokens}. "
+                "Raise it, or set data.overlong_prompts=truncate."
             )
 
     def _tokenized(self, record: Record, renderer: Renderer, rules: PromptRules, index: int) -> np.ndarray | None:
@@ -106,7 +106,7 @@ class PromptDataset:
     def _leave_out(self, length: str, rules: PromptRules, index: int) -> None:
         if rules.overlong_prompts == "error":
             raise DataError(
-                f"{self.name} record {index} has {length}; raise data.max_prompt_tokens ({rules.max_prompt_tokens}) or "
+                f"{self.name} record {index} has {length}. Raise data.max_prompt_tokens ({rules.max_prompt_tokens}) or "
                 "set data.overlong_prompts=drop."
             )
         self.dropped += 1
@@ -157,7 +157,7 @@ class PromptMixture:
     """Several separately shuffled sources, mixed by weight."""
 
     def __init__(self, sources: Sequence[PromptDataset], weights: Sequence[float]) -> None:
-        """weights: positive, one per source; only ratios count."""
+        """weights: positive, one per source. Only ratios count."""
         self._sources = list(sources)
         self._shares = np.asarray(weights, np.float64) / np.sum(weights)
         self._dealt = np.zeros(len(sources), np.int64)
@@ -196,7 +196,7 @@ def with_system_prompt(prompt: Any, system_prompt: str, where: str) -> Any:
     if not system_prompt:
         return prompt
     if isinstance(prompt, str):
-        raise DataError(f"{where} is a text, but data.system_prompt goes before chat messages; make it a list of them.")
+        raise DataError(f"{where} is a text, but data.system_prompt goes before chat messages. Make it a list of them.")
     if prompt[0]["role"] == "system":
         return prompt
     return [{"role": "system", "content": system_prompt}, *prompt]

@@ -2,7 +2,7 @@
 
     .jsonl, .json | .parquet | .arrow | a folder of these | a name of the hub --iter_records--> {"prompt": ...}, ...
 
-A folder comes from `datasets.save_to_disk` or a hub repository; its files are read by name. Reading executes nothing.
+A folder comes from `datasets.save_to_disk` or a hub repository. Its files are read by name. Reading executes nothing.
 """
 
 import json
@@ -45,12 +45,12 @@ def check_loss_columns(path: str, records: Sequence[Record], names: Sequence[str
         if len(kinds) == 2:
             raise DataError(
                 f"{path}: {name!r} of algorithm.loss.columns is a number in record {kinds[True]} and not in record "
-                f"{kinds[False]}; give all records the one or the other."
+                f"{kinds[False]}. Give all records the one or the other."
             )
 
 
 def iter_records(path: str, prompt_key: str = "") -> Iterator[Record]:
-    """Iterate lazily over the records; raises as `read_records`."""
+    """Iterate lazily over the records. Raises as `read_records`."""
     if dataset := hub_dataset(path):
         for where, record in hub_records(path, dataset):
             yield _checked(record, where, prompt_key)
@@ -71,7 +71,7 @@ def _checked(record: Any, where: str, prompt_key: str) -> Record:
     if not isinstance(record, dict) and not prompt_key:
         raise DataError(f"{where} is not a record, which gives each column's value by its name.")
     if prompt_key and (not isinstance(record, dict) or prompt_key not in record):
-        raise DataError(f"{where} has no {prompt_key!r}; set data.prompt_key to the prompt's column.")
+        raise DataError(f"{where} has no {prompt_key!r}. Set data.prompt_key to the prompt's column.")
     for name, value in record.items():
         try:
             json.dumps([name, value], ensure_ascii=False, default=repr).encode()
@@ -89,7 +89,7 @@ def data_files(path: Path) -> list[Path]:
         if not found:
             raise DataError(f"{path} holds no data file ({', '.join(READERS)}).")
         if len(kinds) > 1:
-            raise DataError(f"{path} holds files of several kinds ({', '.join(sorted(kinds))}); name one of them.")
+            raise DataError(f"{path} holds files of several kinds ({', '.join(sorted(kinds))}). Name one of them.")
         return found
     if not path.exists():
         raise DataError(
@@ -105,7 +105,7 @@ def _check_regular(files: Iterable[Path]) -> None:
     for file in files:
         if not file.is_file():
             raise DataError(
-                f"{file} is not a regular file, such as a pipe that is read once; write the records to a file."
+                f"{file} is not a regular file, such as a pipe that is read once. Write the records to a file."
             )
 
 
@@ -127,7 +127,7 @@ def _json_lines(file: Path) -> Iterator[tuple[str, Any]]:
 def _json(file: Path) -> Iterator[tuple[str, Any]]:
     content = _parsed(file.read_bytes(), str(file))
     if not isinstance(content, list):
-        raise DataError(f"{file} must be a list of records; write one record a line to a .jsonl file otherwise.")
+        raise DataError(f"{file} must be a list of records. Write one record a line to a .jsonl file otherwise.")
     for number, record in enumerate(content, start=1):
         yield f"{file} record {number}", record
 
@@ -145,11 +145,11 @@ def _parsed(text: bytes, where: str) -> Any:
 
 
 def _too_deep(where: str) -> DataError:
-    return DataError(f"{where} is nested more than {DEEPEST} deep; no prompt or answer needs that.")
+    return DataError(f"{where} is nested more than {DEEPEST} deep. Flatten it.")
 
 
 def _is_flat(value: Any) -> bool:
-    """Whether lists and objects nest at most DEEPEST deep; deeper ones cannot be pickled."""
+    """Whether lists and objects nest at most DEEPEST deep, so that they can be pickled."""
     level = [value]
     for _ in range(DEEPEST + 1):
         level = [

@@ -40,7 +40,7 @@ def check_cluster(config: Config, report: Report, folder: Path, *, of_a_run: boo
     report.add(offered(nodes, gpus_seen, config.uses_gpus))
     with report.guarding("all-reduce", "the ranks do not reach each other: see the network's line, and firewalls"):
         report.add(smoke_test.all_reduce(config, len(nodes), int(total(nodes, "GPU"))))
-    advice = "Ray's session folder has their logs, logs/worker-*; start containers with --ipc=host for CUDA IPC"
+    advice = "Ray's session folder has their logs, logs/worker-*. Start containers with --ipc=host for CUDA IPC"
     with report.guarding("engine and rank", advice):
         model = model or smoke_test.tiny_model(folder / "model")
         smoke_test.train_two_steps(smoke_test.settings_for(config, model, folder), report)

@@ -99,8 +99,8 @@ def gpu_findings(cards: Sequence[Gpu], problem: str, on_gpus: bool) -> Finding:
         if not on_gpus and not devices:
             return ok("GPUs", "none, models run on CPUs")
         advice = (
-            "look at nvidia-smi, CUDA_VISIBLE_DEVICES and the container's --gpus; for a CUDA build of torch "
-            "pip install -e .[vllm]; or set resources.device=cpu"
+            "look at nvidia-smi, CUDA_VISIBLE_DEVICES and the container's --gpus. For a CUDA build of torch "
+            "pip install -e .[vllm], or set resources.device=cpu"
         )
         return (fail if on_gpus else warn)("GPUs", f"torch cannot use {', '.join(devices) or 'any'}: {problem}", advice)
     least = min(cards, key=lambda card: card.free_gib)
@@ -130,7 +130,7 @@ def network(address: str, nodes: int) -> Finding:
     if not having:
         return fail("network", text, "start Ray with --node-ip-address of an interface of this node")
     if nodes > 1 and address.startswith("127."):
-        return fail("network", text, "other nodes cannot reach it; start Ray with --node-ip-address")
+        return fail("network", text, "other nodes cannot reach it. Start Ray with --node-ip-address")
     return ok("network", text)
 
 
@@ -145,7 +145,7 @@ def run_folder(marker: str) -> list[Finding]:
         return [fail("run.dir", f"{folder} cannot be written to", advice)]
     free = shutil.disk_usage(folder).free / GIB
     if free < LITTLE_DISK_GIB:
-        text, advice = f"{free:,.0f} GiB free", "a checkpoint takes 12 bytes a parameter; free some, or set run.dir"
+        text, advice = f"{free:,.0f} GiB free", "a checkpoint takes 12 bytes a parameter. Free some, or set run.dir"
         return [warn("run.dir", text, advice)]
     return [ok("run.dir", f"{free:,.0f} GiB free")]
 

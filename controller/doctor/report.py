@@ -67,7 +67,7 @@ class Report:
         try:
             with looking_at(name) if told else nullcontext():
                 yield
-        except Exception as error:  # a check may fail in any way; Ctrl-C passes
+        except Exception as error:  # a check may fail in any way, and Ctrl-C passes
             self.add(fail(name, cause_of(error)[:LONGEST_TEXT], advice))
 
     @property

@@ -99,13 +99,13 @@ def judge_all_reduce(measured: list[tuple[float, float]], device: str) -> Findin
     for rank, (_, total) in enumerate(measured):
         if total != ranks:
             text = f"rank {rank} got {total:g} where {ranks} ones add up to {ranks}"
-            return fail("all-reduce", text, "the network or a GPU corrupts data; test the node of that rank")
+            return fail("all-reduce", text, "the network or a GPU corrupts data. Test the node of that rank")
     seconds = max(seconds for seconds, _ in measured)
     rate = 2 * (ranks - 1) / ranks * size / seconds / 1e9
     backend = "nccl" if device == "cuda" else "gloo"
     text = f"{size / 2**20:.0f} MiB over {ranks} ranks by {backend} in {seconds * 1e3:.1f} ms, {rate:.2f} GB/s"
     if device == "cuda" and rate < SLOW_GB_PER_S:
-        advice = "NCCL takes a slow path: NCCL_DEBUG=INFO says which; see nvidia-smi topo -m and NCCL_SOCKET_IFNAME"
+        advice = "NCCL takes a slow path: NCCL_DEBUG=INFO says which. See nvidia-smi topo -m and NCCL_SOCKET_IFNAME"
         return warn("all-reduce", text, advice)
     return ok("all-reduce", text)
 
@@ -177,7 +177,7 @@ def train_two_steps(config: Config, report: Report) -> None:
     if before["policy/grad_norm"] > 0:
         report.add(ok("log-probs after it", text))
     else:
-        report.add(warn("log-probs after it", text, "the update changed nothing to compare; take another --model"))
+        report.add(warn("log-probs after it", text, "the update changed nothing to compare. Take another --model"))
 
 
 def _difference(metrics: dict[str, float], config: Config) -> str:

@@ -30,7 +30,7 @@ POLL_SECONDS = 1.0  # interval between checks of deadlines while nothing arrives
 
 @dataclass(frozen=True)
 class _Call:
-    """A call that `wait` watches. `then` runs on success; a failed or late replica is lost."""
+    """A call that `wait` watches. `then` runs on success."""
 
     replica: int
     doing: str
@@ -53,7 +53,7 @@ class RolloutEngines:
         start_timeout_s: float = 600.0,
         log: Callable[[str], None] = print,
     ) -> None:
-        """make: of (replica, attempt), an actor. replaceable: whether a lost engine can be replaced alone; false
+        """make: of (replica, attempt), an actor. replaceable: whether a lost engine can be replaced alone, False
         if weights travel between GPUs. colocated: whether engines sleep during training.
         """
         self.fleet = fleet
@@ -76,7 +76,7 @@ class RolloutEngines:
         self._starting = {replica: actor.start.remote() for replica, actor in self.actors.items()}
 
     def wait_started(self, timeout_s: float | None = None) -> None:
-        """Wait for all engines; returns at once when called again. Raises RolloutError for a failed or late one."""
+        """Wait for all engines, at the first call. Raises RolloutError for a failed or late engine."""
         for replica, ref in list(self._starting.items()):
             try:
                 ray.get(ref, timeout=timeout_s)
@@ -88,7 +88,7 @@ class RolloutEngines:
             self.fleet.started(replica)
 
     def wait(self, streams: Sequence[Any], timeout_s: float = POLL_SECONDS) -> Any | None:
-        """The first of `streams` with a result; None after another call, or after `timeout_s`. Raises as `lose`."""
+        """Return the first of `streams` with a result, or None after another call or `timeout_s`. Raises as `lose`."""
         done, _ = ray.wait([*self._calls, *streams], num_returns=1, timeout=timeout_s, fetch_local=False)
         for ref in done:
             if ref not in self._calls:
@@ -97,7 +97,7 @@ class RolloutEngines:
         return None
 
     def check_deadlines(self, busy: Collection[int]) -> None:
-        """Lose replicas with overdue calls; check the health of silent `busy` replicas."""
+        """Lose replicas with overdue calls. Check the health of silent `busy` replicas."""
         now = time.monotonic()
         for ref, call in list(self._calls.items()):
             if call.deadline >= now or ref not in self._calls:  # one that was lost just now takes its calls along
@@ -154,7 +154,7 @@ class RolloutEngines:
     def update_weights(self, payload: ray.ObjectRef, version: int) -> None:
         """Load packed weights as `version` into every engine, also those that start later.
 
-        Raises RolloutError if an engine refuses them, because it would keep old weights; and as `lose`.
+        Raises RolloutError as `lose`, and if an engine refuses them, because it would keep old weights.
         """
         self._weights = payload
         self.fleet.new_version(version)
@@ -192,7 +192,7 @@ class RolloutEngines:
         self._on_all("alive", self.fleet.in_state(*UP, State.ASLEEP), self._hang_timeout_s)
 
     def _on_all(self, method: str, replicas: Sequence[int], timeout_s: float) -> list[int]:
-        """Call a method and wait; returns the replicas that succeeded, and loses the others."""
+        """Call a method on each replica and wait. Returns the replicas that succeeded and loses the others."""
         calls = {replica: getattr(self.actors[replica], method).remote() for replica in replicas}
         done = []
         for replica, ref in calls.items():

@@ -38,7 +38,7 @@ class PartialResponses:
         self._looked = time.monotonic()
 
     def look(self, actors: Mapping[int, Any]) -> None:
-        """Ask these engines for a snapshot, if one is due; returns at once."""
+        """Ask these engines for a snapshot if it is due, without waiting for it."""
         now = time.monotonic()
         if now - self._looked < LOOK_SECONDS:
             return
@@ -81,7 +81,7 @@ class Generation:
     streams: dict[Any, int] = field(default_factory=dict)
 
     def received(self, replica: int, block: ray.ObjectRef, results: Sequence[SampleResult]) -> None:
-        """Handle a replica's results; successful ones have a row in the block."""
+        """Handle a replica's results. Each successful result has a row in the block."""
         for result in results:
             (self.router.failed if result.failed else self.router.finished)(replica, result)
         if finished := [result for result in results if not result.failed]:
@@ -111,7 +111,7 @@ class EnginePool(RolloutEngines):
     def generate(
         self, requests: Sequence[SampleRequest], sampling: SamplingConfig, on_results: OnResults | None = None
     ) -> tuple[list[Sample], Router]:
-        """Sample every request; returns finished samples in order, and the router, which knows drops and retries.
+        """Sample every request. Returns finished samples in order, and the router, which knows drops and retries.
 
         `on_results` is called with finished samples and their block. Raises as `pump`.
         """
@@ -139,7 +139,7 @@ class EnginePool(RolloutEngines):
         return self._generations[-1]
 
     def pump(self, timeout_s: float = 0.0) -> bool:
-        """Assign waiting requests, and read from one stream; returns whether one had results in time.
+        """Assign waiting requests, and read from one stream. Returns whether one had results in time.
 
         Without engines, generation waits for a replacement. Raises as `lose`.
         """

@@ -1,4 +1,4 @@
-"""Fleet: which engine may take requests. Decides only; no I/O, no Ray, no clock.
+"""Decide which engine may take requests, without I/O, Ray or a clock.
 
     starting --started--> stale --updated--> current --drain--> draining
         ^                 ^ ^                   |  ^---resume------'
@@ -56,7 +56,7 @@ class RestartBudget:
 
 
 class Fleet:
-    """States of a run's engines. `version`: of the weights; 0 is the model's folder.
+    """States of a run's engines. `version`: of the weights, 0 for the model's folder.
 
     Raises ValueError for an event that is impossible in an engine's state.
     """
@@ -126,7 +126,7 @@ class Fleet:
         return self.budget.fruitless[replica] >= FRUITLESS_DEATHS
 
     def restart(self, replica: int) -> bool:
-        """Replace a dead engine; returns False, without effect, if hopeless or beyond the budget."""
+        """Replace a dead engine. Returns False, without effect, if hopeless or beyond the budget."""
         if self.budget.left <= 0 or self.is_hopeless(replica):
             return False
         self._move(replica, State.STARTING, State.DEAD)

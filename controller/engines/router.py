@@ -1,4 +1,4 @@
-"""Router: which engine takes which request, and how failed requests are retried. Decides only; no I/O, no Ray.
+"""Decide which engine takes which request and how failed requests are retried, without I/O or Ray.
 
     submit -> waiting --assign--> outstanding on a replica --finished--> gone
                  ^                     |
@@ -6,8 +6,8 @@
 
 `controller.engines.fleet` decides which replicas may be given requests.
 
-Invariants: every submitted request is waiting, outstanding on exactly one replica, finished or dropped; no replica
-holds more than `max_concurrent`; no request fails more than `1 + max_retries` times.
+Invariants: every submitted request is waiting, outstanding on exactly one replica, finished or dropped. No replica
+holds more than `max_concurrent`. No request fails more than `1 + max_retries` times.
 """
 
 from collections import deque

@@ -10,7 +10,7 @@ weights in the engines. A step takes the P oldest ready groups, each from the wi
 numbers that begins at the oldest group not yet taken. So a younger group may pass a slow one only within the window
 (windowed FIFO; MiniMax, Forge, arXiv 2605.26494, section 6.2.4).
 
-Invariants: every group is admitted once, and taken once or released; none is dropped for its age. A group's age in
+Invariants: every group is admitted once, and taken once or released. None is dropped for its age. A group's age in
 versions of the weights, from admission to its step, is at most `max_age` = S + ceil((W - 1) / P), and 0 if S is 0.
 While steps are left and no P groups can be taken, a group is running or can be admitted, or the engines await weights.
 
@@ -18,7 +18,7 @@ Why the age is bounded: at a group's admission at most B - 1 others are active, 
 taken before it. So at most floor((B + W - 2) / P) = S + ceil((W - 1) / P) whole steps are taken in between. If groups
 stopped being active when trained, before the engines have the new weights, the bound would be one more.
 
-Decides only; no I/O, no Ray, no clock.
+It only decides, without I/O, Ray or a clock.
 """
 
 from collections import deque
@@ -66,7 +66,7 @@ class StalenessSchedule:
     """State of a run's groups. Raises ValueError for an event that is impossible in a group's state."""
 
     def __init__(self, settings: Staleness, steps: int, *, admitted: int = 0, active: Iterable[int] = ()) -> None:
-        """steps: left to make; only their groups are admitted. admitted: number of the next group. active: running
+        """steps: number left, whose groups are admitted. admitted: number of the next group. active: running
         groups of a resumed run.
         """
         self.settings = settings
@@ -95,12 +95,12 @@ class StalenessSchedule:
         self._states[group] = GroupState.READY
 
     def released(self, group: int) -> None:
-        """Drop a group by a rule of the algorithm; another is admitted in its place."""
+        """Drop a group by a rule of the algorithm. Another is admitted in its place."""
         self._expect(group, GroupState.RUNNING)
         del self._states[group]
 
     def take(self) -> list[int]:
-        """Groups of the next step, oldest first; empty while fewer than P can be taken."""
+        """Groups of the next step, oldest first, or empty while fewer than P can be taken."""
         size, running = self.settings.prompts_per_step, self.in_state(GroupState.RUNNING)
         ready = self.in_state(GroupState.READY)
         if running:  # the window cannot move beyond the oldest of them

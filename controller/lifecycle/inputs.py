@@ -50,7 +50,7 @@ from workers.user_code.rewards import RAW, RewardFunction, try_rewards
 
 Records = dict[str, list[Record]]
 
-TRIED_PROMPTS = 32  # of each data set; the run itself renders the others as it tokenizes them
+TRIED_PROMPTS = 32  # of each data set, because the run renders the others as it tokenizes them
 LONGEST_SHOWN = 2_000  # characters of a prompt in a dry run
 
 
@@ -58,8 +58,8 @@ LONGEST_SHOWN = 2_000  # characters of a prompt in a dry run
 class Tried:
     """Inputs that need no tokenizer.
 
-    train, held_out: records by path. environment, step: pickled class of rollout.environment and function of run.step;
-    may be empty. identity: of the training data, for checkpoints. score, answered: of the reward and the environment,
+    train, held_out: records by path. environment, step: pickled class of rollout.environment and function of run.step,
+    or empty. identity: of the training data, for checkpoints. score, answered: of the reward and the environment,
     for an empty response to the first record.
     """
 
@@ -121,7 +121,7 @@ def try_inputs(config: Config, log: Log = print, given: GivenFunctions = NONE_GI
 
 
 def loss_trial(config: Config, records: Sequence[Record]) -> tuple[Any, ...]:
-    """Return what a policy loss is tried with: its settings, and columns like a step's; see `check_loss`."""
+    """Return the settings of a policy loss and columns like a step's, for `check_loss`."""
     first = [records[0], records[-1]]
     columns = {name: record_column([record[name] for record in first]) for name in config.loss_columns}
     columns |= dict.fromkeys(COUNTS, np.array([2, 3])) | {"uid": np.array(["0", "1"]), "sample": np.array([0, 0])}
@@ -149,7 +149,7 @@ def tried_lines(config: Config, tried: Tried) -> list[str]:
         *([f"{', '.join(code)}: tried on the first record and an empty response"] if code else []),
         *([_score_line(tried.score)] if tried.score else []),
         *(_episode_lines(tried.answered) if tried.answered else []),
-        *([f"{config.run.step}: imported; makes each step"] if tried.step else []),
+        *([f"{config.run.step}: imported, makes each step"] if tried.step else []),
     ]
 
 
@@ -191,7 +191,7 @@ def _tokens_line(dataset: PromptDataset) -> str:
 
 
 def read_inputs(config: Config, log: Log = print, given: GivenFunctions = NONE_GIVEN) -> Inputs:
-    """Read, try and tokenize the inputs; raises as these do."""
+    """Read, try and tokenize the inputs."""
     return tokenized(config, try_inputs(config, log, given), log)
 
 
@@ -291,13 +291,13 @@ def _check_lengths(config: Config, path: str, rows: list[Record]) -> None:
     if data.overlong_prompts != "truncate" and not any(short):
         raise DataError(
             f"{path}: all prompts, {len(rows)}, have many more characters than data.max_prompt_tokens="
-            f"{data.max_prompt_tokens} tokens hold; raise it, set data.overlong_prompts=truncate, or shorten them."
+            f"{data.max_prompt_tokens} tokens hold. Raise it, set data.overlong_prompts=truncate, or shorten them."
         )
     if data.overlong_prompts == "error" and not all(short):
         number = short.index(False) + 1
         raise DataError(
             f"{path} record {number} has {characters(rows[number - 1][data.prompt_key]):,} characters, more than "
-            f"data.max_prompt_tokens={data.max_prompt_tokens} tokens hold; raise it, or set data.overlong_prompts=drop."
+            f"data.max_prompt_tokens={data.max_prompt_tokens} tokens hold. Raise it, or set data.overlong_prompts=drop."
         )
 
 

@@ -26,7 +26,7 @@ def in_main_thread() -> bool:
 
 @contextmanager
 def handlers_kept() -> Iterator[None]:
-    """Restore the handlers of `SIGNALS` after the block, because Ray sets its own; main thread only."""
+    """Restore the handlers of `SIGNALS` after the block, because Ray replaces them. Only for the main thread."""
     found = {number: signal.getsignal(number) for number in SIGNALS} if in_main_thread() else {}
     try:
         yield
@@ -37,7 +37,7 @@ def handlers_kept() -> Iterator[None]:
 
 
 class Interrupts:
-    """Turn interrupts into KeyboardInterrupt; between `hold` and `release`, delay them until `release`.
+    """Turn interrupts into KeyboardInterrupt. Between `hold` and `release`, delay them until `release`.
 
     No effect outside the main thread, where Python delivers no signals.
     """
@@ -88,4 +88,4 @@ class Interrupts:
         at_once, self._pending = not self.held or self._pending, True
         if at_once:
             raise KeyboardInterrupt
-        self._lines.put("stopping when this step is complete; once more stops at once")
+        self._lines.put("stopping when this step is complete. Press again to stop at once")

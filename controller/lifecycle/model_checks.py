@@ -3,7 +3,7 @@
     Config --roles--> skeleton of each model --> nothing, or ConfigError     before anything is started
                   '-> whole model, up to 2 GiB --> "numerics: ..."           the last lines of `--dry-run`
 
-First import of torch and transformers, after all checks without them; the driver needs both for the tokenizer anyway.
+It imports torch and transformers first, after all checks that need neither.
 """
 
 import math
@@ -25,7 +25,7 @@ GIB = 1 << 30
 MOST_BYTES = 2 * GIB
 SHARE_OF_MEMORY = 1 / 6  # weights in bfloat16 take twice their files in float32, and as much again while they are read
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Sizes of heads that vLLM's attention on CPUs has kernels for; with others an engine dies in its first step."""
+"""Sizes of heads that vLLM's attention on CPUs has kernels for. With others an engine dies in its first step."""
 KV_BLOCK_TOKENS = 32  # of an engine on CPU, see workers.rollout.vllm_interface
 
 
@@ -205,7 +205,7 @@ def _measured(role: Role) -> tuple[float, str]:
     from workers.model.value_head import LOADERS
 
     logging.disable_progress_bar()
-    # A GPU's kernel cannot run here; it is measured where it runs.
+    # A GPU's kernel cannot run here. It is measured where it runs.
     layout = role.model.attention_layout()
     attention = role.model.attention if layout == "padded" else "auto"
     model = replace(role.model, attention=attention, layout=layout, forward_layout="same", activation_offload=False)

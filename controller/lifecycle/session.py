@@ -82,7 +82,7 @@ def exit_code(prepare: Callable[[], Callable[[], None] | None]) -> int:
 def prepare_start(
     config: TrainingConfig, read: Callable[[Log], Found], start: Callable[[Found, "Console"], None]
 ) -> Callable[[], None]:
-    """Check machine, cluster and models, read the inputs, and lock the run's folder; return what starts the run.
+    """Check machine, cluster and models, read the inputs, and lock the run's folder. Returns what starts the run.
 
     read: returns the inputs, and logs slow work. Raises ResourceError, ConfigError, and as `read`.
     """
@@ -107,7 +107,7 @@ class Session:
 
 @contextmanager
 def session(config: TrainingConfig, console: "Console", data: dict[str, Any], **launched: Any) -> Iterator[Session]:
-    """Launch the roles on a connected Ray, resume by run.resume, and open the run's folder; close all afterwards.
+    """Launch the roles on a connected Ray, resume by run.resume, and open the run's folder. Close all afterwards.
 
     data: identity of the training data, see `controller.data.identity`. launched: arguments of `launch`.
     """
@@ -128,7 +128,7 @@ def session(config: TrainingConfig, console: "Console", data: dict[str, Any], **
             progress = resume(config, roles, console.log, data)
         trackers, ids = open_trackers(config, progress.trackers, progress.step, console.log, exported)
         progress = replace(progress, trackers=ids)
-        # A run that resumes under its own name keeps its records; under a new name there are none.
+        # A run that resumes under its own name keeps its records. Under a new name there are none.
         with RunWriter(
             config.run_folder, to_yaml(config), trackers, timeline=config.tracking.timeline, after=progress.step
         ) as writer:
@@ -140,7 +140,7 @@ def finished(config: TrainingConfig, last_step: int, setting: str) -> bool:
     steps = RunFolder(config.run_folder).finished_steps if config.run.resume == "auto" else 0
     if steps < last_step:
         return False
-    print(f"{config.run_folder} has ended after step {steps}; raise {setting} to go on with it")
+    print(f"{config.run_folder} has ended after step {steps}. Raise {setting} to go on with it")
     return True
 
 
@@ -237,7 +237,7 @@ def push_to_hub(config: TrainingConfig, log: Callable[[str], None]) -> None:
                     )
     except Exception as error:  # the hub's, and those of the client beneath it, which differ by version
         raise OutputError(
-            f"run.push_to_hub={repository}: {type(error).__name__}: {clause(error)}; the model is in {folder}, and "
+            f"run.push_to_hub={repository}: {type(error).__name__}: {clause(error)}. The model is in {folder}, and "
             f"`hf upload {repository} {folder / 'model'} .` uploads it."
         ) from error
     log(f"pushed to {address}")
@@ -245,7 +245,7 @@ def push_to_hub(config: TrainingConfig, log: Callable[[str], None]) -> None:
 
 @contextmanager
 def ray_session(config: TrainingConfig, console: "Console") -> Iterator[None]:
-    """Connect to resources.ray_address or RAY_ADDRESS, else start a local Ray that ends with the run; keep one that is
+    """Connect to resources.ray_address or RAY_ADDRESS, else start a local Ray that ends with the run. Keep one that is
     connected, for example a notebook's."""
     import ray
 
@@ -266,9 +266,9 @@ def ray_session(config: TrainingConfig, console: "Console") -> Iterator[None]:
             context = ray.init(address=address, **options)
     except Exception as error:  # ray.init raises bare Exceptions too, where a local Ray does not come up in time
         if address == "local":
-            raise ResourceError(f"a local Ray did not start: {clause(error)}; is the machine overloaded?") from error
+            raise ResourceError(f"a local Ray did not start: {clause(error)}. Is the machine overloaded?") from error
         raise ResourceError(
-            f"Ray at {address} could not be reached: {clause(error)}; check resources.ray_address or RAY_ADDRESS, and "
+            f"Ray at {address} could not be reached: {clause(error)}. Check resources.ray_address or RAY_ADDRESS, and "
             "that both sides use the same token (RAY_AUTH_MODE)."
         ) from error
     if in_main_thread():
@@ -303,7 +303,7 @@ def _warn_of_idle_gpus(config: TrainingConfig, console: "Console") -> None:
 
 @contextmanager
 def _on_loopback(address: str) -> Iterator[None]:
-    """Make a local Ray listen only on 127.0.0.1; ray.init replaces this address with the machine's."""
+    """Make a local Ray listen only on 127.0.0.1. ray.init replaces this address with the machine's."""
     from ray._private import ray_constants
 
     before = ray_constants.ENABLE_RAY_CLUSTER

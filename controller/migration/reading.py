@@ -64,7 +64,7 @@ def _of_file(path: Path) -> dict[str, Any]:
 
 
 def _of_python(tree: ast.AST) -> Iterator[tuple[str, Any]]:
-    """Keyword arguments of calls such as GRPOConfig(...) and GRPOTrainer(...); code in place of a value stays code."""
+    """Keyword arguments of calls such as GRPOConfig(...) and GRPOTrainer(...). Code in place of a value stays code."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and CALLS.fullmatch(getattr(node.func, "id", getattr(node.func, "attr", ""))):
             for keyword in node.keywords:
@@ -77,7 +77,7 @@ def _of_python(tree: ast.AST) -> Iterator[tuple[str, Any]]:
 
 
 def _of_script(text: str) -> dict[str, Any]:
-    """key.sub=value words; where there is none, `--key value` and `--flag`."""
+    """Return the key.sub=value words, or else `--key value` and `--flag`."""
     try:
         words = list(script_words(text))
     except ValueError as error:
@@ -106,7 +106,7 @@ def typed(text: str) -> Any:
 
 
 def script_words(text: str) -> Iterator[str]:
-    """Yield the words of all commands; `$` stays where a value needs a shell. ValueError for an open quote."""
+    """Yield the words of all commands. `$` stays where a value needs a shell. ValueError for an open quote."""
     variables = {name: os.environ[name] for name in ("HOME", "PWD") if name in os.environ}
     text = re.sub(r"^\s*#.*\n", "", text, flags=re.M).replace("\\\n", " ")
     unfinished = ""

@@ -306,7 +306,7 @@ def _stacked_phases(axes: Axes, run: RunFolder) -> None:
         for values, bottom, label, colour in zip(seconds, bottoms[:-1], labels, colours, strict=True):
             axes.bar(whole.steps, values, bottom=bottom, label=label, color=colour, alpha=0.85, width=0.75)
     axes.set_ylabel("seconds")
-    # The first step compiles; it would flatten all that follow.
+    # The first step compiles. It would flatten all that follow.
     if len(whole.values) > 2:
         axes.set_ylim(0, 1.15 * max(whole.values[1:]))
     _steps_below(axes)

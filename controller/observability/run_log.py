@@ -49,7 +49,7 @@ class RunLog(io.TextIOBase):
     def _end(self, error: OSError) -> None:
         self._file = None
         stream = sys.__stderr__ or sys.stderr
-        stream.write(f"{self._path} cannot be written ({error.strerror or error}); it ends here\n")
+        stream.write(f"{self._path} cannot be written ({error.strerror or error}). It ends here\n")
 
     def write(self, text: str) -> int:
         *lines, rest = (getattr(self._parts, "rest", "") + text).split("\n")

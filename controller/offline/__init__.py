@@ -3,5 +3,5 @@
 records --tokenized--> rows --datasets--> batch of a step --Planner--> plan --> trainers --> policy ranks
                                                       pairs: log-probs --preference_losses--> coefficients --^
 
-Commands: `controller.sft` and `controller.preferences`; `offline_training` holds their common code.
+Commands: `controller.sft` and `controller.preferences`. `offline_training` holds their common code.
 """

@@ -1,4 +1,4 @@
-"""Datasets: tokenized records in an endless stream of epochs; a step's tokens enter the object store once."""
+"""Datasets: tokenized records in an endless stream of epochs. A step's tokens enter the object store once."""
 
 from collections.abc import Sequence
 
@@ -49,11 +49,11 @@ class SequenceDataset:
             self._add(tuple(example_row(renderer, example, where) for example in record), settings, where)
         if not self._items:
             raise DataError(
-                f"{name}: all {len(records)} records are longer than data.max_tokens={settings.max_tokens}; raise it."
+                f"{name}: all {len(records)} records are longer than data.max_tokens={settings.max_tokens}. Raise it."
             )
         equal = sum(_are_equal(item) for item in self._items)
         if equal == len(self._items):
-            raise DataError(f"{name}: chosen and rejected responses are equal in all records; see data.chosen_key.")
+            raise DataError(f"{name}: chosen and rejected responses are equal in all records. See data.chosen_key.")
         self.warnings = [f"{name}: {equal} of {len(self)} pairs have equal responses, and teach nothing"] * (equal > 0)
 
     def _add(self, item: Item, settings: OfflineDataConfig, where: str) -> None:
@@ -62,7 +62,7 @@ class SequenceDataset:
             self._items.append(item)
         elif settings.overlong_records == "error":
             raise DataError(
-                f"{where} has {longest} tokens; raise data.max_tokens ({settings.max_tokens}) or "
+                f"{where} has {longest} tokens. Raise data.max_tokens ({settings.max_tokens}) or "
                 "set data.overlong_records=drop."
             )
         else:
@@ -80,14 +80,14 @@ class SequenceDataset:
         return [len(row["input_ids"]) for item in self._items for row in item]
 
     def take(self, start: int, count: int) -> RemoteBatch:
-        """Return `count` records from position `start` (from 0) of the stream, determined by the seed; see `first`."""
+        """Return `count` records from position `start` (from 0) of the stream, determined by the seed (see `first`)."""
         places = range(start, start + count)
         return _batch([f"{place}" for place in places], [self._at(place) for place in places])
 
     def first(self, count: int) -> RemoteBatch:
         """Return the first `count` records in file order, 0 for all.
 
-        Light columns `uid`, equal for a record's sequences, `length`, `response_tokens` (learned ones); tokens
+        Light columns `uid`, equal for a record's sequences, `length`, `response_tokens` (learned ones), and tokens
         `input_ids`, `loss_mask`. A record's sequences are adjacent.
         """
         items = self._items[: count or None]

@@ -50,7 +50,7 @@ class OfflineInputs:
 
 
 def prepare_command(command: Command, arguments: Sequence[str] | None) -> Callable[[], None] | None:
-    """Return the function that starts the run; None after a dry run. Raises as `prepare`."""
+    """Return the function that starts the run, or None after a dry run. Raises as `prepare`."""
     request = parse_arguments(arguments, command)
     config: Any = load_as(command.schema, request.config, request.overrides)
     if not request.dry_run:
@@ -63,7 +63,7 @@ def prepare_command(command: Command, arguments: Sequence[str] | None) -> Callab
 
 
 def prepare(config: OfflineConfig, callbacks: Sequence["Callback"] = ()) -> Callable[[], None] | None:
-    """Check everything, and return the function that starts the run; None if no steps are left."""
+    """Check everything, and return the function that starts the run, or None if no steps are left."""
     check_offline(config)
     # With run.steps the end is known before the data is read, with run.epochs by the number of its records.
     if config.run.steps and finished(config, config.run.steps, config.length_setting):

@@ -82,7 +82,7 @@ STEPS: dict[type[OfflineConfig], Step] = {SftConfig: sft_step, PreferencesConfig
 
 
 def next_batch(run: OfflineRun[Any]) -> tuple[RemoteBatch, Plan]:
-    """Take a step's records and plan their update; the last step of run.epochs takes the remaining ones."""
+    """Take a step's records and plan their update. The last step of run.epochs takes the remaining ones."""
     with run.record.phase("plan"):
         count, settings = run.config.records_per_step, run.config.run
         if not settings.steps:
@@ -96,14 +96,14 @@ def next_batch(run: OfflineRun[Any]) -> tuple[RemoteBatch, Plan]:
 
 
 def sft_loss(run: OfflineRun[Any], batch: RemoteBatch) -> dict[str, float]:
-    """Return `loss`, mean over tokens in nats, `perplexity` exp(loss), and `entropy`; forward only."""
+    """Return `loss`, mean over tokens in nats, `perplexity` exp(loss), and `entropy`, of a forward pass."""
     plan = run.planner.forward_plan(batch, "policy.log_probs")
     measured = results(run.roles.policy.measure_tokens(batch, plan))
     return {"loss": measured["loss"], "perplexity": math.exp(measured["loss"]), "entropy": measured["entropy"]}
 
 
 def preferences_loss(run: OfflineRun[Any], batch: RemoteBatch) -> dict[str, float]:
-    """Return `loss`, and the metrics of `pair_loss`; forward only."""
+    """Return `loss` and the metrics of `pair_loss`, of a forward pass."""
     found = losses_of_pairs(run, batch)
     return {"loss": found.loss, **found.metrics}
 

@@ -33,7 +33,7 @@ def sft_examples(record: Record, keys: tuple[str, str, str], where: str) -> tupl
         return (([], _messages(record[messages], where)),)
     if missing := [key for key in (prompt, response) if key not in record]:
         raise DataError(
-            f"{where} has neither {messages!r} nor {missing[0]!r}; set data.messages_key, or data.prompt_key and "
+            f"{where} has neither {messages!r} nor {missing[0]!r}. Set data.messages_key, or data.prompt_key and "
             "data.response_key, to its columns."
         )
     return (_example(record[prompt], record[response], where),)
@@ -46,7 +46,7 @@ def preference_examples(record: Record, keys: tuple[str, str, str], where: str) 
     """
     prompt_key, *response_keys = keys
     if missing := [key for key in response_keys if key not in record]:
-        raise DataError(f"{where} has no {missing[0]!r}; set data.chosen_key and data.rejected_key to its columns.")
+        raise DataError(f"{where} has no {missing[0]!r}. Set data.chosen_key and data.rejected_key to its columns.")
     chosen, rejected = (record[key] for key in response_keys)
     prompt = record.get(prompt_key)
     if prompt is None:
@@ -57,7 +57,7 @@ def preference_examples(record: Record, keys: tuple[str, str, str], where: str) 
 
 def _common_start(chosen: Any, rejected: Any, where: str) -> Messages:
     if not (isinstance(chosen, list) and isinstance(rejected, list)):
-        raise DataError(f"{where} has no prompt; set data.prompt_key to its column.")
+        raise DataError(f"{where} has no prompt. Set data.prompt_key to its column.")
     pairs = enumerate(zip(chosen, rejected, strict=False))
     same = next((i for i, (one, other) in pairs if one != other), min(len(chosen), len(rejected)) - 1)
     if same == 0:
@@ -75,8 +75,8 @@ def _example(prompt: Any, response: Any, where: str) -> Example:
     prompt, response = _messages(prompt, where), _messages(response, where)
     if prompt[-1]["role"] == response[0]["role"] == "assistant":
         raise DataError(
-            f"{where} has a prompt that ends with an assistant's message, behind which the response would be another; "
-            "begin the response with that message's text."
+            f"{where} has a prompt that ends with an assistant's message, behind which the response would be another. "
+            "Begin the response with that message's text."
         )
     return prompt, response
 
@@ -90,7 +90,7 @@ def _messages(value: Any, where: str) -> Messages:
 
 
 def example_row(renderer: Renderer, example: Example, where: str) -> Row:
-    """Tokenize prompt and response; of the response the text, or all assistant turns, are learned.
+    """Tokenize prompt and response. The response's text, or all its assistant turns, are learned.
 
     Raises DataError if no token is learned, or if rendering does not show which tokens are the assistant's.
     """
@@ -139,7 +139,7 @@ def _length_of_start(
     if list(ids[: len(start)]) != start:
         raise DataError(
             f"{where}: the chat template of model.path renders messages differently when others follow, so that the "
-            "assistant's tokens cannot be told; give the template {% generation %} marks."
+            "assistant's tokens cannot be told. Give the template {% generation %} marks."
         )
     return len(start)
 

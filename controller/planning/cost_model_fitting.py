@@ -2,7 +2,7 @@
 
     measured micro-steps of the updates --observe--> error of the model in use --every few steps--> CostModel of seconds
 
-config.json yields FLOPs; only measurements show the time of a squared token (attention) relative to a token (matrix
+config.json yields FLOPs. Only measurements show the time of a squared token (attention) relative to a token (matrix
 products), and a pipeline's fixed cost and shares. Checkpoints keep the fit, so that a resumed run plans as before.
 """
 
@@ -61,7 +61,7 @@ class CostModelFitter:
         """Add all ranks' micro-steps of a step, and fit again every STEPS_BETWEEN_FITS steps.
 
         stage_seconds: see `seconds_of_stages`. Returns `predicted_time_error`, the root mean square of predicted /
-        measured - 1 over the step's updates, by the model that planned them; empty without updates.
+        measured - 1 over the step's updates, by the model that planned them, or empty without updates.
         """
         found = [(t.tokens, t.squared_tokens, t.seconds) for t in micro_steps if t.name == UPDATE and t.tokens]
         if not found:
@@ -78,7 +78,7 @@ class CostModelFitter:
 
 
 def over_stages(times: Mapping[str, Sequence[MicroStepTime]]) -> list[MicroStepTime]:
-    """Return micro-steps; parts of one micro-step on several pipeline stages are summed."""
+    """Return micro-steps. Parts of one micro-step on several pipeline stages are summed."""
     stages: dict[str, list[Sequence[MicroStepTime]]] = {}
     for actor, found in times.items():
         stages.setdefault(actor.partition(" pp=")[0], []).append(found)
@@ -90,7 +90,7 @@ def over_stages(times: Mapping[str, Sequence[MicroStepTime]]) -> list[MicroStepT
 
 
 def seconds_of_stages(times: Mapping[str, Sequence[MicroStepTime]]) -> list[float]:
-    """Return the seconds of all updates on each stage, from micro-steps by actor; one number without stages."""
+    """Return the seconds of all updates on each stage, from micro-steps by actor, one number without stages."""
     seconds: dict[int, float] = {}
     for actor, found in times.items():
         stage = int(actor.partition(" pp=")[2].partition(" ")[0] or 0)

@@ -55,7 +55,7 @@ def prefix_columns(
 
 
 def _table(hashes: np.ndarray) -> Integers:
-    """Hashes of each sample, int64 [B, places]; missing ones are unique negative numbers."""
+    """Hashes of each sample, int64 [B, places]. Missing ones are unique negative numbers."""
     rows = [np.frombuffer(each, "<u4") for each in hashes]
     table = np.repeat(-1 - np.arange(len(rows))[:, None], max(map(len, rows)), axis=1)
     for row, found in enumerate(rows):
@@ -96,10 +96,10 @@ NOT_MEASURED = StageTimes()
 def draw_mini_batches(
     sequences: int, mini_batches: int, seed: int, step: int, epoch: int = 0, groups: np.ndarray | None = None
 ) -> list[np.ndarray]:
-    """Randomly split row numbers into mini-batches whose sizes differ by at most one; fewer if rows are few.
+    """Randomly split row numbers into mini-batches whose sizes differ by at most one, or fewer if rows are few.
 
     Deterministic in the run's `seed`, `step` and `epoch` (pass over the step's samples, from 0). groups: int64
-    [sequences]; if given, whole groups are drawn, with counts that differ by at most one. Returns ascending int64
+    [sequences], whose groups stay whole, with counts that differ by at most one. Returns ascending int64
     arrays.
     """
     rng = np.random.default_rng((seed, MINI_BATCHES, step, epoch))
@@ -140,10 +140,10 @@ def plan_arguments(
 
 
 def pipeline_of(config: TrainingConfig, *, trains: bool, measured: StageTimes = NOT_MEASURED) -> Pipeline | None:
-    """Return the stages of the training roles' models; None without a pipeline.
+    """Return the stages of the training roles' models, or None without a pipeline.
 
     trains: whether backward passes follow, which cost two forward passes (three with checkpointing). measured: of
-    updates; the parts of a stage are assumed to cost the same.
+    updates. It assumes that all parts of a stage cost the same.
     """
     parallel = config.policy.parallel
     if parallel.pipeline_parallel == 1:
@@ -164,7 +164,7 @@ class Planner:
     """Plans for the data-parallel ranks, which all training roles share."""
 
     def __init__(self, config: TrainingConfig, cost_model: CostModel, stages: StageTimes = NOT_MEASURED) -> None:
-        """stages: measured times; they need a `cost_model` in seconds."""
+        """stages: measured times, which need a `cost_model` in seconds."""
         self.config, self.cost_model, self.stages = config, cost_model, stages
         self._sharing: dict[str, bool] = {}
 
@@ -172,11 +172,11 @@ class Planner:
         return self.plan(batch, [np.arange(len(batch))], of)
 
     def plan(self, batch: "RemoteBatch", mini_batches: list[np.ndarray], of: str) -> Plan:
-        """Assign every sequence to a rank and a micro-step; mini-batches stay as drawn.
+        """Assign every sequence to a rank and a micro-step. Mini-batches stay as drawn.
 
         batch: light columns `length`, `response_tokens` and, for losses that divide by groups, `group_number`. of: a
         pass in `config.limits`, such as `policy.update`. If sequences are too few for the configured micro-batch
-        counts, the smallest mini-batch limits them; pipeline stages add empty ones.
+        counts, the smallest mini-batch limits them. Pipeline stages add empty ones.
         """
         plan = partial(
             plan_batch,
@@ -195,7 +195,7 @@ class Planner:
             return plan(**arguments | {"min_count": fewest, "multiple_of": 1, "pipeline": pipeline})
 
     def prefixes(self, batch: "RemoteBatch", of: str) -> dict[str, np.ndarray]:
-        """Return the arguments of `plan_batch` for shared prefixes; empty if the pass shares nothing."""
+        """Return the arguments of `plan_batch` for shared prefixes, or empty if the pass shares nothing."""
         if "prompt_hash" not in batch.columns or not self._shares(of.partition(".")[0]):
             return {}
         return prefix_columns(
@@ -212,7 +212,7 @@ class Planner:
         return self._sharing[role]
 
     def draw(self, batch: "RemoteBatch", step: int, epoch: int = 0) -> list[np.ndarray]:
-        """Draw the mini-batches of a pass over a step's samples; see `draw_mini_batches`."""
+        """Draw the mini-batches of a pass over a step's samples (see `draw_mini_batches`)."""
         config = self.config
         groups = batch["group_number"] if config.split_by == "group" else None
         return draw_mini_batches(len(batch), config.mini_batches, config.run.seed, step, epoch, groups)

@@ -144,7 +144,7 @@ def check_validation(config: Config) -> None:
     if COUNTED.fullmatch(name) and not is_possible(name, samples, ()):
         raise ConfigError(
             f"validation.keep_best={name} is not a validation metric: validation.samples={samples} gives "
-            f"{', '.join(possible_metrics(samples, ()))}; choose one of them, or change validation.samples."
+            f"{', '.join(possible_metrics(samples, ()))}. Choose one of them, or change validation.samples."
         )
 
 
@@ -158,5 +158,5 @@ def check_keep_best(config: Config, parts: Iterable[str]) -> None:
     if name and not adds and not is_possible(name, samples, parts):
         raise ConfigError(
             f"validation.keep_best={name} is not a validation metric: the reward gives "
-            f"{', '.join(possible_metrics(samples, parts))}; choose one of them, or return {name} for every response."
+            f"{', '.join(possible_metrics(samples, parts))}. Choose one of them, or return {name} for every response."
         )

@@ -79,19 +79,19 @@ def parse_arguments(argv: Sequence[str] | None = None, command: Command = FIT) -
     """Parse a command line, by default the process's.
 
     Raises ConfigError for an unknown option, without --config, for --cluster or --all without --dry-run, and for
-    --no-measure without --cluster; SystemExit(0) after --help and --settings.
+    --no-measure without --cluster. SystemExit(0) after --help and --settings.
     """
     # Intermixed: overrides may stand before, between and after options.
     parsed = _parser(command).parse_intermixed_args(argv)
     overrides = (*parsed.verbose, *parsed.overrides)
     if parsed.all and not parsed.dry_run:
-        raise ConfigError("--all works only with --dry-run; add --dry-run (--settings explains every key).")
+        raise ConfigError("--all works only with --dry-run. Add --dry-run (--settings explains every key).")
     if not command.describes_clusters:
         return Arguments(tuple(parsed.config), overrides, parsed.dry_run, everything=parsed.all)
     if parsed.cluster and not parsed.dry_run:
-        raise ConfigError("--cluster works only with --dry-run; add --dry-run.")
+        raise ConfigError("--cluster works only with --dry-run. Add --dry-run.")
     if not parsed.measure and not parsed.cluster:
-        raise ConfigError("--no-measure works only with --cluster; add --dry-run --cluster.")
+        raise ConfigError("--no-measure works only with --cluster. Add --dry-run --cluster.")
     cluster = parse_cluster(parsed.cluster) if parsed.cluster else None
     return Arguments(tuple(parsed.config), overrides, parsed.dry_run, cluster, parsed.measure, parsed.all)
 
@@ -110,10 +110,10 @@ def _parser(command: Command) -> argparse.ArgumentParser:
         required=True,
         action="append",
         metavar="FILE",
-        help="YAML file of settings; repeat --config for several files, later ones win",
+        help="YAML file of settings. Repeat --config for several files, of which the last wins",
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help=f"{command.tries}, print what would run and where; start nothing"
+        "--dry-run", action="store_true", help=f"{command.tries}, print what would run and where, and start nothing"
     )
     parser.add_argument(
         "--all", action="store_true", help="with --dry-run: print every setting, not only what differs from its default"

@@ -94,25 +94,25 @@ def _check_devices(config: Config) -> None:
     fits = fits_device(placement, has_gpu=config.uses_gpus)
     if not fits and not config.uses_gpus:
         raise ConfigError(
-            f"rollout.placement={placement} needs GPUs and resources.device={config.resources.device} gives none here; "
-            "set rollout.placement=auto, or resources.device=cuda for a cluster with GPUs."
+            f"rollout.placement={placement} needs GPUs and resources.device={config.resources.device} gives none here. "
+            "Set rollout.placement=auto, or resources.device=cuda for a cluster with GPUs."
         )
     if not fits:
         raise ConfigError(
-            "rollout.placement=shared_memory is for CPUs and the run uses GPUs; set colocated or apart, "
+            "rollout.placement=shared_memory is for CPUs and the run uses GPUs. Set colocated or apart, "
             "or resources.device=cpu."
         )
     if placement == "colocated" and config.rollout.max_staleness:
         raise ConfigError(
             f"rollout.max_staleness={config.rollout.max_staleness} generates while the policy trains, but "
-            "rollout.placement=colocated has them take turns on the same GPUs; set rollout.placement=apart, or "
+            "rollout.placement=colocated has them take turns on the same GPUs. Set rollout.placement=apart, or "
             "rollout.max_staleness=0."
         )
     engine_gpus = config.engines * config.rollout.tensor_parallel
     if placement == "colocated" and engine_gpus > config.training_workers:
         raise ConfigError(
             f"rollout.replicas * rollout.tensor_parallel = {engine_gpus} GPUs are more than the "
-            f"{config.training_workers} of the policy that they share; lower them, raise policy.data_parallel, or set "
+            f"{config.training_workers} of the policy that they share. Lower them, raise policy.data_parallel, or set "
             "rollout.placement=apart."
         )
     check_attention(config)
@@ -122,7 +122,7 @@ def check_rewards(config: Config, given: GivenFunctions = NONE_GIVEN) -> None:
     ways = bool(config.reward.function) + bool(config.reward.functions)
     if ways > 1 or not (ways or config.rollout.environment or config.uses_reward_model):
         raise ConfigError(
-            "one of reward.function and reward.functions (several, by weight) must be set, and not both; "
+            "one of reward.function and reward.functions (several, by weight) must be set, and not both. "
             "rollout.environment and reward.model.path need none."
         )
     if config.uses_reward_model and config.reward.model.weight == 0:
@@ -134,7 +134,7 @@ def check_rewards(config: Config, given: GivenFunctions = NONE_GIVEN) -> None:
             check_function(key, function)
         other = names.setdefault(function.rpartition(":")[2], function)
         if other != function:
-            raise ConfigError(f"{key}: {other} and {function} have the same name in metrics; rename one of them.")
+            raise ConfigError(f"{key}: {other} and {function} have the same name in metrics. Rename one of them.")
 
 
 def check_sampler(config: SamplerConfig, given: GivenFunctions = NONE_GIVEN) -> None:

@@ -48,14 +48,14 @@ def parse_cluster(text: str) -> Cluster:
     for part in text.split(","):
         match = re.fullmatch(r"\s*(nodes|gpus|gpu_gib|cpus|memory_gib)=(\d+(?:\.\d+)?)\s*", part)
         if match is None:
-            raise ConfigError(f"--cluster: {part!r} is none of nodes, gpus, gpu_gib, cpus, memory_gib; write {FORM}.")
+            raise ConfigError(f"--cluster: {part!r} is none of nodes, gpus, gpu_gib, cpus, memory_gib. Write {FORM}.")
         number = float(match.group(2))
         numbers[match.group(1)] = int(number) if number.is_integer() else number
     needed = ("nodes", "cpus", *(["gpu_gib"] if numbers.get("gpus") else []))
     missing = [name for name in needed if not numbers.get(name)]
     if missing or any(isinstance(numbers.get(name), float) for name in ("nodes", "gpus")):
         raise ConfigError(
-            f"--cluster {text}: {', '.join(missing) or 'a count'} must be above 0 and whole; write {FORM}."
+            f"--cluster {text}: {', '.join(missing) or 'a count'} must be above 0 and whole. Write {FORM}."
         )
     return Cluster(**numbers)
 
@@ -87,7 +87,7 @@ def _take(free: list[Bundle], bundle: Bundle, what: str, cluster: Cluster) -> in
             return node
     asked = " and ".join(f"{amount:g} {resource}" for resource, amount in bundle.items())
     raise ConfigError(
-        f"the run does not fit on {cluster_in_words(cluster)}: no node has {asked} left for {what}; describe more "
+        f"the run does not fit on {cluster_in_words(cluster)}: no node has {asked} left for {what}. Describe more "
         "nodes, or lower policy.data_parallel, rollout.replicas, rollout.tensor_parallel or resources.cpus_per_worker."
     )
 
@@ -105,7 +105,7 @@ def cluster_in_words(cluster: Cluster) -> str:
 
 
 def roles_on_node(config: Config, placement: Placement, node: int) -> dict[str, list[int]]:
-    """Number the actors of each role on a node; a colocated engine counts at its first GPU."""
+    """Number the actors of each role on a node. A colocated engine counts at its first GPU."""
     found: dict[str, list[int]] = {}
     for request in role_requests(config):
         nodes = placement.pools[request.pool] if request.pool else placement.rewards
@@ -129,7 +129,7 @@ ELSEWHERE = "or set resources.ray_address (or RAY_ADDRESS) for a cluster"
 
 
 def check_machine(config: TrainingConfig, *, dry_run: bool) -> None:
-    """Raise ConfigError if this machine has too little for a local Ray; Ray checks a cluster itself.
+    """Raise ConfigError if this machine has too little for a local Ray. Ray checks a cluster itself.
 
     dry_run: do not require GPUs on a machine without any, so that GPU configurations can be tried anywhere.
     """
@@ -147,7 +147,7 @@ def check_machine(config: TrainingConfig, *, dry_run: bool) -> None:
             else "policy.data_parallel"
         )
         raise ConfigError(
-            f"the run asks for {asked:g} GPUs and this machine has {config.gpus}; lower {settings}, {ELSEWHERE}."
+            f"the run asks for {asked:g} GPUs and this machine has {config.gpus}. Lower {settings}, {ELSEWHERE}."
         )
 
 
@@ -156,13 +156,13 @@ def _check_cpus(config: Config) -> None:
     if engines > cores:
         raise ConfigError(
             f"rollout.replicas={engines} engines are more than the {cores} CPU cores of this machine, and each needs "
-            f"one; lower it, {ELSEWHERE}."
+            f"one. Lower it, {ELSEWHERE}."
         )
     caches, memory = engines * config.rollout.cpu_kv_cache_gib, memory_gib()
     if caches > memory:
         raise ConfigError(
             f"rollout.replicas * rollout.cpu_kv_cache_gib = {caches:g} GiB of KV cache are more than the {memory:.1f} "
-            f"GiB of this machine; lower them, {ELSEWHERE}."
+            f"GiB of this machine. Lower them, {ELSEWHERE}."
         )
 
 

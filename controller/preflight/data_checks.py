@@ -60,7 +60,7 @@ def _check_prompt(config: Config, model: ModelFiles, which: str, prompt: Any) ->
             f"{which} are chat messages, but the tokenizer of model.path={config.model.path} has no chat template."
         )
     if isinstance(prompt, str) and config.data.system_prompt:
-        raise ConfigError(f"{which} are texts, but data.system_prompt goes before chat messages; remove it.")
+        raise ConfigError(f"{which} are texts, but data.system_prompt goes before chat messages. Remove it.")
 
 
 def first_record(key: str, path: str, prompt_key: str = "") -> dict[str, Any]:
@@ -79,4 +79,4 @@ def check_column_names(names: Sequence[str]) -> None:
         if name in RESERVED:
             raise ConfigError(f"algorithm.loss.columns: the name {name!r} is reserved. Rename the records' column.")
         if names.count(name) > 1:
-            raise ConfigError(f"algorithm.loss.columns names {name!r} twice; name it once.")
+            raise ConfigError(f"algorithm.loss.columns names {name!r} twice. Name it once.")

@@ -59,7 +59,7 @@ def _placement(config: TrainingConfig) -> list[str]:
     engines_beside, shared = config.colocated_engines
     if engines_beside:
         lines.append(
-            f"each engine uses {shared} of the policy's GPUs while training sleeps; it reserves none of its own"
+            f"each engine uses {shared} of the policy's GPUs while training sleeps. It reserves none of its own"
         )
     lines.append(f"reserved in all: {reserved(config, 'CPU'):g} CPUs, {reserved(config, 'GPU'):g} GPUs")
     return lines
@@ -87,7 +87,7 @@ def _sizes(config: TrainingConfig) -> list[str]:
     parallel, stages = config.policy.parallel, []
     if parallel.pipeline_parallel > 1:
         parts = f", {parallel.virtual_stages} parts of the layers each" if parallel.virtual_stages > 1 else ""
-        stages = [f"a model: in {parallel.pipeline_parallel} stages{parts}; each data-parallel rank has all of them"]
+        stages = [f"a model: in {parallel.pipeline_parallel} stages{parts}. Each data-parallel rank has all of them"]
     if isinstance(config, OfflineConfig):
         return _offline_sizes(config) + stages
     return _sampling_sizes(config) + stages if isinstance(config, Config) else []
@@ -114,7 +114,7 @@ def _sampling_sizes(config: Config) -> list[str]:
         f"a mini-batch: {spread} sequences over {counted(config.policy.data_parallel, 'rank')}; "
         f"{len(sizes)} a step{passes}",
         f"a sequence: at most {config.data.max_prompt_tokens} + {config.longest_response} = "
-        f"{config.longest_sequence} tokens; engines take {config.max_model_tokens}",
+        f"{config.longest_sequence} tokens. Engines take {config.max_model_tokens}",
         f"the run: {config.run.steps} steps, {config.run.steps * config.updates_per_step} optimiser steps, "
         f"written to {config.run_folder}",
     ]
@@ -145,7 +145,7 @@ def _notes(config: TrainingConfig) -> list[str]:
     notes = idle_gpus(config, config.gpus) + (_sampling_notes(config) if isinstance(config, Config) else [])
     if config.policy.max_tokens_per_micro_batch * config.policy.parallel.context_parallel < 2 * config.longest_sequence:
         notes.append(
-            "policy.max_tokens_per_micro_batch is below twice the longest possible sequence; long sequences leave "
+            "policy.max_tokens_per_micro_batch is below twice the longest possible sequence. Long sequences leave "
             "packs half empty"
         )
     return notes
@@ -159,7 +159,7 @@ def _sampling_notes(config: Config) -> list[str]:
         )
     if sampling.cuts:
         notes.append(
-            f"rollout.sampling.{sampling.cuts[0]} cuts the distribution that is sampled from; the trainer's log-probs "
+            f"rollout.sampling.{sampling.cuts[0]} cuts the distribution that is sampled from. The trainer's log-probs "
             "are of the whole one"
         )
     return notes

@@ -11,7 +11,7 @@ from controller.preflight.memory import Memory, check_memory, host_memory, measu
 
 
 def print_cluster(config: Config, cluster: Cluster, *, measured: bool = True) -> None:
-    """Print placement and memory; `measured`: memory too. Raises ConfigError if the run does not fit."""
+    """Print placement and memory. `measured`: memory too. Raises ConfigError if the run does not fit."""
     placement = place(config, cluster)
     print("\n".join(["", "== cluster ==", *placement_lines(config, cluster, placement)]))
     if not cluster.gpus:

@@ -49,13 +49,13 @@ def check_turns(config: Config) -> None:
     check_function("rollout.environment", rollout.environment)
     if config.data.continue_last_message:
         raise ConfigError(
-            "data.continue_last_message=true: rollout.environment plays whole turns; remove one of the two settings."
+            "data.continue_last_message=true: rollout.environment plays whole turns. Remove one of the two settings."
         )
     for key, sampling in _samplings(config).items():
         if sampling.max_new_tokens > rollout.response_limit(sampling):
             raise ConfigError(
                 f"rollout.max_episode_tokens={rollout.max_episode_tokens} is below "
-                f"{key}.max_new_tokens={sampling.max_new_tokens}, the longest turn; raise it, or leave it at 0."
+                f"{key}.max_new_tokens={sampling.max_new_tokens}, the longest turn. Raise it, or leave it at 0."
             )
 
 
@@ -75,6 +75,6 @@ def check_lengths(config: Config) -> None:
     if config.max_model_tokens < config.needed_model_tokens:
         raise ConfigError(
             f"rollout.max_model_tokens={config.max_model_tokens} is below the {config.needed_model_tokens} tokens that "
-            f"data.max_prompt_tokens and {response_limit(config)} (or that of validation.sampling) allow; raise it or "
+            f"data.max_prompt_tokens and {response_limit(config)} (or that of validation.sampling) allow. Raise it or "
             "leave it at 0."
         )

@@ -29,7 +29,7 @@ from workers.errors import ConfigError
 GIB = 2**30
 USABLE_SHARE = 0.9
 LAYERS = (3, 4)
-"""Layers of a model that is measured. From three on each adds the same; with two, none is gathered ahead."""
+"""Layers of the measured model. With two, none is gathered ahead. From three on, each adds the same."""
 TIMEOUT_S = 600
 SECTIONS = {"policy": "policy", "reference": "reference", "critic": "critic", "reward_model": "reward.model"}
 WORKERS = Path(__file__).parents[2] / "workers"
@@ -50,7 +50,7 @@ class Memory:
 
     @property
     def passes(self) -> dict[str, Parts]:
-        """By pass, such as `policy.update`: what each role keeps, and the pass; of the stage where it is most."""
+        """Memory of each role and of the pass, on the largest stage, by pass such as `policy.update`."""
         if self.problem:
             return {}
         found: dict[str, Parts] = {}
@@ -209,7 +209,7 @@ def memory_lines(config: Config, memory: Memory, host: Parts, cluster: Cluster) 
     limit = f" of {cluster.memory_gib:g}" if cluster.memory_gib else ""
     return [
         *([f"training was not measured: {memory.problem}"] if memory.problem else lines),
-        f"an engine: {engine.weights:.1f} of weights on each GPU, room for {engine.kv_tokens:,} tokens; the longest "
+        f"an engine: {engine.weights:.1f} of weights on each GPU, room for {engine.kv_tokens:,} tokens. The longest "
         f"sequence has {config.max_model_tokens:,}",
         f"host memory of node 0: {_sum(host)}{limit}",
     ]
@@ -237,19 +237,19 @@ def check_memory(config: Config, memory: Memory, host: Parts, cluster: Cluster) 
         raise ConfigError(
             f"rollout.gpu_memory_utilization={config.rollout.gpu_memory_utilization} gives an engine "
             f"{engine.share:.1f} GiB of a GPU, its weights take {engine.weights:.1f}, and the rest holds "
-            f"{engine.kv_tokens:,} tokens of the {config.max_model_tokens:,} of one sequence; raise it, or "
+            f"{engine.kv_tokens:,} tokens of the {config.max_model_tokens:,} of one sequence. Raise it, or "
             "rollout.tensor_parallel."
         )
     generating = _total(_generating(config, memory, engine))
     if generating > room:
         raise ConfigError(
             f"generation needs {engine.share:.1f} GiB of a GPU for an engine beside {generating - engine.share:.1f} of "
-            f"training states, and {room:.1f} are to be used; lower rollout.gpu_memory_utilization, share the states "
+            f"training states, and {room:.1f} are to be used. Lower rollout.gpu_memory_utilization, share the states "
             "over more ranks (policy.data_parallel), or set rollout.placement=apart."
         )
     if cluster.memory_gib and _total(host) > cluster.memory_gib:
         raise ConfigError(
-            f"node 0 needs about {_total(host):.1f} GiB of host memory and has {cluster.memory_gib:g}; use larger "
+            f"node 0 needs about {_total(host):.1f} GiB of host memory and has {cluster.memory_gib:g}. Use larger "
             "nodes, or fewer offloaded states on one (policy.cpu_offload)."
         )
 

@@ -40,8 +40,8 @@ def _check_batch(config: OfflineConfig) -> None:
     sequences = config.records_per_step * config.sequences_per_record
     if config.policy.data_parallel > sequences:
         raise ConfigError(
-            f"policy.data_parallel={config.policy.data_parallel} is more than the {sequences} sequences of a step; "
-            "lower it, or raise the batch."
+            f"policy.data_parallel={config.policy.data_parallel} is more than the {sequences} sequences of a step. "
+            "Lower it, or raise the batch."
         )
     for name in ("min_micro_batches", "forward_min_micro_batches"):
         check_micro_batches(config, name, sequences, f"{sequences} sequences of a step", "raise the batch")

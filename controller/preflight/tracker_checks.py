@@ -1,4 +1,4 @@
-"""Check that the run's trackers are installed and configured; no server is contacted."""
+"""Check that the run's trackers are installed and configured. No server is contacted."""
 
 import os
 import re
@@ -20,7 +20,7 @@ def check_trackers(config: TrainingConfig) -> None:
     for name, command in INSTALL.items():
         if getattr(config.tracking, name) and not _is_installed(name):
             raise ConfigError(
-                f"tracking.{name}=true needs the package {name}, which is not installed; `{command}` does it, or set "
+                f"tracking.{name}=true needs the package {name}, which is not installed. `{command}` does it, or set "
                 f"tracking.{name}=false."
             )
     if config.tracking.wandb:
@@ -55,7 +55,7 @@ def _check_wandb() -> None:
         raise ConfigError(f"tracking.wandb=true: {variable}: {found['msg']}.") from None
     if key is None:
         raise ConfigError(
-            f"tracking.wandb=true needs a key for {host}: set WANDB_API_KEY or run `wandb login`; WANDB_MODE=offline "
+            f"tracking.wandb=true needs a key for {host}: set WANDB_API_KEY or run `wandb login`. WANDB_MODE=offline "
             "needs neither key nor network."
         )
 
@@ -83,7 +83,7 @@ def _wrong_with(address: str) -> str:
         return "is not an address, such as http://HOST:PORT"
     scheme = parts.scheme.partition("+")[0]  # of a database also the driver, as in mysql+pymysql
     if "/" not in address and address.rpartition(":")[2].isdigit():
-        return "names no protocol; put http:// before it"
+        return "names no protocol. Put http:// before it"
     if scheme in ("http", "https"):
         return "" if parts.hostname and port != 0 and " " not in address else "names no host, as in http://HOST:PORT"
     if {scheme, address} & {*SERVICES, *entry_points(group="mlflow.tracking_store").names}:

@@ -25,7 +25,7 @@ def check_run(config: TrainingConfig) -> None:
     length = len(os.fsencode(config.run.name))
     if length > LONGEST_FILE_NAME:
         raise ConfigError(
-            f"run.name has {length} bytes and names a folder, which has at most {LONGEST_FILE_NAME}; shorten it."
+            f"run.name has {length} bytes and names a folder, which has at most {LONGEST_FILE_NAME}. Shorten it."
         )
     if not config.default_name:  # such a run takes another name if its folder is taken
         check_folder_is_free(config)
@@ -80,7 +80,7 @@ def _check_resume(resume: str) -> None:
         return
     try:
         if not checkpoints_at(Path(resume)):
-            raise ConfigError(f"run.resume={resume}: there is no complete checkpoint; it may also be auto or never.")
+            raise ConfigError(f"run.resume={resume}: there is no complete checkpoint. It may also be auto or never.")
     except CheckpointError as error:
         raise ConfigError(f"run.resume: {error}") from None
 
@@ -94,7 +94,7 @@ def check_warmup(role: str, optimizer: OptimizerConfig, total: int, follows: str
     if warmup > total or (warmup == total and optimizer.schedule != "constant"):
         raise ConfigError(
             f"{role}.optimizer.warmup_steps={warmup} is more than the {total} optimiser steps of the {role} "
-            f"({role}.optimizer.total_steps, or {follows}); lower it."
+            f"({role}.optimizer.total_steps, or {follows}). Lower it."
         )
 
 
@@ -110,8 +110,8 @@ def check_caps(config: TrainingConfig, caps: Iterable[Limits], longest: int, par
             rounded = f", {needed} as a multiple of {multiple}" if needed > longest else ""
             times = f" times policy.parallel.context_parallel={sharing}" if sharing > 1 else ""
             raise ConfigError(
-                f"{limits.cap}={limits.max_tokens}{times} is below the longest possible sequence, {parts}{rounded}; "
-                "raise the cap or lower either."
+                f"{limits.cap}={limits.max_tokens}{times} is below the longest possible sequence, {parts}{rounded}. "
+                "Raise the cap or lower either."
             )
 
 
@@ -147,7 +147,7 @@ def check_parallel(config: TrainingConfig) -> None:
 
 
 def check_model_files(config: TrainingConfig) -> ModelFiles:
-    """Check config.json, weights and tokenizer of every model; return the policy's files. Raises ConfigError.
+    """Check config.json, weights and tokenizer of every model, and return the policy's files. Raises ConfigError.
 
     A described cluster needs only config.json. `controller.lifecycle.model_checks` reads the files.
     """
@@ -167,12 +167,12 @@ def check_counts(config: Config) -> None:
     product = f"batch.prompts_per_step * rollout.samples_per_prompt = {whole} sequences"
     if config.batch.mini_batches > whole:
         raise ConfigError(
-            f"batch.mini_batches={config.batch.mini_batches} is more than the {product} of a step; lower it."
+            f"batch.mini_batches={config.batch.mini_batches} is more than the {product} of a step. Lower it."
         )
     if config.policy.data_parallel > smallest:
         raise ConfigError(
             f"policy.data_parallel={config.policy.data_parallel} is more than the {smallest} sequences of a mini-batch "
-            f"({product} over batch.mini_batches={config.batch.mini_batches}); lower one, or sample more."
+            f"({product} over batch.mini_batches={config.batch.mini_batches}). Lower one, or sample more."
         )
     advice = "batch.mini_batches, or sample more"
     check_micro_batches(config, "min_micro_batches", smallest, f"{smallest} sequences of a mini-batch", advice)
@@ -190,5 +190,5 @@ def check_micro_batches(config: TrainingConfig, name: str, sequences: int, of: s
     if least > sequences:
         raise ConfigError(
             f"policy.{name}={minimum} and balance.count_multiple={multiple} ask for {least} micro-batches, none of "
-            f"them empty on every rank, of the {of}; lower them, or {advice}."
+            f"them empty on every rank, of the {of}. Lower them, or {advice}."
         )

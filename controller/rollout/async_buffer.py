@@ -46,7 +46,7 @@ class Group:
 
 
 class AsyncRolloutBuffer(RolloutBuffer):
-    """Continuous generation for training; validation still uses `RolloutBuffer.roll_out`."""
+    """Continuous generation for training. Validation still uses `RolloutBuffer.roll_out`."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class AsyncRolloutBuffer(RolloutBuffer):
         self._read(0.0)
 
     def _read(self, timeout_s: float) -> None:
-        """Read finished results; waits up to `timeout_s` for the first."""
+        """Read finished results. Waits up to `timeout_s` for the first."""
         rollouts = self.roles.rollouts
         busy = bool(self._generation.streams) or rollouts.queued > 0
         if rollouts.pump(timeout_s if busy else 0.0):
@@ -174,13 +174,13 @@ class AsyncRolloutBuffer(RolloutBuffer):
         return self.shaped(self.assembled(finished, scores, dropped, self._retried - before))
 
     def _restored(self) -> StoredSamples:
-        """The checkpoint's samples; none if its file is missing or broken."""
+        """The checkpoint's samples, or None if its file is missing or broken."""
         if not self._saved:
             return StoredSamples()
         try:
             return read_samples(Path(self._saved))
         except DataError as error:
-            self.record.console.log(f"{error}; its samples are made again")
+            self.record.console.log(f"{error}. Its samples are made again")
             return StoredSamples()
 
     def _admit(self) -> None:

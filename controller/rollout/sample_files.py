@@ -88,14 +88,14 @@ def write_step(path: Path, rollout: RolloutBatch) -> None:
         arrays["objects"] = _as_bytes(objects)
     except TypeError as error:
         raise DataError(
-            f"run.record_samples cannot keep a column of algorithm.loss.columns={','.join(objects)}: {error}; give it "
+            f"run.record_samples cannot keep a column of algorithm.loss.columns={','.join(objects)}: {error}. Give it "
             "as numbers or text."
         ) from None
     _write(path, arrays | _packed("tokens", _fetched(samples.tokens["input_ids"])))
 
 
 def read_step(path: Path, put: Callable[[DataProto], Any] | None = None) -> RolloutBatch:
-    """Read the samples of a step. put: stores their tokens and returns a reference; None is `ray.put`.
+    """Read the samples of a step. put: stores their tokens and returns a reference, None is `ray.put`.
 
     Raises DataError for a file that is missing or broken.
     """

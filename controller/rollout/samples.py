@@ -35,7 +35,7 @@ class RolloutBatch:
     samples: columns as in SampleResult: uid, sample, those of COUNTS (int64), prefix_hashes, truncated (bool), seconds
     (float64). Its tokens: TOKEN_COLUMNS and, with model.router_replay, ROUTED_EXPERTS. by_sample: scores in the order
     of `samples`. failures: why samples have no score. version_tokens: tokens by version of the weights. trained: rows
-    that a step trains on, in order, with record columns; empty until the buffer has chosen them.
+    that a step trains on, in order, with record columns, or empty until the buffer has chosen them.
     """
 
     samples: RemoteBatch
@@ -186,7 +186,7 @@ def assemble(
     drop_failed: bool = False,
     token_columns: Sequence[str] = TOKEN_COLUMNS,
 ) -> RolloutBatch:
-    """Join finished samples and scores by (uid, sample); `drop_failed` omits samples without a score.
+    """Join finished samples and scores by (uid, sample). `drop_failed` omits samples without a score.
 
     dropped: the last failure of every dropped sample. token_columns: columns to keep. Raises RolloutError if no sample
     is left.
@@ -197,7 +197,7 @@ def assemble(
     if not found:
         reasons = [result.error for result in dropped] + failures
         reason = reasons[0] if reasons else "none was requested"
-        raise RolloutError(f"no sample of this round was finished; the first was given up because {reason}")
+        raise RolloutError(f"no sample of this round was finished. The first was given up because {reason}")
     blocks, rows = [block for _, block in kept], [result.row for result in found]
     columns = {
         "uid": np.array([result.uid for result in found]),

@@ -42,7 +42,7 @@ class JobRequest:
 
 @dataclass(frozen=True)
 class Job:
-    """config: narrowed; its run folder is the output, and model.path the sampled model. prompts: by uid."""
+    """config: narrowed, with the output as run folder and the sampled model as model.path. prompts: by uid."""
 
     config: SamplerConfig
     model: Model
@@ -101,9 +101,9 @@ def _of_run(model: Model) -> Path:
     if model.path and model.run is None and not Path(model.path).exists():
         raise ConfigError(f"--model={model.path}: there is no such run. Name a run, or give --config FILE too.")
     if model.run is None:
-        raise ConfigError("--config is not given; give it, or --model runs/NAME, whose settings are then taken.")
+        raise ConfigError("--config is not given. Give it, or --model runs/NAME, whose settings are then taken.")
     if not isinstance(load_recorded(model.run / OF_RUN), Config):
-        raise ConfigError(f"{model.run} trained on given sequences, without engines and rewards; give --config FILE.")
+        raise ConfigError(f"{model.run} trained on given sequences, without engines and rewards. Give --config FILE.")
     return model.run / OF_RUN
 
 

@@ -63,7 +63,7 @@ class Model:
 
 
 def choose_model(named: str) -> Model:
-    """Find the model of --model; empty is model.path. Raises ConfigError, and CheckpointError for an incomplete one."""
+    """Find the model of --model, or model.path if empty. Raises ConfigError or CheckpointError."""
     path = Path(named)
     if not named or not path.is_dir():
         return Model(named)

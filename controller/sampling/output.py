@@ -128,17 +128,17 @@ def check_same_job(folder: Path, job: Mapping[str, Any]) -> None:
     try:
         then = json.loads(path.read_text(encoding="utf-8").replace(*NAME_OF_0_2))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}); give another --output, or remove that folder.") from None
+        raise ConfigError(f"{path} cannot be read ({error}). Give another --output, or remove that folder.") from None
     now = json.loads(json.dumps(job))
     if others := [name for name in now if now[name] != then.get(name)]:
         raise ConfigError(
-            f"{folder} has samples of another job, with other {' and '.join(others)}; give another --output, or remove "
+            f"{folder} has samples of another job, with other {' and '.join(others)}. Give another --output, or remove "
             "that folder."
         )
 
 
 def job_identity(model: Model, config: SamplerConfig, data: DataIdentity, given: GivenFunctions) -> dict[str, Any]:
-    """Return everything that affects samples or scores, as JSON by part; not the numbers of prompts and samples."""
+    """Return what affects each sample or score, as JSON by part, without the numbers of prompts and samples."""
     environment = config.rollout.environment
     episodes = [environment, _content(environment), _values(config, OF_EPISODES)] if environment else None
     rewards = {

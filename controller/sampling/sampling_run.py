@@ -78,11 +78,11 @@ def _parser(schema: type[SamplerConfig]) -> argparse.ArgumentParser:
     add("--config", type=Path, metavar="FILE", help="YAML file of settings (those of --model's run)")
     add("--model", default="", metavar="PATH", help="a model, a run, or a checkpoint of a run (model.path)")
     add("--trust-run", action="store_true", help="run functions that the settings of --model's run name")
-    add("--output", type=Path, metavar="FOLDER", help="where samples go; those that are there are not made again")
+    add("--output", type=Path, metavar="FOLDER", help="folder for samples, which are not made again if they are there")
     parser.set_defaults(prompts=0)
     if takes_prompts:
         add("--prompts", type=int, default=0, metavar="N", help="only so many prompts, the first (all)")
-    add("--dry-run", action="store_true", help="read all data, try the reward; start nothing")
+    add("--dry-run", action="store_true", help="read all data and try the reward, and start nothing")
     add("overrides", nargs="*", metavar="key.sub=value", help="settings that replace the file's")
     return parser
 
@@ -107,7 +107,7 @@ def _run(finish: Finish, job: Job, console: "Console") -> None:
             given_up = _complete(job, file, console)
             lines = [file.lines[key] for key in job.keys if key in file.lines]
         if not lines:
-            raise RolloutError(f"no sample was finished; the first was given up because {given_up[0].error}")
+            raise RolloutError(f"no sample was finished. The first was given up because {given_up[0].error}")
         if given_up:
             console.log(f"{counted(len(given_up), 'sample')} were given up, the first because {given_up[0].error}")
         finish(job, lines, len(given_up), console)
@@ -124,7 +124,7 @@ def _complete(job: Job, file: SamplesFile, console: "Console") -> list["SampleRe
             job.model.write(job.config, console)
             return sample_missing(job, file, missing, console)
     except KeyboardInterrupt as stop:
-        raise KeyboardInterrupt(f"{file.path} has {len(file.lines):,} samples; started again, it continues") from stop
+        raise KeyboardInterrupt(f"{file.path} has {len(file.lines):,} samples. Started again, it continues") from stop
 
 
 def sample_missing(job: Job, file: SamplesFile, missing: Sequence[Key], console: "Console") -> list["SampleResult"]:

@@ -2,7 +2,7 @@
 
     random Qwen2 (3M) --right workings--> knows how --workings with 6 % wrong digits--> errs often: cache/model
 
-`controller.sft` trains it on responses in this order, by `sft.yaml`; it is kept for the next run:
+`controller.sft` trains it on responses in this order, by `sft.yaml`, and keeps it for the next run:
 `python -m examples.addition.warm_start`.
 """
 
@@ -88,7 +88,7 @@ def pairs(count: int, seed: int, *, held_out: bool) -> Iterator[dict[str, str]]:
 
 def prepare() -> None:
     """The data, and a random model."""
-    print(f"warm start: {STEPS} steps on given responses; some minutes, once", flush=True)
+    print(f"warm start: {STEPS} steps on given responses (some minutes, only once)", flush=True)
     disable_progress_bar()  # of a model that is written in no time
     CACHE.mkdir(exist_ok=True)
     data.write(CACHE / "train.jsonl", 8192, seed=1, held_out=False)
@@ -110,7 +110,7 @@ def main() -> int:
 
 
 def train(settings: Path, model: Path) -> int:
-    """`controller.sft` with a file of settings, anew; its model becomes `model`. Returns its exit code."""
+    """`controller.sft` with a file of settings, anew. Its model becomes `model`. Returns its exit code."""
     run = model.with_name("warm_start")
     shutil.rmtree(run, ignore_errors=True)  # of a warm start that was stopped
     code = sft.main(["--config", str(settings)])

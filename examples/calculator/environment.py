@@ -1,4 +1,4 @@
-"""A calculator that the policy may ask; the environment of the episode, which also grades the answer."""
+"""An environment with a calculator that the policy may ask. It also grades the answer."""
 
 import re
 from typing import Any
@@ -7,7 +7,7 @@ from workers.environment import Observation
 
 
 class Calculator:
-    """Answers `[a+b]` with `<sum>`; any other turn is the final answer, worth 1 if it is right."""
+    """Answers `[a+b]` with `<sum>`. Any other turn is the final answer, worth 1 if it is right."""
 
     def reset(self, record: dict[str, Any]) -> None:
         self.prompt, self.answer = record["prompt"], record["answer"]

@@ -62,7 +62,7 @@ def main() -> int:
     if (model / "config.json").exists():
         print(f"warm start: kept {model}")
         return 0
-    print(f"warm start: {STEPS} steps on given conversations; a few minutes, once", flush=True)
+    print(f"warm start: {STEPS} steps on given conversations (a few minutes, only once)", flush=True)
     disable_progress_bar()  # of a model that is written in no time
     CACHE.mkdir(exist_ok=True)
     data.write(CACHE / "train.jsonl", 4096, seed=1, held_out=False)

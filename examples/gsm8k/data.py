@@ -15,7 +15,7 @@ SYSTEM = "Reason step by step, then give the final number on a last line of the 
 
 
 def record(question: str, answer: str) -> dict:
-    """One training record; `answer` is the number behind `####`, without thousands separators."""
+    """One training record. `answer` is the number behind `####`, without thousands separators."""
     number = answer.rpartition("####")[2].strip().replace(",", "")
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
     return {"prompt": messages, "answer": number}
@@ -37,7 +37,7 @@ def from_hub(split: str) -> Iterable[Mapping[str, str]]:
 def main() -> None:
     """Write the records as JSONL."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--source", type=Path, help="a JSONL file with question and answer; the hub otherwise")
+    parser.add_argument("--source", type=Path, help="a JSONL file with question and answer instead of the hub's")
     parser.add_argument("--split", default="train", choices=("train", "test"))
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()

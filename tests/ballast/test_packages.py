@@ -42,7 +42,7 @@ def test_a_users_file_that_hides_a_package_is_named(tmp_path: Path, file: str, h
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_text("")
     done = run(tmp_path, "ballast", "report")
-    told = f"{tmp_path / named} hides Ballast's package {hidden}; rename it, or run from another folder"
+    told = f"{tmp_path / named} hides Ballast's package {hidden}. Rename it, or run from another folder"
     assert (done.returncode, done.stderr) == (2, f"error: {told}\n")
     if hidden != "controller":  # of which Python itself says what it found
         done = run(tmp_path, "controller.report")

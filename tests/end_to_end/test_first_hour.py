@@ -95,7 +95,7 @@ def test_what_is_recorded_says_that_a_function_was_given_and_a_resume_asks_for_i
     recorded = trained.result.folder / "config.yaml"
     assert load(recorded).reward.function == "callable:share_of_digits"
     assert fit.main(["--config", str(recorded), "run.resume=auto"]) == 2
-    assert "stands for a Python function that was given to a call; give it again" in capsys.readouterr().err
+    assert "stands for a Python function that was given to a call. Give it again" in capsys.readouterr().err
     again = ballast.fit(recorded, reward=rewarding(1.0), overrides=["run.resume=auto", f"run.steps={STEPS}"])
     assert again == trained.result  # it has ended, and nothing is started
 

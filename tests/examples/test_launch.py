@@ -59,7 +59,7 @@ def test_a_placement_needs_all_its_gpus_and_no_network(
     assert re.search("does not fit|without GPUs", capsys.readouterr().err)
     assert main([*command_of(name)[:2], "--dry-run", "resources.device=cuda"]) == 2
     assert (
-        "no such model in the local hub cache; a model of the hub is fetched by `hf download" in capsys.readouterr().err
+        "no such model in the local hub cache. A model of the hub is fetched by `hf download" in capsys.readouterr().err
     )
 
 

@@ -91,7 +91,7 @@ def test_epochs_pass_over_every_record_and_the_last_step_takes_what_is_left(run:
 def test_long_records_are_dropped_and_counted_or_refused(run: Run) -> None:
     steps = run("sft", "run", "data.max_tokens=24", "run.steps=1").steps
     assert 0 < steps[0]["data/dropped"] < 20
-    with pytest.raises(DataError, match=r"pairs.jsonl record \d+ has \d+ tokens; raise data.max_tokens \(24\)"):
+    with pytest.raises(DataError, match=r"pairs.jsonl record \d+ has \d+ tokens. Raise data.max_tokens \(24\)"):
         run("sft", "other", "data.max_tokens=24", "data.overlong_records=error")
 
 
@@ -126,4 +126,4 @@ def test_a_finished_run_is_left_as_it_is(
     Path("mine.yaml").write_text("run: {name: done, resume: auto}\n")
     settings = [*SETTINGS, *OF_COMMAND["sft"], "batch.sequences_per_step=12", *length]
     assert sft.main(["--config", "mine.yaml", *settings]) == 0
-    assert capsys.readouterr().out == f"runs/done has ended after step 4; raise {setting} to go on with it\n"
+    assert capsys.readouterr().out == f"runs/done has ended after step 4. Raise {setting} to go on with it\n"

@@ -215,7 +215,7 @@ def test_what_cannot_work_is_refused(workspace: Path, named: str, overrides: lis
         (
             "train.jsonl",
             '[{"prompt": "1"}]',
-            "data.train: train.jsonl:1 has no 'prompt'; set data.prompt_key",
+            "data.train: train.jsonl:1 has no 'prompt'. Set data.prompt_key",
         ),
         ("train.jsonl", '{"prompt": 3}', "data.train: train.jsonl:1 has a prompt of type int"),
         ("validation.jsonl", '{\n"prompt": "1"}', "data.validation: validation.jsonl:1 is not JSON: "),
@@ -290,7 +290,7 @@ def test_a_run_that_is_there_is_not_written_over(workspace: Path) -> None:
     config.run_folder.mkdir(parents=True)
     check(config)
     (config.run_folder / "config.yaml").touch()
-    with pytest.raises(ConfigError, match="holds a run already; choose another name, remove it, or go on"):
+    with pytest.raises(ConfigError, match=r"holds a run already. Choose another name, remove it, or go on"):
         check(config)
 
 

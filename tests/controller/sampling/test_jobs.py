@@ -91,7 +91,7 @@ def test_a_dry_run_says_what_would_be_sampled_and_starts_nothing(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--config", "config.yaml", "data.validation=''"], "data.validation is not set; name the data to evaluate on"),
+        (["--config", "config.yaml", "data.validation=''"], "data.validation is not set. Name the data to evaluate on"),
         (["--config", "config.yaml", "validation.sampling.temperature=0", "validation.samples=2"], "are equal"),
         (
             ["--config", "config.yaml", "validation.sampling.max_new_tokens=999"],
@@ -99,7 +99,7 @@ def test_a_dry_run_says_what_would_be_sampled_and_starts_nothing(
         ),
         (["--config", "config.yaml", "reward.function=''"], "one of reward.function and reward.functions"),
         (["--config", "config.yaml", "--model", "model", "model.path=model"], "--model and model.path"),
-        ([], "--config is not given; give it, or --model runs/NAME"),
+        ([], "--config is not given. Give it, or --model runs/NAME"),
         (["--config", "config.yaml", "--model", "nowhere"], "there is no folder nowhere"),
         (
             ["--config", "config.yaml", "--steps"],
