@@ -1,4 +1,4 @@
-"""Plan which rank computes which sequence, when, and within which caps. Needs NumPy; Numba makes it fast.
+"""Plan which rank computes which sequence, when, and within which caps. Needs NumPy. Numba makes it fast.
 
 lengths --> CostModel --> workloads --> plan_batch --> Plan --> plan.for_rank(r)
                                                         +-----> plan_statistics, explain     (analysis/)
@@ -10,7 +10,7 @@ packing          sequences into micro-batches under caps: filling, exchange, pad
 partition        k sets of equal weight
 cost_model       costs of sequences, counted from a model config or fitted to measurements
 alignment        padding and chunks for context parallelism
-pipeline         order of passes on each stage; pipeline_plan, pipeline_time, micro_step_targets: least makespan
+pipeline         order of passes on each stage (pipeline_plan, pipeline_time, micro_step_targets: least makespan)
 baselines        algorithms of other systems
 analysis         statistics, explanations, comparisons, charts, `python -m balancing`
 """

@@ -35,7 +35,7 @@ NOTE = (
     "Over ideal: step time compared with workload of the real tokens / ranks (/ stages). Over cap: micro-batches above "
     "the cap. Padding: share of computed tokens; it takes time. Idle, bubble: share of a rank's or the stages' time. "
     "Over bound: above a lower bound for as many micro-steps. To plan: median time on this machine, with warm compiled "
-    "code. The published systems form mini-batches of their own."
+    "code. The published systems form other mini-batches."
 )
 
 

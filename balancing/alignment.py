@@ -28,7 +28,7 @@ def group_cap(max_tokens: int, context_parallel: int) -> int:
 
 
 def round_up(lengths: NDArray[np.int64], multiple: int) -> NDArray[np.int64]:
-    """Return the smallest multiples of `multiple` that are at least `lengths`; int64, same shape."""
+    """Return the smallest multiples of `multiple` that are at least `lengths`, as int64 of the same shape."""
     return -(-lengths // multiple) * multiple
 
 

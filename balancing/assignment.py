@@ -52,7 +52,7 @@ class Request:
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """grouping: the micro-batch of each sequence; micro-batch `step * ranks + rank` belongs to that rank."""
+    """grouping: the micro-batch of each sequence. Micro-batch `step * ranks + rank` belongs to that rank."""
 
     grouping: Grouping
     steps: int
@@ -97,7 +97,7 @@ def _steps_to_try(sizes: Integers, request: Request) -> Iterator[int]:
 
 
 def from_karmarkar_karp(sizes: Integers, weights: Floats, request: Request, steps: int) -> Schedule | None:
-    """Refine a schedule from Karmarkar-Karp; None for the padded layout, or if the caps cannot be repaired."""
+    """Refine a schedule from Karmarkar-Karp. Returns None for the padded layout, or if the caps cannot be repaired."""
     count, caps = steps * request.ranks, request.caps
     if caps.padded or len(sizes) < count:
         return None
@@ -112,7 +112,7 @@ def from_karmarkar_karp(sizes: Integers, weights: Floats, request: Request, step
 
 
 def from_longest_first(sizes: Integers, weights: Floats, request: Request, steps: int) -> Schedule | None:
-    """Refine a schedule from longest first or another method of `pack_into`; None if all fail."""
+    """Refine a schedule from longest first or another method of `pack_into`. Returns None if all fail."""
     count = min(steps * request.ranks, len(sizes))
     if request.caps.padded:
         packed: Grouping | None = pack_evenly(sizes, weights, request.caps, CountRule(count))
@@ -177,7 +177,7 @@ def karmarkar_karp_twice(weights: Floats, ranks: int, steps: int) -> Grouping:
 
 @compiled
 def split_ranks(weights: Floats, rank_of: Integers, ranks: int, steps: int) -> Integers:
-    """Split each rank's sequences into `steps` sets; int64 [n], `step * ranks + rank` of each sequence."""
+    """Split each rank's sequences into `steps` sets. Returns int64 [n], `step * ranks + rank` of each sequence."""
     group_of = np.empty(len(weights), np.int64)
     for rank in range(ranks):
         rows = np.flatnonzero(rank_of == rank)
@@ -194,7 +194,7 @@ def split_ranks(weights: Floats, rank_of: Integers, ranks: int, steps: int) -> I
 def repair_caps(
     sizes: Integers, weights: Floats, group_of: Integers, count: int, max_tokens: int, max_sequences: int
 ) -> Integers:
-    """Bring groups within the caps, none of them empty; int64 [n], -1 for a sequence that fits nowhere.
+    """Bring groups within the caps, none of them empty. Returns int64 [n], -1 for a sequence that fits nowhere.
 
     Sequences above a cap move, longest first, to the lightest group with room. An empty group takes the lightest
     sequence of the group with most sequences. weights: descending.

@@ -1,11 +1,11 @@
 """Plan rank by rank with the algorithms of other systems, for comparison or by choice.
 
-    global batch --deal--> ranks --cut--> each rank's micro-batches, independent of those of other ranks
+    global batch --deal--> ranks --cut--> each rank's micro-batches, independent of other ranks
 
                     deal over ranks                    cut into micro-batches
     verl            Karmarkar-Karp, equal counts       Karmarkar-Karp, as many as tokens / cap on the fullest rank
     mindspeed_rl    longest first, to the lightest     the same
-    roll            sorted, dealt with stride          in that order, as many rows as fit; padded to the longest
+    roll            sorted, dealt with stride          in that order, as many rows as fit, padded to the longest
 
 `published_steps` is each algorithm as published: mini-batches follow from the deal, and micro-batches may exceed the
 cap. `schedule_rank_locally` keeps the caller's mini-batches and every cap.
@@ -43,9 +43,9 @@ def published_steps(
     max_tokens: int,
     workloads: ArrayLike,
 ) -> list[Steps]:
-    """Return each mini-batch's micro-steps as the system `name` would plan them; may exceed the cap.
+    """Return each mini-batch's micro-steps as the system `name` would plan them. They may exceed the cap.
 
-    mini_batches: only their number counts. workloads: n numbers >= 0; a rank runs its heaviest micro-batch first.
+    mini_batches: only their number counts. workloads: n numbers >= 0. A rank runs its heaviest micro-batch first.
     Raises as `plan_batch`.
     """
     one_of(name, "name", PUBLISHED)
@@ -97,7 +97,7 @@ def _deal_sorted(tokens: Integers, ranks: int) -> list[Integers]:
 
 
 def _cut_by_differencing(rows: list[Integers], tokens: Integers, costs: Floats, max_tokens: int) -> Steps:
-    """Cut as published: ceil(tokens / cap) sets of the fullest rank, on all ranks; the sets may exceed the cap."""
+    """Cut as published: ceil(tokens / cap) sets of the fullest rank, on all ranks. The sets may exceed the cap."""
     count = max(-(-int(tokens[mine].sum()) // max_tokens) for mine in rows)
     columns = []
     for mine in rows:

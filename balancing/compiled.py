@@ -1,4 +1,4 @@
-"""Compile loops with Numba if installed; otherwise they run in Python, slower, with the same results."""
+"""Compile loops with Numba if installed. Otherwise they run in Python, slower, with the same results."""
 
 import hashlib
 import warnings
@@ -68,7 +68,7 @@ def telling_of_compilation(tell: Callable[[], None]) -> Iterator[None]:
 
 
 def compiled(function: Function) -> Function:
-    """Compile at the first call and cache the machine code on disk; without Numba, return `function` unchanged."""
+    """Compile at the first call and cache the machine code on disk. Without Numba, return `function` unchanged."""
     if numba is None:
         return function
     try:

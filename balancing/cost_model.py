@@ -33,7 +33,7 @@ HIGHEST_CONDITION = 1_000.0
 
 
 UNGATED_MODELS = frozenset({"gpt_neox", "phi", "starcoder2", "nemotron", "opt", "gptj", "falcon"})
-"""Model types whose feed-forward block has two matrices; all others have three (gated)."""
+"""Model types whose feed-forward block has two matrices. All others have three (gated)."""
 
 SEVEN_BILLION = {
     "hidden_size": 3584,
@@ -43,7 +43,7 @@ SEVEN_BILLION = {
     "intermediate_size": 18944,
     "vocab_size": 152064,
 }
-"""Qwen2.5-7B: dense, grouped-query, 7.6 billion weights; the default of the command."""
+"""Qwen2.5-7B: dense, grouped-query, 7.6 billion weights. The command uses it by default."""
 
 
 def forward_flops(config: Mapping[str, Any] | object) -> tuple[float, float]:
@@ -81,7 +81,7 @@ class _Fields:
 def _attention(fields: _Fields) -> tuple[int, int]:
     """Return the weights of one layer's projections and its FLOPs per squared token.
 
-    Scores and weighted sums take 2 * L**2 * width FLOPs each; the causal half is L**2 * width.
+    Scores and weighted sums take 2 * L**2 * width FLOPs each. The causal half is L**2 * width.
     """
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     if fields.get("kv_lora_rank") is not None:
@@ -129,7 +129,7 @@ def _sparse_layers(fields: _Fields, layers: int) -> int:
 
 
 TRAINING_FACTOR = 3.0
-"""(forward + backward) / forward; backward has two matrix products for each forward one."""
+"""(forward + backward) / forward. Backward has two matrix products for each forward one."""
 
 Unit = Literal["FLOP", "token", "second"]
 
@@ -139,7 +139,7 @@ class CostModel:
     """Cost of a sequence of L tokens: `linear * L + quadratic * L**2`, in `unit`.
 
     linear: matrix products with weights. quadratic: causal attention. Plans depend only on their ratio.
-    Raises CostModelError if a coefficient is negative, not finite, or both are 0; OptionError for an unknown unit.
+    Raises CostModelError if a coefficient is negative, not finite, or both are 0, and OptionError for an unknown unit.
     """
 
     linear: float
@@ -161,7 +161,7 @@ class CostModel:
         return tokens * (self.linear + self.quadratic * tokens)
 
     def scaled(self, factor: float) -> "CostModel":
-        """Multiply by `factor`; `1 / TRAINING_FACTOR` turns training costs into forward costs."""
+        """Multiply by `factor`. `1 / TRAINING_FACTOR` turns training costs into forward costs."""
         return CostModel(self.linear * factor, self.quadratic * factor, self.unit)
 
     @classmethod
@@ -174,7 +174,7 @@ class CostModel:
         """Count FLOPs from a Hugging Face model config: a mapping (`config.json`) or an object with attributes.
 
         A product [m, k] x [k, n] counts 2*m*k*n FLOPs, causal attention L**2 / 2 pairs, a mixture of experts only the
-        active experts, and embedding look-ups nothing; sliding windows count as full attention.
+        active experts, and embedding look-ups nothing. Sliding windows count as full attention.
         training: forward and backward (`TRAINING_FACTOR`). Raises CostModelError for a missing key.
         """
         forward = cls(*forward_flops(config))
@@ -185,7 +185,7 @@ class CostModel:
         """Fit seconds to measurements: `overhead + linear * sum(L) + quadratic * sum(L**2)` per micro-batch.
 
         micro_batches: the lengths that ran together, one array per measurement. seconds: positive times.
-        Raises LengthError; CostModelError if the data do not determine the three terms.
+        Raises LengthError, and CostModelError if the data do not determine the three terms.
         """
         sums = []
         for number, lengths in enumerate(micro_batches):
@@ -208,7 +208,7 @@ class CostFit:
     """A fitted cost model in seconds.
 
     overhead_seconds: fixed cost of a micro-batch. relative_error: root mean square of `predicted / measured - 1`.
-    condition: of the design matrix with normalised columns; the fit amplifies timing noise by about this factor.
+    condition: of the design matrix with normalised columns. The fit amplifies timing noise by about this factor.
     """
 
     model: CostModel

@@ -39,7 +39,7 @@ SORTING = 8
 class LinkedGroups(NamedTuple):
     """n sequences, numbered in descending order of weight, in k groups.
 
-    weights, sizes: float64 [n]; sizes are tokens. group_of, following: int64 [n]. first, counts: int64 [k].
+    weights, sizes: float64 [n], sizes in tokens. group_of, following: int64 [n]. first, counts: int64 [k].
     loads, tokens: float64 [k], sums of weights and of sizes over each group.
     """
 
@@ -105,7 +105,7 @@ def _relink(groups: LinkedGroups, one: int, other: int) -> None:
 
 @compiled
 def _next_lightest(loads: Floats, last: int) -> int:
-    """Return the group after `last` (-1: start) in ascending order of (load, number); -1 after the last group."""
+    """Return the group after `last` (-1: start) in ascending order of (load, number), or -1 after the last group."""
     found = -1
     for group in range(len(loads)):
         later = last < 0 or loads[group] > loads[last] or (loads[group] == loads[last] and group > last)
@@ -188,7 +188,7 @@ def exchange_until_even(
     level: float,
     effort: int,
 ) -> Integers:
-    """Search as `even_out`, for sequences in descending order of weight; end at a load of `level`."""
+    """Search as `even_out`, for sequences in descending order of weight, and end at a load of `level`."""
     groups = _link(weights, sizes, group_of, count)
     is_open = groups.counts > 1  # any exchange of a sequence alone keeps the heavier load
     partners = count if only_heaviest else PARTNERS
@@ -234,7 +234,7 @@ def _best_exchange(
         give = _bundles(groups, heavy, largest)
         light, ascending = -1, counts[:0]
         for position in range(min(partners, len(loads))):
-            if position == PARTNERS:  # one of the first few mostly suffices; from here on sorting pays
+            if position == PARTNERS:  # the first few mostly suffice, from here on sorting pays
                 ascending = np.argsort(loads, kind="mergesort")
             if position < PARTNERS:
                 light = _next_lightest(loads, light)

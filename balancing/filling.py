@@ -1,8 +1,8 @@
 """Place sequences one by one into bins (micro-batches) under caps, in compiled loops.
 
-    fill_lightest    the lightest bin with room; stops at the first sequence that fits nowhere
-    best_fit         the fullest bin with room; opens as many bins as it needs
-    fill_to_level    the lightest bin with room that stays within a load; leaves out what fits nowhere
+    fill_lightest    the lightest bin with room, until a sequence fits nowhere
+    best_fit         the fullest bin with room, or a new bin
+    fill_to_level    the lightest bin with room that stays within a load, or none
 
 `order` is int64, indices into `sizes` (int64 [n], tokens, each at most `max_tokens`) and `weights` (float64 [n]).
 Each function returns int64 [n], the bin of every sequence, -1 for none.
@@ -20,7 +20,7 @@ from balancing.grouping import Floats, Integers
 def fill_lightest(
     order: Integers, sizes: Integers, weights: Floats, bins: int, max_tokens: int, max_sequences: int
 ) -> Integers:
-    """Place each in the lightest bin with room (Graham 1969, under caps); stop at the first that fits nowhere.
+    """Place each in the lightest bin with room (Graham 1969, under caps), and stop at the first that fits nowhere.
 
     Ties go to the bin with fewest sequences, so that weightless sequences leave no bin empty.
     """
@@ -48,7 +48,7 @@ def fill_lightest(
 
 @compiled
 def best_fit(order: Integers, sizes: Integers, max_tokens: int, max_sequences: int) -> Integers:
-    """Place each in the fullest bin with room, or open a bin; in descending order at most 11/9 of the optimum."""
+    """Place each in the fullest bin with room, or open a bin. In descending order: <= 11/9 of the optimum."""
     assignment = np.full(len(sizes), -1, np.int64)
     room, places = np.full(len(order), max_tokens, np.int64), np.full(len(order), max_sequences, np.int64)
     count = 0

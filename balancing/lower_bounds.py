@@ -1,6 +1,6 @@
 """Compute lower bounds that plans are measured against.
 
-    fewest_bins        number of micro-batches       the caps; Martello and Toth (1990)
+    fewest_bins        number of micro-batches       the caps (Martello and Toth 1990)
     mean_bound         heaviest of k sets            the mean, or the heaviest weight
     step_time_bound    time of a mini-batch          workload / ranks, or steps that long sequences prolong
     prefix_...         the same for groups           as above, with every prefix in each part that the caps force
@@ -74,7 +74,7 @@ def step_time_bound(
         v_1 + ... + v_j + (W - K_j) / ranks
 
     W: the total workload. v_i: the least time of the i-th longest micro-step (`minimum_step_times`). K_j: the most
-    workload that j * ranks micro-batches can hold (`most_workload`); the rest is computed at best evenly.
+    workload that j * ranks micro-batches can hold (`most_workload`). The rest is computed at best evenly.
     Assumes the packed layout, which is never slower than the padded one.
     """
     forced = minimum_step_times(sizes, weights, ranks, steps, max_tokens, max_sequences)
@@ -83,7 +83,7 @@ def step_time_bound(
 
 
 def prolonged(forced: Floats, total: float, held: Floats, ranks: int) -> StepTimeBound:
-    """Maximise forced[0] + ... + forced[j - 1] + (total - held[j]) / ranks over j; held: float64 [forced + 1]."""
+    """Maximise forced[0] + ... + forced[j - 1] + (total - held[j]) / ranks over j. held: float64 [forced + 1]."""
     times = np.concatenate([[0.0], np.cumsum(forced)]) + np.maximum(total - held, 0.0) / ranks
     long_steps = int(np.argmax(times))
     return StepTimeBound(float(times[long_steps]), long_steps)
@@ -146,7 +146,7 @@ def _cut_off(tokens: Integers, workload: Floats, capacity: Floats) -> Floats:
 
 
 def fewest_parts(groups: Groups, max_tokens: int, max_sequences: int) -> Integers:
-    """Return the fewest micro-batches k_g >= 1 that any plan needs for each group; int64 [G].
+    """Return the fewest micro-batches k_g >= 1 that any plan needs for each group, int64 [G].
 
     A micro-batch has room for `max_tokens` less the prefix. So k_g is at least own tokens / room and
     members / max_sequences, rounded up, and the number of members above half the room, no two of which fit together.

@@ -5,7 +5,7 @@
 
 Equal micro-steps are not the fastest: a pipeline fills and drains faster with light ones at the ends. With the order
 of passes fixed, the makespan of times t is the longest path through the passes, max over paths of `a . t + d` (a: share
-of each micro-step's time on the path; d: transfers and overheads). Minimising over all t >= 0 that add up to the work
+of each micro-step's time on the path, d: transfers and overheads). Minimising over all t >= 0 that add up to the work
 is a game: one splits the work, the other picks a path. Multiplicative weights solve it (Freund and Schapire 1999):
 t moves away from the paths picked so far, and the mean t and the mean path both approach the optimum.
 Proof of the bound: for every t the longest path is at least as long as the mean of any paths, so
@@ -75,7 +75,7 @@ def best_shape(
 
 
 def split(pipeline: Pipeline, floor: Floats, most: float, rounds: int, rate: float = RATE) -> Shape:
-    """Split as `best_shape`; each micro-step has its own floor, which may be above `most`; their mean is at most 1."""
+    """Split as `best_shape`, with a floor for each micro-step, which may be above `most`. Their mean is at most 1."""
     passes = passes_of(pipeline, len(floor))
     graph = (passes.before, passes.needed, passes.sent, passes.micro_batch, passes.cost)
     limits = np.maximum(floor, max(1.0, most))
@@ -185,7 +185,7 @@ def in_units(pipeline: Pipeline, mean: float) -> Pipeline:
 
 
 def rounded_limit(most: float) -> float:
-    """Round up a limit over the mean micro-step; infinite if it hardly limits a shape."""
+    """Round up a limit over the mean micro-step, to infinity if it hardly limits a shape."""
     return float(np.ceil(most * STEP) / STEP) if most < NO_LIMIT else float("inf")
 
 
@@ -208,14 +208,14 @@ class Levels(NamedTuple):
 
 
 def levels_of(sizes: Integers, weights: Floats, ranks: int, caps: Caps, most: int) -> Levels:
-    """Return the first `most` levels. sizes: int64 [n]. weights: float64 [n]; both in descending weight."""
+    """Return the first `most` levels. sizes: int64 [n]. weights: float64 [n], both in descending weight."""
     at = np.arange(0, len(weights), ranks)[:most]
     smallest = np.minimum.accumulate(sizes)[at]
     return Levels(weights[at], np.minimum(caps.max_tokens // smallest, caps.max_sequences).astype(np.float64))
 
 
 def covered_shape(pipeline: Pipeline, steps: int, most: float, levels: Levels) -> Shape:
-    """Find the best shape that grants all levels; the mean of its times is 1, or above if the levels ask for more.
+    """Find the best shape that grants all levels. The mean of its times is 1, or above if the levels ask for more.
 
     pipeline, levels: in units of the mean micro-step. most: of a micro-step that no level raises. bound: 0, none.
     """

@@ -40,11 +40,11 @@ def pack(
     """Group sequences into the fewest micro-batches that the caps allow, with workloads as equal as possible.
 
     lengths: n whole numbers >= 1. max_tokens: cap of a micro-batch (of a context-parallel group: cap of a rank times
-    cp). workloads: n numbers >= 0; None balances tokens. length_multiple: lengths are rounded up to a multiple.
+    cp). workloads: n numbers >= 0. None balances tokens. length_multiple: lengths are rounded up to a multiple.
     algorithm: `load_balance`, or `none`, which cuts the given order.
-    Returns int64 arrays, heaviest micro-batch first, or for `none` in given order; indices ascending.
-    Raises LengthError, WeightError, OptionError for bad values; OverCapError for a sequence above the cap; CountError
-    if counts ask for more micro-batches than there are sequences.
+    Returns int64 arrays, heaviest micro-batch first, or for `none` in given order, indices ascending.
+    Raises LengthError, WeightError, OptionError for bad values, OverCapError for a sequence above the cap, and
+    CountError if counts ask for more micro-batches than there are sequences.
     """
     one_of(layout, "layout", ("packed", "padded"))
     one_of(algorithm, "algorithm", ("load_balance", "none"))
@@ -116,7 +116,7 @@ def pack_evenly(sizes: Integers, weights: Floats | None, caps: Caps, count: Coun
 
 
 def fewest_micro_batches(sizes: Integers, caps: Caps) -> int:
-    """Bound the number of micro-batches for `sizes`; attained in the padded layout."""
+    """Bound the number of micro-batches for `sizes`. The padded layout attains the bound."""
     if caps.padded:
         return len(take_in_order(-np.sort(-sizes), caps.max_tokens, caps.max_sequences, padded=True))
     return fewest_bins(sizes, caps.max_tokens, caps.max_sequences)
@@ -127,7 +127,7 @@ def fewest_by_best_fit(sizes: Integers, caps: Caps) -> int:
 
 
 def pack_into(sizes: Integers, loads: Floats, caps: Caps, count: int) -> Grouping | None:
-    """Form `count` non-empty packed micro-batches, balanced by load; None if every method of filling fails.
+    """Form `count` non-empty packed micro-batches, balanced by load. Returns None if every method of filling fails.
 
     From the most even loads to the tightest: heaviest first, exchanges without a cap, best-fit-decreasing.
     """

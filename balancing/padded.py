@@ -25,7 +25,7 @@ def take_in_order(
     """Cut positions 0..n from the front into the longest runs that keep the caps, the fewest for this order.
 
     sizes: int64 [n], n >= 1, each at most `max_tokens`. A run takes their sum, or if `padded` rows times the largest.
-    weights: float64 [n] or None; several sequences in a run sum to at most `max_weight`.
+    weights: float64 [n] or None. Several sequences in a run sum to at most `max_weight`.
     """
     loads = np.zeros(len(sizes)) if weights is None else weights
     starts = run_starts(sizes, loads, max_tokens, max_sequences, padded, max_weight).tolist()

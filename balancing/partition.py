@@ -47,8 +47,8 @@ def partition(
     """Split the indices of `weights` into k sets with sums as equal as possible.
 
     weights: n finite numbers >= 0. equal_size: counts differ by at most one.
-    Returns k int64 arrays with ascending indices; every index is in exactly one.
-    Raises WeightError; OptionError for a bad k or algorithm; CountError if k > n without `allow_empty`.
+    Returns k int64 arrays with ascending indices. Every index is in exactly one.
+    Raises WeightError, OptionError for a bad k or algorithm, and CountError if k > n without `allow_empty`.
     """
     checked = weight_array(weights, "weights")
     one_of(algorithm, "algorithm", tuple(_ALGORITHMS))
@@ -70,7 +70,7 @@ def _heaviest_first(weights: Floats) -> Integers:
 
 
 def karmarkar_karp(weights: Floats, k: int, equal_size: bool = False) -> Integers:
-    """Partition by largest differencing (Karmarkar and Karp 1982; Michiels et al. 2003 for equal counts).
+    """Partition by largest differencing (Karmarkar and Karp 1982, and Michiels et al. 2003 for equal counts).
 
     weights: float64 [n], descending. Returns int64 [n], the set of each weight, in 0..k.
     """
@@ -83,7 +83,7 @@ def karmarkar_karp(weights: Floats, k: int, equal_size: bool = False) -> Integer
 
 @compiled
 def longest_first(weights: Floats, k: int, equal_size: bool = False) -> Integers:
-    """Place the heaviest first, each in the lightest set that may grow (Graham 1969); see `karmarkar_karp`."""
+    """Place the heaviest first, each in the lightest set that may grow (Graham 1969). See `karmarkar_karp`."""
     set_of = np.empty(len(weights), np.int64)
     smallest, larger_sets = len(weights) // k, len(weights) % k
     heap = [(0.0, 0, position) for position in range(k)]
@@ -137,20 +137,20 @@ _ALGORITHMS: dict[str, Callable[[Floats, int, bool], Integers]] = {
 
 @compiled
 def largest_differencing(weights: Floats, k: int, in_runs: bool) -> Integers:
-    """Return the set, 0..k, of each of n weights in descending order; int64 [n].
+    """Return the set, 0..k, of each of n weights in descending order, int64 [n].
 
-    weights: float64 [n]; with `in_runs`, n is a multiple of k. k: at least 2. Ties: the youngest solution first, which
+    weights: float64 [n]. With `in_runs`, n is a multiple of k. k: at least 2. Ties: the youngest solution first, which
     bounds the number of solutions.
 
     A set is a linked list with first member `head`: `sums[head]`, `last[head]`, and the member `following` each member.
-    A solution is a row of heads, heaviest set first; `filled[row]` sets are not empty.
+    A solution is a row of heads, heaviest set first. `filled[row]` sets are not empty.
     """
     count = len(weights)
     sums, last, following = weights.copy(), np.arange(count), np.full(count, -1)
     solutions = count // k + 2
     rows, filled = np.arange(solutions * k).reshape(solutions, k), np.full(solutions, k)  # the initial runs
     free, age, single = list(range(len(rows))), 0, 0
-    heap = [(0.0, 0, 0)]  # (-difference, -age, row); this entry only declares the types
+    heap = [(0.0, 0, 0)]  # (-difference, -age, row), an entry that only declares the types
     heap.clear()
     if in_runs:
         for run in range(count // k):

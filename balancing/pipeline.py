@@ -1,10 +1,10 @@
 """Define in which order each pipeline stage computes the micro-batches of a mini-batch.
 
-    model, in stages x virtual_stages chunks of layers; chunk c of stage s is part c * stages + s of the model
+    model, in stages x virtual_stages chunks of layers. Chunk c of stage s is part c * stages + s of the model
     Pipeline --> actions(pipeline, stage, m) --> forward and backward passes of one stage, one after another
                  needs(pipeline, stage, a)   --> what another stage must have finished before
 
-One forward, one backward (1F1B; Narayanan et al. 2021, arXiv:2104.04473, section 2.2): a stage begins with as many
+One forward, one backward (1F1B, Narayanan et al. 2021, arXiv:2104.04473, section 2.2): a stage begins with as many
 forward passes as there are stages after it, then alternates, then ends with the remaining backward passes. Interleaved
 1F1B (virtual stages) takes micro-batches in rounds of `stages`, each round chunk by chunk.
 A pass without gradients (`backward=0`) has only the forward passes, in the same order.
@@ -36,8 +36,8 @@ class Pipeline:
     """A model's division over stages, and the cost of its parts.
 
     stages: ranks in a row. virtual_stages: chunks of layers on each (interleaved 1F1B above 1, for at least 2 stages).
-    backward: backward cost / forward cost; 0 plans passes without gradients.
-    stage_shares: positive cost of each of the stages * virtual_stages parts; None is equal parts.
+    backward: backward cost / forward cost. 0 plans passes without gradients.
+    stage_shares: positive cost of each of the stages * virtual_stages parts. None is equal parts.
     transfer: time of one transfer between stages. overhead: fixed cost of a micro-batch over all parts
     (`CostFit.overhead_seconds`). Both in the unit of the cost model.
     Raises OptionError for values out of range.
@@ -68,7 +68,7 @@ class Pipeline:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Return the share of each part in the cost of the model; they add up to 1."""
+        """Return the share of each part in the cost of the model. They add up to 1."""
         return self.stage_shares or (1.0 / self.parts,) * self.parts
 
     @property
@@ -92,7 +92,7 @@ def actions(pipeline: Pipeline, stage: int, micro_batches: int) -> tuple[Action,
 
     In this order, each as soon as its `needs` have arrived, all stages finish: no order of waiting is circular.
     Transfers must be asynchronous, or paired by the executor, because two stages may send to each other.
-    Raises OptionError for an unknown stage; CountError unless micro_batches is a multiple of `count_multiple`.
+    Raises OptionError for an unknown stage, and CountError unless micro_batches is a multiple of `count_multiple`.
     """
     if not 0 <= stage < pipeline.stages:
         raise OptionError(f"stage={stage} is outside a pipeline of stages={pipeline.stages}")
@@ -117,7 +117,7 @@ def check_count(pipeline: Pipeline, micro_batches: int) -> None:
 
 
 def needs(pipeline: Pipeline, stage: int, action: Action) -> tuple[int, Action] | None:
-    """Return the stage and the action whose result this action takes; None for the first part of the model."""
+    """Return the stage and the action whose result this action takes, or None for the first part of the model."""
     part = action.chunk * pipeline.stages + stage
     if action.kind == "forward":
         return None if part == 0 else _at(pipeline, "forward", part - 1, action)

@@ -9,7 +9,7 @@ dealt to the target times:
 
     sequences, heaviest first --+--> layers of `ranks` neighbours, one for each rank
                                 |      --> each to the micro-step with most room left below its time, under the caps
-                                +--> each to the micro-batch with most room left below the time of its step, likewise
+                                +--> each to the micro-batch with most room left below the time of its step, too
       --> exchanges within each step (exchange.py)
 
 Layers of neighbours keep the ranks of a step even, also under tight caps. One by one, short sequences fill the room
@@ -56,7 +56,7 @@ class Work:
 
 
 def schedule_on_pipeline(work: Work, request: Request, pipeline: Pipeline) -> Schedule:
-    """Return the schedule with the least makespan found; it may have more than the fewest micro-steps."""
+    """Return the schedule with the least makespan found. It may have more than the fewest micro-steps."""
     first = work.plan(request)
     counts = [first.steps, *_more_steps(first.steps, len(work.sizes), request, pipeline)]
     if work.divisible and pipeline.stages > 1:
@@ -124,14 +124,14 @@ NOWHERE = -1
 EVEN = 2e-4
 """Ranks of a step are even if the heaviest is within this share of their mean."""
 EFFORT = 300_000
-"""Limit of exchanges within a step, about 2 ms of compiled code; see `exchange.even_out`."""
+"""Limit of exchanges within a step, about 2 ms of compiled code. See `exchange.even_out`."""
 
 TRIES = 50_000
 """Limit of full micro-batches found when sequences are dealt one by one, about 10 ms of compiled code."""
 
 
 def deal_to_times(sizes: Integers, weights: Floats, request: Request, times: Floats) -> Iterator[Schedule]:
-    """Yield schedules whose steps take about `times`, ranks not yet even; none if caps or counts forbid it."""
+    """Yield schedules whose steps take about `times`, ranks not yet even, or none if caps or counts forbid it."""
     steps, caps = len(times), request.caps
     if caps.padded or len(sizes) < steps * request.ranks:
         return

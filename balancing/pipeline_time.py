@@ -3,7 +3,7 @@
     Pipeline, m --> passes: what each waits for, whose micro-batch, which share      (built once for each m)
     times of m micro-steps --> every pass ends at its cost + the later of
                                  the end of the pass before it on its stage
-                                 the arrival of what it needs from another stage  --> makespan, bubble, timeline
+                                 the arrival of its input from another stage      --> makespan, bubble, timeline
 
 A micro-step of time t takes `share * t / (1 + backward)` forward in a part of the model, and `backward` times that
 back. Data-parallel ranks of a stage gather its parameters together, so t is the most over the ranks.
@@ -28,7 +28,7 @@ NOTHING = -1
 
 @dataclass(frozen=True, eq=False)
 class Passes:
-    """All passes of a mini-batch, each behind the passes that it waits for; int64 and float64 [passes].
+    """All passes of a mini-batch, each behind the passes that it waits for, as int64 and float64 [passes].
 
     before: place of the pass before it on its stage. needed: place of the pass whose result it takes, or NOTHING.
     sent: time from the end of the needed pass until its result arrives. cost: share of the micro-batch's time.
@@ -97,8 +97,8 @@ def _in_order(pipeline: Pipeline, micro_batches: int) -> list[tuple[int, Action]
 def timeline(pipeline: Pipeline, times: ArrayLike) -> Timeline:
     """Return start and end of every pass.
 
-    times: m numbers >= 0, each micro-step on the whole model; or [m, ranks], of which the most counts.
-    Raises WeightError for other times; CountError unless the schedule takes m micro-batches.
+    times: m numbers >= 0, each micro-step on the whole model, or [m, ranks], of which the most counts.
+    Raises WeightError for other times, and CountError unless the schedule takes m micro-batches.
     """
     total = micro_step_times(pipeline, times)
     passes = passes_of(pipeline, len(total))

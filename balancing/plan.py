@@ -6,10 +6,10 @@
       -> Plan.for_rank(r)                                                          for a worker
 
 Invariants:
-  every index is computed exactly once, in the mini-batch that the caller chose;
-  every micro-batch keeps the caps on tokens and sequences;
-  all ranks have the same number of micro-batches: at least `min_count`, a multiple of `multiple_of`;
-  no micro-step is empty on all ranks;
+  every index is computed exactly once, in the mini-batch that the caller chose
+  every micro-batch keeps the caps on tokens and sequences
+  all ranks have the same number of micro-batches: at least `min_count`, a multiple of `multiple_of`
+  no micro-step is empty on all ranks
   the normalisers of a mini-batch are global numbers that do not depend on how it is split.
 """
 
@@ -62,7 +62,7 @@ class MiniBatch:
     """One optimiser step.
 
     rows: int64 [sequences], by micro-step, then rank, ascending in each micro-batch.
-    bounds: int64 [steps * ranks + 1]; micro-batch `i = step * ranks + rank` is `rows[bounds[i] : bounds[i + 1]]`.
+    bounds: int64 [steps * ranks + 1]. Micro-batch `i = step * ranks + rank` is `rows[bounds[i] : bounds[i + 1]]`.
     start: the initial assignment before refinement, or the algorithm.
     tokens, loss_tokens, sequences, groups: totals over all ranks, by which losses divide. Sequences and groups without
     a loss token do not count.
@@ -126,7 +126,7 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class Settings:
-    """Arguments of `plan_batch` that do not describe the batch; `analysis.explain` plans again with them."""
+    """Arguments of `plan_batch` that do not describe the batch. `analysis.explain` plans again with them."""
 
     ranks: int
     max_tokens: int
@@ -216,7 +216,7 @@ class Plan:
 
     @property
     def prefixes(self) -> dict[str, Integers]:
-        """Return the prefix arguments of `plan_batch`; empty without prefixes."""
+        """Return the prefix arguments of `plan_batch`, empty without prefixes."""
         if self.shared_prefixes is None:
             return {}
         found = {"prefix_groups": self.shared_prefixes.group, "prefix_lengths": self.shared_prefixes.tokens}
@@ -279,13 +279,13 @@ def plan_batch(
     """Plan all mini-batches, micro-steps and ranks of a global batch.
 
     lengths: n whole numbers >= 1, the real tokens of each sequence.
-    ranks: number of data-parallel ranks; it need not divide n.
-    mini_batches: index arrays that together contain every index once; None is one mini-batch.
-    max_tokens: cap on tokens of a micro-batch (of a context-parallel group: `alignment.group_cap`); twice the longest
+    ranks: number of data-parallel ranks. It need not divide n.
+    mini_batches: index arrays that together contain every index once. None is one mini-batch.
+    max_tokens: cap on tokens of a micro-batch (of a context-parallel group: `alignment.group_cap`). Twice the longest
     sequence is a good choice.
-    loss_tokens: n whole numbers, 0 <= loss_tokens <= lengths; None takes lengths.
+    loss_tokens: n whole numbers, 0 <= loss_tokens <= lengths. None takes lengths.
     min_count, multiple_of: each rank's micro-batches in a mini-batch are at least the first, a multiple of the second.
-    cost_model: the workload to balance; None is tokens.
+    cost_model: the workload to balance. None is tokens.
     algorithm: `karmarkar_karp` is largest differencing, refined under the caps (schedule.py). `none` keeps the given
     order with equal counts per rank, cut at the caps. `verl`, `roll` and `mindspeed_rl` plan rank by rank as these
     systems do, but keep the caps (baselines.py).
@@ -293,14 +293,14 @@ def plan_batch(
     the least pipeline `makespan` (pipeline_plan.py). None is `makespan` with a pipeline, else `descending`.
     allow_empty: allow empty micro-batches if there are fewer sequences than micro-batches over all ranks.
     layout, length_multiple: as in `pack`.
-    pipeline: each rank is a pipeline of stages; counts are also multiples of its `count_multiple`.
+    pipeline: each rank is a pipeline of stages. Counts are also multiples of its `count_multiple`.
     groups: n whole numbers >= 0, the group of each sequence, counted for losses that divide by groups.
     prefix_groups, prefix_lengths: n whole numbers >= 0 each. Sequences of a group share their first tokens, fewer than
-    any has (0: none), which a micro-batch computes once (prefix_packing.py). Packed layout only; only whole multiples
+    any has (0: none), which a micro-batch computes once (prefix_packing.py). Packed layout only. Only whole multiples
     of `length_multiple` count. Algorithms other than `karmarkar_karp` ignore prefixes when they plan.
     tree_order, tree_depths: n whole numbers >= 0 each, for longer shared prefixes. In `tree_order` each sequence shares
     `tree_depths` tokens with the one before it in its group, fewer than either has.
-    Raises LengthError, OptionError, MiniBatchError for bad values; OverCapError for a sequence above the cap;
+    Raises LengthError, OptionError, MiniBatchError for bad values, OverCapError for a sequence above the cap, and
     CountError if the counts cannot be kept.
     """
     settings = Settings(

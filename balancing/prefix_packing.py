@@ -42,7 +42,7 @@ STARTS = 8
 
 
 def schedule_with_prefixes(sizes: Integers, weights: Floats, prefixes: SharedPrefixes, request: Request) -> Schedule:
-    """Return the fastest schedule found; raises as `schedule_evenly` does.
+    """Return the fastest schedule found. Raises as `schedule_evenly` does.
 
     sizes: int64 [n], tokens. weights: float64 [n], each of a sequence alone, descending.
     """
@@ -96,7 +96,7 @@ class _Filling:
         self._lowest_time = np.inf
 
     def fastest(self) -> Schedule | None:
-        """Return the fastest schedule found, in the order of `groups`; None if nothing fits."""
+        """Return the fastest schedule found, in the order of `groups`, or None if nothing fits."""
         caps, ranks, near = self._request.caps, self._request.ranks, NEAR
         best = self._whole_groups()
         time = np.inf if best is None else best.time(self._computed(best.grouping.group_of))
@@ -161,7 +161,7 @@ class _Filling:
         return work
 
     def _lowest(self, order: Integers, forced: Floats, bound: float) -> Integers | None:
-        """Return the micro-batches of the shortest time above `bound` that fits; None unless below all times so far."""
+        """Return the micro-batches of the shortest time above `bound` that fits, if below all times so far."""
         work = float(self._computed(np.arange(len(self._groups.own))).sum())  # enough for any micro-batch
         longest = self._lowest_time if np.isfinite(self._lowest_time) else bound + len(forced) * work
         best = self._fill(order, self._levels(forced, longest))
@@ -196,7 +196,7 @@ class _Filling:
 
 
 def _spread(micro_batch_of: Integers, needed: int, count: int) -> Integers:
-    """Fill at least `needed` of `count` micro-batches; empty ones take a sequence from the fullest."""
+    """Fill at least `needed` of `count` micro-batches. Empty ones take a sequence from the fullest."""
     micro_batch_of, sizes = micro_batch_of.copy(), np.bincount(micro_batch_of, minlength=count)
     for empty in np.flatnonzero(sizes == 0)[: max(0, needed - np.count_nonzero(sizes))]:
         fullest = np.argmax(sizes)
@@ -214,7 +214,7 @@ class _Room(NamedTuple):
 
 @compiled
 def fill_groups(groups: Groups, order: Integers, levels: Floats, max_tokens: int, max_sequences: int) -> Integers:
-    """Place whole groups in the fullest micro-batch with room; divide a group over the emptiest if none has room.
+    """Place whole groups in the fullest micro-batch with room. Divide a group over the emptiest if none has room.
 
     levels: float64 [M], descending, the most work of each micro-batch. Returns the micro-batch of each sequence, int64
     [n], -1 from the first part on that fits nowhere.
@@ -251,9 +251,9 @@ def fill_groups(groups: Groups, order: Integers, levels: Floats, max_tokens: int
 def _place(
     groups: Groups, group: int, left: Integers, room: _Room, is_open: Integers, tried: NDArray[np.bool_], untouched: int
 ) -> tuple[bool, int]:
-    """Find the fullest micro-batch with room for all of `left`, True; else the one with most room, False; or -1.
+    """Return (fullest micro-batch with room for all of `left`, True), else (the one with most room, False), or -1.
 
-    tried: bool [M], micro-batches that take no more of this group; [0] without cuts. untouched: room of an empty one.
+    tried: bool [M], micro-batches that take no more of this group, [0] without cuts. untouched: room of an empty one.
     """
     own, tokens = 0.0, 0
     for row in left:

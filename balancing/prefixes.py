@@ -29,7 +29,7 @@ LARGEST = (1.0, 0.5)
 
 
 def fewest_worth_sharing(own: Any) -> Any:
-    """Return the fewest shared tokens that pay for a sequence with `own` further tokens; also for arrays."""
+    """Return the fewest shared tokens that pay for a sequence with `own` further tokens, also for arrays."""
     return -(-own // MOST_OWN)
 
 
@@ -37,7 +37,7 @@ class Groups(NamedTuple):
     """The n sequences of a mini-batch by group, each of the G groups from its heaviest on.
 
     own, own_tokens: float64 and int64 [n], each sequence's work and tokens after the prefix.
-    group: int64 [n], ascending. start: int64 [G + 1]; group g is `start[g]..start[g + 1]`.
+    group: int64 [n], ascending. start: int64 [G + 1]. Group g is `start[g]..start[g + 1]`.
     shared, shared_tokens: float64 and int64 [G], work and tokens of the prefixes.
     """
 
@@ -77,7 +77,7 @@ class SharedPrefixes:
     def of(
         cls, groups: Integers, tokens: Integers, workloads: Floats, tree: PrefixTree | None = None
     ) -> "SharedPrefixes":
-        """Number the groups; a sequence with a prefix of 0 tokens is a group of one."""
+        """Number the groups. A sequence with a prefix of 0 tokens is a group of one."""
         alone = np.flatnonzero(tokens == 0)
         numbers = groups.copy()
         numbers[alone] = groups.max() + 1 + np.arange(len(alone))
@@ -97,7 +97,7 @@ class SharedPrefixes:
         return replace(found, tree=PrefixTree(self.tree.order[rows], *deep))
 
     def shared_tokens(self, micro_batch: Integers) -> Integers:
-        """Return the tokens that another sequence of the micro-batch computes; micro_batch: int64 [n]."""
+        """Return the tokens that another sequence of the micro-batch computes. micro_batch: int64 [n]."""
         return self._shared(micro_batch)[0]
 
     def computed(self, weights: Floats, micro_batch: Integers) -> Floats:
@@ -105,7 +105,7 @@ class SharedPrefixes:
         return weights - self._shared(micro_batch)[1]
 
     def in_order(self, micro_batch: Integers | None = None) -> Integers:
-        """Return the sequences by group, then micro-batch, then tree order; int64 [n]."""
+        """Return the sequences by group, then micro-batch, then tree order, int64 [n]."""
         order = np.arange(len(self.group)) if self.tree is None else self.tree.order
         keys = (order, self.group) if micro_batch is None else (order, micro_batch, self.group)
         rows: Integers = np.lexsort(keys)
@@ -114,7 +114,7 @@ class SharedPrefixes:
     def in_groups(self, sizes: Integers, weights: Floats) -> tuple[Groups, Integers]:
         """Return the sequences by group, and their order, int64 [n].
 
-        With a tree, a sequence counts only what it does not share with its neighbour, the least that any plan computes.
+        With a tree, a sequence counts only the tokens not shared with its neighbour, the least that any plan computes.
         """
         shared = self if self.tree is None else self.tree
         own = weights - shared.workloads
@@ -133,11 +133,11 @@ class SharedPrefixes:
         return np.where(again, tokens, 0), np.where(again, workloads, 0.0)
 
     def _least_depths(self, rows: Integers, tree: PrefixTree) -> tuple[Integers, Floats]:
-        """Return what each sequence shares with the one before in `rows`; meaningless across groups."""
+        """Return what each sequence shares with the one before in `rows`. Values across groups are meaningless."""
         neighbours = self.in_order()
         place = np.empty(len(rows), np.int64)
         place[neighbours] = np.arange(len(rows))
-        # From the neighbour after the one before, to the sequence itself; the pieces between these are dropped.
+        # From the neighbour after the one before, to the sequence itself. The pieces between these are dropped.
         ends = np.stack([np.append(0, place[rows[:-1]] + 1), place[rows] + 1], axis=1).ravel()
         tokens, workloads = np.empty(len(rows), np.int64), np.empty(len(rows))
         for found, values in ((tokens, tree.tokens), (workloads, tree.workloads)):
@@ -159,7 +159,7 @@ class Subtrees:
 def subtrees(
     sizes: Integers, weights: Floats, prefixes: SharedPrefixes, max_tokens: int, of_a_rank: float
 ) -> Iterator[Subtrees]:
-    """Yield divisions into subtrees, large ones first; nothing if no two sequences share more than their prefix."""
+    """Yield divisions into subtrees, large ones first, or nothing if no two sequences share more than their prefix."""
     tree, rows = prefixes.tree, prefixes.in_order()
     if tree is None or not (tree.tokens > prefixes.tokens).any():
         return

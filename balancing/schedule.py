@@ -10,7 +10,7 @@ micro-batch: at least workload / ranks, and at least what long sequences force (
 Filling long steps first:
 
     longest sequence left --> time limit of the next step --> sequences, longest first, to the lightest rank within it
-                              ^------------------------------ next step; at last the rest is dealt (assignment.py)
+                              ^------------------------------ next step, then the rest is dealt (assignment.py)
 """
 
 from collections.abc import Callable, Sequence
@@ -71,7 +71,7 @@ def schedule_in_order(sizes: Integers, request: Request) -> Schedule:
 
 
 def side_by_side(columns: Sequence[Sequence[Integers]], steps: int, sequences: int, start: Start) -> Schedule:
-    """Schedule each rank's micro-batches, at most `steps`, in the order given; no step is empty on all ranks."""
+    """Schedule each rank's micro-batches, at most `steps`, in the order given. No step is empty on all ranks."""
     group_of = np.empty(sequences, np.int64)
     first = 0  # a rank with fewer micro-batches than steps starts where the one before it ended
     for rank, column in enumerate(columns):
@@ -151,11 +151,11 @@ class _Filling:
         self._group_of, self._time = np.full(len(sizes), -1, np.int64), 0.0
 
     def long_steps(self) -> bool:
-        """Fill the steps that long sequences prolong according to the lower bound; return whether any was filled."""
+        """Fill the steps that long sequences prolong according to the lower bound. Return whether any was filled."""
         return self._longest_with_others(self.bound_of_rest().long_steps)
 
     def above_fair_share(self) -> bool:
-        """Fill steps while the longest sequence left is above the fair share; return whether any was filled."""
+        """Fill steps while the longest sequence left is above the fair share. Return whether any was filled."""
         while self.steps_left > 1 and len(self.left) and self._weights[self.left[0]] > self._fair_share():
             self._longest_with_others(1)
         return self.steps_left < self._steps
@@ -244,4 +244,4 @@ _VARIANTS: tuple[tuple[Callable[[_Filling], bool], ...], ...] = (
     (_Filling.several_long_together, _Filling.all_steps),
     (_Filling.above_fair_share, _Filling.several_long_together),
 )
-"""Moves of `fill_long_steps_first`; a variant is skipped if one of its moves fills no step."""
+"""Moves of `fill_long_steps_first`. A variant is skipped if one of its moves fills no step."""

@@ -24,7 +24,7 @@ def one_of(value: Any, name: str, choices: Sequence[str]) -> None:
 
 
 def whole_numbers(values: ArrayLike, name: str, *, minimum: int, error: type[BalancingError] = LengthError) -> Integers:
-    """Return int64 [n]; raise `error` for the first entry that is not a whole number of at least `minimum`."""
+    """Return int64 [n]. Raises `error` for the first entry that is not a whole number of at least `minimum`."""
     array = _one_dimensional(values, name, error)
     if array.dtype.kind not in "iuf":
         raise error(f"{name} holds {array.dtype} values; pass whole numbers")
@@ -36,7 +36,7 @@ def whole_numbers(values: ArrayLike, name: str, *, minimum: int, error: type[Bal
 
 
 def sequence_lengths(lengths: ArrayLike) -> Integers:
-    """Return int64 [n]; raise LengthError unless n >= 1 and every length >= 1."""
+    """Return int64 [n]. Raises LengthError unless n >= 1 and every length >= 1."""
     checked = whole_numbers(lengths, "lengths", minimum=1)
     if checked.size == 0:
         raise LengthError("lengths is empty; pass the length of at least one sequence")
@@ -44,7 +44,7 @@ def sequence_lengths(lengths: ArrayLike) -> Integers:
 
 
 def weight_array(weights: ArrayLike, name: str, size: int | None = None) -> Floats:
-    """Return float64 [n]; raise WeightError unless all are finite, >= 0, and `size` in number."""
+    """Return float64 [n]. Raises WeightError unless all are finite, >= 0, and `size` in number."""
     array = _one_dimensional(weights, name, WeightError)
     if array.dtype.kind not in "iufb":
         raise WeightError(f"{name} holds {array.dtype} values; pass numbers")
@@ -71,7 +71,7 @@ def check_fits(lengths: Integers, aligned: Integers, max_tokens: int) -> None:
 
 
 def loss_token_counts(loss_tokens: ArrayLike | None, lengths: Integers) -> Integers:
-    """Return int64 [n], `lengths` for None; raise LengthError unless each length has one, at most as large."""
+    """Return int64 [n], `lengths` for None. Raises LengthError unless each length has one, at most as large."""
     if loss_tokens is None:
         return lengths
     checked = whole_numbers(loss_tokens, "loss_tokens", minimum=0)
@@ -88,7 +88,7 @@ def loss_token_counts(loss_tokens: ArrayLike | None, lengths: Integers) -> Integ
 
 
 def group_names(groups: ArrayLike, name: str, count: int) -> Integers:
-    """Return int64 [n]; raise LengthError unless each of `count` lengths has a whole number."""
+    """Return int64 [n]. Raises LengthError unless each of `count` lengths has a whole number."""
     names = whole_numbers(groups, name, minimum=0)
     if len(names) != count:
         raise LengthError(f"{name} holds {len(names)} values for {count} lengths; pass one for each")
@@ -96,7 +96,7 @@ def group_names(groups: ArrayLike, name: str, count: int) -> Integers:
 
 
 def membership(mini_batches: Sequence[ArrayLike] | None, count: int) -> list[Integers]:
-    """Return the caller's mini-batches; raise MiniBatchError unless each index 0..count is in exactly one."""
+    """Return the caller's mini-batches. Raises MiniBatchError unless each index 0..count is in exactly one."""
     if mini_batches is None:
         return [np.arange(count)]
     members = [

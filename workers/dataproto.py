@@ -3,7 +3,7 @@
     rows --from_rows--> object store --RemoteBatch.gather--> rank --slice--> micro-batch --pack--> model
          (NumPy)                                        (torch, all tokens in one row)
 
-    tokens    name -> [T, ...]            input_ids, loss_mask, log-probs; row i is offsets[i] to offsets[i + 1]
+    tokens    name -> [T, ...]            input_ids, loss_mask, log-probs. Row i is offsets[i] to offsets[i + 1]
     columns   name -> [B, ...]            numbers per sequence: reward, advantages
     objects   name -> object array [B]    anything else per sequence: uid
     meta      name -> anything            facts about the whole batch: step
@@ -74,7 +74,7 @@ class DataProto:
         return cls(lengths, {name: np.concatenate([row[name] for row in rows]) for name in names})
 
     def as_tensors(self) -> "DataProto":
-        """Convert numeric columns to tensors; others become objects."""
+        """Convert numeric columns to tensors. Others become objects."""
         import torch
 
         numbers = {name: values for name, values in self.columns.items() if values.dtype.kind in "biuf"}
@@ -183,7 +183,7 @@ class DataProto:
         )
 
     def to(self, device: "torch.device | str") -> "DataProto":
-        """Move tensors to `device`; `lengths` stay on the CPU."""
+        """Move tensors to `device`. `lengths` stay on the CPU."""
         return replace(
             self,
             tokens={name: values.to(device) for name, values in self.tokens.items()},

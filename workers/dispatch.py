@@ -36,7 +36,7 @@ class Join(Enum):
     """How the ranks' results become one."""
 
     LIST = "a list with the result of every rank, in rank order"
-    RANK_ZERO = "the result of rank zero; the others take part, their results are not fetched"
+    RANK_ZERO = "the result of rank zero, although all ranks take part"
     METRICS = "the metrics of one rank of each dp group, merged"
     RANK_ZERO_REFERENCE = "a reference to the first result of rank zero, which stays there, and merged metrics"
     ROWS = "one number a sequence, in the order of the batch, from one rank of each dp group"
@@ -80,7 +80,7 @@ class PlanResult:
 def dispatch(split: Split, join: Join = Join.LIST, *, returns: tuple[str, ...] = ()) -> Callable[[Callable], Callable]:
     """Mark a worker method as callable on the whole group.
 
-    Split.PLAN methods take `(batch, plan, ...)`: the caller passes a RemoteBatch and a Plan; the method receives its
+    Split.PLAN methods take `(batch, plan, ...)`: the caller passes a RemoteBatch and a Plan. The method receives its
     rows, in the plan's order, and its RankPlan. Join.TOKENS methods return `(DataProto, Metrics)` with the columns
     `returns`, a row for each row received. Join.ROWS methods return one number for each row.
     """
@@ -112,7 +112,7 @@ def split_arguments(
     kwargs: dict[str, Any],
     put: Callable[[Any], Any],
 ) -> list[Arguments]:
-    """Arguments of every rank; `put` stores an object, once per dp rank. Raises DataError if they do not fit."""
+    """Arguments of every rank. `put` stores an object, once per dp rank. Raises DataError if they do not fit."""
     if mode.split is Split.ALL:
         return [(args, kwargs)] * len(ranks)
     if len(args) < 2 or not isinstance(args[0], RemoteBatch) or not isinstance(args[1], Plan):

@@ -1,6 +1,6 @@
 """An environment: the other side of a conversation with the policy. One object plays one episode.
 
-    environment = Environment()                            in a process of its own
+    environment = Environment()                            in a separate process
     prompt += await environment.reset(record)              may be empty
     while turns and tokens are left:
         response = await policy(prompt)                    includes the end-of-sequence token
@@ -10,7 +10,7 @@
             break
         prompt += response + observation.text              token ids: sampled tokens are never tokenized again
 
-Users write the class; it needs neither Ray, torch nor vLLM.
+Users write the class. It needs neither Ray, torch nor vLLM.
 """
 
 from collections.abc import Awaitable, Mapping
@@ -28,8 +28,8 @@ Text = str | list[dict[str, Any]]
 class Observation:
     """An environment's answer to one turn.
 
-    text: the policy's next input, unused if `done`; in a chat, messages or one user message's text. reward: of this
-    turn; an episode sums them. parts: numbers to log; an episode's last value counts.
+    text: the policy's next input, unused if `done`. In a chat, messages or one user message's text. reward: of this
+    turn. An episode sums them. parts: numbers to log. An episode's last value counts.
     """
 
     text: Text = ""
@@ -42,7 +42,7 @@ class Environment(Protocol):
     """Interface of a class named by rollout.environment. Both methods may be coroutine functions."""
 
     def reset(self, record: dict[str, Any]) -> Text | Awaitable[Text | None] | None:
-        """Begin an episode on a record of the data; returns text to append to its prompt."""
+        """Begin an episode on a record of the data. Returns text to append to its prompt."""
 
     def step(self, response: str) -> Observation | Awaitable[Observation]:
         """Answer the policy's turn, given as text without special tokens."""

@@ -28,11 +28,11 @@ class ResourceError(BallastError):
 
 
 class WorkerError(BallastError):
-    """A worker raised; names the rank and carries the remote traceback."""
+    """A worker raised. The error names the rank and carries the remote traceback."""
 
 
 class LostError(BallastError):
-    """An actor that the run needs was lost; the run can be resumed from its last checkpoint."""
+    """An actor that the run needs was lost. The run can be resumed from its last checkpoint."""
 
 
 class RolloutError(BallastError):
@@ -40,15 +40,15 @@ class RolloutError(BallastError):
 
 
 class CheckpointError(BallastError):
-    """A checkpoint is broken, foreign, of another model, or could not be written; names its folder."""
+    """A checkpoint is broken, foreign, of another model, or could not be written. The error names its folder."""
 
 
 class OutputError(BallastError):
-    """A file of the run could not be written; names it."""
+    """A file of the run could not be written. The error names the file."""
 
 
 class NonFiniteError(BallastError):
-    """Loss or gradients were not finite in too many optimiser steps in a row; names the sequences."""
+    """Loss or gradients were not finite in too many optimiser steps in a row. The error names the sequences."""
 
 
 class MismatchError(BallastError):
@@ -56,7 +56,7 @@ class MismatchError(BallastError):
 
 
 class EpisodeError(BallastError):
-    """An environment raised, hung, died or answered with the wrong type; only that sample is lost."""
+    """An environment raised, hung, died or answered with the wrong type. Only that sample is lost."""
 
 
 def quoted(value: object) -> str:

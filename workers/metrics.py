@@ -21,7 +21,7 @@ class Metric:
     """One number and how it joins others.
 
     `value` is the total for SUM, the weighted total for MEAN, and the extreme for MAX and MIN. `weight` counts the
-    items behind a MEAN and `count` names their kind (`tokens`, `sequences`, `steps`); otherwise 0 and empty.
+    items behind a MEAN and `count` names their kind (`tokens`, `sequences`, `steps`). Both are 0 or empty otherwise.
     """
 
     reduction: Reduction
@@ -46,7 +46,7 @@ class Metric:
         return Metric(Reduction.MIN, float(value))
 
     def result(self) -> float:
-        """The number to log; NaN for a mean over nothing."""
+        """The number to log, NaN for a mean over nothing."""
         if self.reduction is not Reduction.MEAN:
             return self.value
         return self.value / self.weight if self.weight else math.nan

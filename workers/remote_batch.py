@@ -4,7 +4,7 @@
                                        |
     policy worker <---- gather() ------+         (zero-copy on one node, only the rows it needs)
 
-The driver selects, reorders and joins rows by index arithmetic; it never reads a token.
+The driver selects, reorders and joins rows by index arithmetic. It never reads a token.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""Score: the reward of one sample and the numbers beside it.
+"""Score: the reward of one sample and its other numbers.
 
 values of each function --as_score--> Score of each --weighted--> Score of the sample
 """
@@ -17,7 +17,7 @@ class Score:
     """The reward of one sample.
 
     response: the text, with all its turns. parts: further numbers to log. answer: equal ones vote together in
-    validation. failure: why there is no score; the reward is then 0. turns: of an episode, the texts after the record's
+    validation. failure: why there is no score. The reward is then 0. turns: of an episode, the texts after the record's
     prompt, as {"policy": text} or {"environment": text}.
     """
 
@@ -59,7 +59,7 @@ def as_score(value: Any, response: str) -> Score:
 
 
 def add_environment(score: Score, environment: Score, *, has_functions: bool) -> Score:
-    """Add the environment's reward; beside reward functions it is also a part.
+    """Add the environment's reward. With reward functions it is also a part.
 
     A failure of either fails the sample. The environment's `turns` are its opening and come first.
     """

@@ -14,7 +14,7 @@ def setting(
     below: float | None = None,
     choices: tuple[str, ...] | None = None,
 ) -> Any:
-    """A dataclass field with its documentation and range; the bounds `above` and `below` are excluded."""
+    """A dataclass field with its documentation and range. The bounds `above` and `below` are excluded."""
     metadata = {
         "doc": doc,
         "minimum": minimum if above is None else above,

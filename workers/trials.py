@@ -1,4 +1,4 @@
-"""Trials of users' code that need torch or transformers, run by `ask` in a process of their own."""
+"""Trials of users' code that need torch or transformers, run by `ask` in a separate process."""
 
 import resource
 import sys

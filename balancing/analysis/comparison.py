@@ -65,7 +65,7 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """One row of the comparison. figures: by column; shares are floats, numbers of micro-batches are integers.
+    """One row of the comparison. figures: by column. Shares are floats, numbers of micro-batches are integers.
 
     over ideal: step time / `Batch.ideal` - 1. over cap: number of micro-batches. padding: share of computed tokens.
     micro-steps: over all mini-batches. idle, bubble: share of the step time that a rank, or a stage, waits.
@@ -79,7 +79,7 @@ class Outcome:
 
 
 def compare(batch: Batch) -> list[Outcome]:
-    """Return the outcomes of all strategies, ours last; raises as `plan_batch`."""
+    """Return the outcomes of all strategies, ours last. Raises as `plan_batch`."""
     strategies: dict[str, Callable[[], Plan]]
     if batch.pipeline is not None:
         how = {name: {**batch.prefixes, **changes} for name, changes in ON_PIPELINES.items()}

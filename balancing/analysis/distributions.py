@@ -24,7 +24,7 @@ Distribution = Callable[[np.random.Generator, int, int], NDArray[np.int64]]
 
 
 def draw(name: str, count: int, seed: int, *, cap: int = DEFAULT_CAP) -> NDArray[np.int64]:
-    """Draw int64 [count] lengths in tokens; deterministic. cap: of a micro-batch, for adversarial distributions.
+    """Draw int64 [count] lengths in tokens, deterministically. cap: of a micro-batch, for adversarial distributions.
 
     Raises OptionError for an unknown name, or a count or cap below 1.
     """

@@ -42,7 +42,7 @@ class Finding:
 class Advice:
     """Changed arguments of `plan_batch` with which the step takes `after` instead of `before`.
 
-    context_parallel: factor by which it grows; `changes` then count a context-parallel group as one rank.
+    context_parallel: factor by which it grows. `changes` then count a context-parallel group as one rank.
     """
 
     words: str
@@ -195,7 +195,7 @@ def advice(plan: Plan) -> list[Advice]:
 
 
 def replan(plan: Plan, changes: Mapping[str, Any]) -> Plan:
-    """Plan the same batch with other arguments of `plan_batch`; raises as `plan_batch`."""
+    """Plan the same batch with other arguments of `plan_batch`. Raises as `plan_batch`."""
     arguments = {field.name: getattr(plan.settings, field.name) for field in fields(plan.settings)}
     arguments["mini_batches"] = [indices_of(mini_batch) for mini_batch in plan.mini_batches]
     return plan_batch(plan.lengths, **{**arguments, **plan.prefixes, **changes})
@@ -222,7 +222,7 @@ def _candidates(plan: Plan) -> Iterator[Advice]:
         words = f"{len(pairs)} instead of {len(members)} mini-batches, which changes the optimiser steps"
         yield Advice(words, {"mini_batches": pairs})
     if plan.ranks % 2 == 0:
-        # Alignment grows from `tp` to `4*tp` for cp = 1, and doubles for larger cp; four times covers both.
+        # Alignment grows from `tp` to `4*tp` for cp = 1, and doubles for larger cp. Four times covers both.
         aligned = 4 * plan.length_multiple
         grown = _changing(ranks=plan.ranks // 2, max_tokens=2 * plan.max_tokens, length_multiple=aligned)
         words = f"twice the context parallelism, whose communication is not counted ({grown.words})"

@@ -28,7 +28,7 @@ from balancing.pipeline_time import timeline
 from balancing.plan import Plan
 
 MINI_BATCH_COLOURS = ("#2f6690", "#3a9679", "#e3a857", "#b4656f", "#6d5a8d", "#7d8491")
-"""Mini-batches take colours in turn; their micro-steps alternate between two shades."""
+"""Mini-batches take colours in turn. Their micro-steps alternate between two shades."""
 MICRO_BATCH_COLOURS = colormaps["viridis"]
 WAITING = "#f3d9d6"
 INK = "#22313f"
@@ -107,7 +107,7 @@ def chart_of_stages(title: str, plan: Plan, pipeline: Pipeline, ideal: float) ->
 
 
 def figure_of(charts: Sequence[Chart]) -> Figure:
-    """Draw the panels one above the other on one time axis; the height grows with the rows up to a limit."""
+    """Draw the panels one above the other on one time axis. The height grows with the rows up to a limit."""
     height = min(3.4, max(1.7, 0.13 * charts[0].rows + 0.9))
     figure = Figure(figsize=(11, height * len(charts) + 0.7), layout=ConstrainedLayoutEngine(h_pad=0.1))
     axes = figure.subplots(len(charts), 1, sharex=True, squeeze=False)[:, 0]

@@ -40,7 +40,7 @@ def read_lengths(
 ) -> NDArray[np.int64]:
     """Read the lengths of a file, or of one step of a run (None is its last): int64 [n], n >= 1.
 
-    Raises LengthFileError, which names the file; LengthError for lengths below `minimum`.
+    Raises LengthFileError, which names the file, and LengthError for lengths below `minimum`.
     """
     values = list(run_step(path, step).get("lengths", [])) if path.is_dir() else read_column(path, column)
     if not values:
@@ -53,7 +53,7 @@ def read_lengths(
 
 
 def read_column(path: Path, column: str | None) -> list[Any]:
-    """Return a column's values, of any type; raises as `read_lengths`."""
+    """Return a column's values, of any type. Raises as `read_lengths`."""
     kind = path.suffix.lower()
     if kind == ".parquet":
         return _from_parquet(path, column)
@@ -78,7 +78,7 @@ def read_json(path: Path) -> Any:
 
 
 def run_step(folder: Path, step: int | None = None) -> Mapping[str, Any]:
-    """Return a run's record of a step (None is its last), empty without records; raises as `read_lengths`."""
+    """Return a run's record of a step (None is its last), empty without records. Raises as `read_lengths`."""
     path = folder / "lengths.jsonl"
     if not path.is_file():
         raise LengthFileError(f"{path} is not there; the run has recorded no lengths, so give a file of them instead")
@@ -97,7 +97,7 @@ def plan_record(plan: Plan) -> dict[str, Any]:
 
 
 def recorded_arguments(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `plan_batch` with which a run planned a step; only prefixes if it recorded no plan.
+    """Return the arguments of `plan_batch` with which a run planned a step, or only prefixes if it recorded no plan.
 
     record: from `run_step`. Raises LengthFileError if its plan is damaged.
     """
@@ -117,7 +117,7 @@ def recorded_arguments(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def json_records(path: Path, *checks: Callable[[dict[str, Any]], object]) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    r"""Yield every line with its object; skip, with a warning, a line on which json.loads or one of `checks` raises.
+    r"""Yield every line with its object. Skip, with a warning, a line on which json.loads or one of `checks` raises.
 
     Only \n ends a line: `str.splitlines` also splits inside texts, at U+2028 and others.
     """

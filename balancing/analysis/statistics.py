@@ -21,7 +21,7 @@ Rows = list[list[Integers]]
 
 
 def plan_statistics(plan: Plan, width: int | None = None) -> dict[str, float]:
-    """Return floats by name; docs/metrics.md explains them.
+    """Return floats by name, as docs/metrics.md explains.
 
     `_before`: the given order, dealt to ranks in runs of equal count and cut at the cap. `_karmarkar_karp`: largest
     differencing over ranks and their micro-batches, without caps or refinement.
@@ -61,7 +61,7 @@ def _on_pipeline(plan: Plan, pipeline: Pipeline) -> dict[str, float]:
 
 
 def bubble(plan: Plan, pipeline: Pipeline) -> float:
-    """Return the share of time in which a stage waits; the overhead of micro-batches counts as work."""
+    """Return the share of time in which a stage waits. The overhead of micro-batches counts as work."""
     work = sum(float((each + pipeline.overhead).sum()) for each in plan.predicted_times())
     return max(0.0, 1.0 - work / (pipeline.stages * float(plan.predicted_makespans().sum())))
 

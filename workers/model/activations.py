@@ -7,7 +7,7 @@
 
 At most two tensors are on their way out: before a third, the computation waits for the first. torch's `save_on_cpu`
 copies on the computation's stream, which waits for each copy, and cannot copy the DTensors that the final norm saves
-under tensor parallelism; they stay on the device.
+under tensor parallelism. They stay on the device.
 """
 
 from collections import deque

@@ -1,14 +1,14 @@
 """The training engine of every role: forward-only log-probs, forward and backward, optimiser step, weights out.
 
     DataProto --slice--> micro-batch --lay out--> PackedCausalLM --> log_probs, entropy --loss function--> backward
-                  (once a micro-batch; each adds its gradients to the shards of the ranks, `parallel.prepare_backward`)
+                  (once a micro-batch, which adds its gradients to the shards of the ranks, `parallel.prepare_backward`)
     optimizer_step: clip --> AdamW --> schedule          named_weights, save_pretrained: gather --> names of the files
 
 It needs only torch and transformers, and runs in a plain process, under torchrun, or inside an actor. Calls are
 collective: every rank makes the same calls with the same number of micro-batches. Ranks that share sequences or layers
-(`parallel.py`) get the same sequences and return the same results; a caller counts one of them.
+(`parallel.py`) get the same sequences and return the same results. A caller counts one of them.
 
-T tokens and B sequences of this rank. micro_batches: (start, stop) rows of `sequences`; start == stop is empty.
+T tokens and B sequences of this rank. micro_batches: (start, stop) rows of `sequences`, empty if start == stop.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -69,10 +69,10 @@ from workers.model.value_head import LOADERS
 
 
 class TrainingEngine:
-    """Train or evaluate one model, sharded over the ranks; frozen without an optimiser.
+    """Train or evaluate one model, sharded over the ranks. Without an optimiser it is frozen.
 
     total_steps: optimiser steps of the run, for the schedule. temperature: divides the logits, as in the rollouts.
-    parallel: how ranks share sequences and layers; None shards parameters over all of them. head: `lm` for log-probs,
+    parallel: how ranks share sequences and layers. None shards parameters over all of them. head: `lm` for log-probs,
     `value` for a critic's values (`value_head.py`). check_numerics: compare with the model's own forward pass.
 
     Raises ConfigError or UnsupportedModelError, on every rank, if the model cannot be loaded or packed.
@@ -214,7 +214,7 @@ class TrainingEngine:
 
     @torch.no_grad()
     def values(self, sequences: DataProto, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Metrics]:
-        """Return the value of the state before every token with `loss_mask`, like `log_probs`; the metric `values` is
+        """Return the value of the state before every token with `loss_mask`, like `log_probs`. The metric `values` is
         their mean.
         """
         self._check_head("value")
@@ -293,7 +293,7 @@ class TrainingEngine:
         loss_function: LossFunction | ValueLossFunction,
         denominators: Denominators,
     ) -> Metrics:
-        """Add the gradient of a mini-batch's loss to the parameters' gradients; returns the loss function's metrics.
+        """Add the gradient of a mini-batch's loss to the parameters' gradients. Returns the loss function's metrics.
 
         micro_batches: this rank's share of the mini-batch, at least one and as many on every rank. denominators: of the
         whole mini-batch over all ranks. The metric `loss` adds up over ranks to the mini-batch's loss.
@@ -321,7 +321,7 @@ class TrainingEngine:
         return self.stage.from_last(to_metrics([*statistics, *self.routing.take()]))
 
     def optimizer_step(self) -> Metrics:
-        """Clip, update, advance the schedule, clear the gradients; skip on every rank if a loss or gradient is not
+        """Clip, update, advance the schedule, clear the gradients. Skip on every rank if a loss or gradient is not
         finite.
 
         Metrics: `learning_rate`, `skipped_steps` (adds up over ranks to 0 or 1) and, unless skipped, `grad_norm`
@@ -344,16 +344,16 @@ class TrainingEngine:
     def named_weights(
         self, dtype: torch.dtype | None = None, keeper: int | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole weights under the names and in the shapes of the model's files, on `device`; collective.
+        """Yield whole weights under the names and in the shapes of the model's files, on `device`. Collective.
 
-        dtype: None is the parameters'. keeper: the only rank that gets them; None is every rank. `lm_head.weight` is
+        dtype: None is the parameters'. keeper: the only rank that gets them. None is every rank. `lm_head.weight` is
         included even if tied: vLLM keeps a packed copy of the output layer, which would stay old.
         """
         reshard(self.module)
         return self.checkpoint_weights.convert(self.checkpoint_weights.plan.values(), dtype, keeper)
 
     def weights_metadata(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Return `named_weights` in order as meta tensors; not collective."""
+        """Return `named_weights` in order as meta tensors. Not collective."""
         return self.checkpoint_weights.metadata(self.checkpoint_weights.plan.values(), dtype)
 
     def _shards(self) -> dict[str, Shard]:
@@ -372,7 +372,7 @@ class TrainingEngine:
             yield
 
     def save_adapters(self, path: str | Path) -> None:
-        """Write only the adapters, in peft's format; collective. Raises OutputError, on every rank, if rank 0 cannot
+        """Write only the adapters, in peft's format. Collective. Raises OutputError, on every rank, if rank 0 cannot
         write.
         """
         self._check_adapters("save adapters")
@@ -392,7 +392,7 @@ class TrainingEngine:
         return Checkpointer(self.module, self.optimizer, self.schedule, self.device, self.stage)
 
     def save_checkpoint(self, path: str | Path, *, step: int, extra: dict[str, Any] | None = None) -> None:
-        """Start to save the training state in the background, with the caller's `extra`; see `Checkpointer.save`.
+        """Start to save the training state in the background, with the caller's `extra`. See `Checkpointer.save`.
         Collective.
         """
         checkpointer = self.checkpointer  # first: a frozen engine has no guard
@@ -402,16 +402,16 @@ class TrainingEngine:
         self.checkpointer.wait()
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
-        """Resume from a checkpoint, see `Checkpointer.load`; returns the caller's `extra`. Collective."""
+        """Resume from a checkpoint, see `Checkpointer.load`. Returns the caller's `extra`. Collective."""
         manifest = self.checkpointer.load(path)
         self.optimizer.zero_grad(set_to_none=True)
         self.nonfinite_guard.in_a_row = manifest.engine["skipped_in_a_row"]
         return manifest.extra
 
     def save_pretrained(self, path: str | Path, file_bytes: int = FILE_BYTES) -> None:
-        """Write the model in Hugging Face format, in its files' dtype, with the source's other files; collective.
+        """Write the model in Hugging Face format, in its files' dtype, with the source's other files. Collective.
 
-        Ranks share the writing and return when the folder is complete; an existing folder is replaced. Raises
+        Ranks share the writing and return when the folder is complete. An existing folder is replaced. Raises
         OutputError if a rank cannot write.
         """
         reshard(self.module)
@@ -426,7 +426,7 @@ class TrainingEngine:
         return self.module(rows, self.temperature, passing)
 
     def _predictions(self, micro_batch: DataProto, rows: ModelInput, outputs: Any) -> Any:
-        """Return (Value)Predictions; on every rank of a context-parallel group, of the whole micro-batch."""
+        """Return (Value)Predictions of the whole micro-batch, on every rank of a context-parallel group."""
         if self.head == "value":
             return ValuePredictions.gather(rows.whole(outputs), micro_batch, rows)
         log_probs, entropy = rows.whole(torch.stack(outputs, dim=-1)).unbind(-1)

@@ -3,8 +3,8 @@
     real tensors on the CPU  --.to("gpu")-->  fake tensors on "gpu"  --.item()-->  1
 
 The device is a PrivateUse1 backend in Python, which autograd, FSDP2 and DTensor use like any other. Its operations run
-on fake tensors; tensors on the CPU are computed as usual. `stand_in` replaces calls that check for CUDA by name, read
-files, or need data; the engine's code is unchanged.
+on fake tensors. Tensors on the CPU are computed as usual. `stand_in` replaces calls that check for CUDA by name, read
+files, or need data. The engine's code is unchanged.
 
 Use a separate process: the backend stays registered. Needs the exact torch that pyproject.toml pins.
 """
@@ -120,7 +120,7 @@ class Ledger:
 
 
 class FakeGpu(TorchDispatchMode):
-    """Run operations of the device on fake tensors; others are unchanged. ledger: of the device's memory."""
+    """Run operations of the device on fake tensors. Others are unchanged. ledger: of the device's memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class FakeGpu(TorchDispatchMode):
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it calls back with what each rank has
+            return NotImplemented  # it calls back with each rank's value
         if operator is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return 1
         if not any(_is_fake(leaf) for leaf in tree_leaves((args, kwargs))):
@@ -157,13 +157,13 @@ def _without_numbers(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def fake_gpus(ranks: int, rank: int = 0) -> Iterator[FakeGpu]:
-    """Inside, this process is `rank` of `ranks` ranks, each with a fake GPU; collectives do nothing."""
+    """Inside, this process is `rank` of `ranks` ranks, each with a fake GPU. Collectives do nothing."""
     backend = Backend()
     _setup_privateuseone_for_python_backend(DEVICE, backend)
     torch.accelerator.current_stream = backend.current_stream  # FSDP2 asks there for layers that it gathered in vain
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     stand_in()
-    # One kernel on CUDA; for a backend without one torch composes it of many, with 2 T b f more at the peak.
+    # One kernel on CUDA. For a backend without one torch composes it of many, with 2 T b f more at the peak.
     torch.library.impl("aten::silu_backward", "PrivateUse1", torch.ops.aten.silu_backward.default)
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=...) makes it on the CPU and copies it
     gpu = FakeGpu()

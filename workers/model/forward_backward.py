@@ -3,7 +3,7 @@
     DataProto --RowLayout--> forward of one micro-batch --> finish: results, loss --> backward      one stage
     stage:  receive --> forward --> send ... receive gradient --> backward --> send                 one of several
 
-The order comes from `balancing.pipeline`; a single stage alternates forward and backward. Tensors for the next
+The order comes from `balancing.pipeline`. A single stage alternates forward and backward. Tensors for the next
 micro-batch are received during the computation of the current one.
 """
 
@@ -48,7 +48,7 @@ class RouterHook:
 
 @dataclass
 class _Begun:
-    """Hold a micro-batch between forward and backward. end: its loss, or what was sent. routed: data of each hook."""
+    """Hold a micro-batch between forward and backward. end: its loss, or the sent tensor. routed: data of each hook."""
 
     received: Tensor | None
     end: Tensor | None
@@ -60,8 +60,8 @@ class _Begun:
 class EnginePass:
     """Hold one pass over micro-batches. trains: backward follows. forward, last: see `RowLayout.lay_out`.
 
-    compute: the model's outputs; for a part that others follow, the hidden states for these. finish: takes the outputs
-    of micro-batch number i, on the last stage alone; returns its loss, or None.
+    compute: the model's outputs, or the hidden states for the next part. finish: takes the outputs of micro-batch
+    number i, on the last stage alone. Returns its loss, or None.
     """
 
     name: str

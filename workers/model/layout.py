@@ -30,7 +30,7 @@ from workers.model.sharding.parallel import Parallel
 class RowLayout:
     """Lay out the micro-batches of one engine. parallel: None for a process without a process group.
 
-    shared_from: shortest prefix that sequences share; 0 shares none. Raises ConfigError or UnsupportedModelError if
+    shared_from: shortest prefix that sequences share. 0 shares none. Raises ConfigError or UnsupportedModelError if
     model, layout, attention kernel and parallelism are incompatible.
     """
 
@@ -62,7 +62,7 @@ class RowLayout:
             self._backend = choose_backend(config.attention, device, compute_dtype, features, model=name)
 
     def lay_out(self, micro_batch: DataProto, *, forward: bool = False, last: bool = False) -> ModelInput:
-        """Lay out a micro-batch; what the model reads is on the device.
+        """Lay out a micro-batch. The model's inputs are on the device.
 
         forward: use the layout of forward-only passes. last: read the last cell of each sequence instead of the cell
         before each token with `loss_mask`. Raises DataError if `loss_mask` marks the first token of a sequence.

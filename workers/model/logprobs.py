@@ -3,7 +3,7 @@
     hidden [N, H] --chunk of n--> logits [n, V] --> log_probs [n], entropy [n]      logits of one chunk exist at a time,
     hidden, weight gradients <--chunk of n-- logits again <-- their gradients       forward and backward
 
-If ranks share the vocabulary, each has the logits of its own part. They reduce the maximum, the sum of exponentials,
+If ranks share the vocabulary, each has the logits of its part. They reduce the maximum, the sum of exponentials,
 the target's log-probability and the entropy, [n] each, and the gradient of hidden.
 
 N predicted tokens, H hidden size, V vocabulary (of this rank, if shared).
@@ -39,7 +39,7 @@ def linear_log_probs(
     least float32, with gradients to hidden, weight and bias. Extra memory: `chunk_tokens` rows of logits, twice in
     float32, more with a softcap or half precision.
 
-    group: the ranks that share the vocabulary. Weight and bias are then the rows from `first_id` on; hidden, targets,
+    group: the ranks that share the vocabulary. Weight and bias are then the rows from `first_id` on. Hidden, targets,
     results and the gradient of hidden are the same on all ranks, if all use the results in the same way.
     """
     head = _Head(float(temperature), softcap or None, factor, group, first_id)
@@ -62,7 +62,7 @@ class _Head:
         return logits if self.temperature == 1.0 else logits.div_(self.temperature)
 
     def slope(self, logits: Tensor) -> Tensor | float | None:
-        """Return the derivative of `logits` by the raw logits; None is 1."""
+        """Return the derivative of `logits` by the raw logits. None means 1."""
         slope = self.factor / self.temperature
         if self.softcap is None:
             return None if slope == 1.0 else slope
@@ -81,7 +81,7 @@ class _Head:
         return part
 
     def own(self, targets: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """Return (row of each target in this rank's part, 0 if elsewhere; whether it is here), [n] each."""
+        """Return (row of each target in this rank's part, or 0 if elsewhere, whether it is here), [n] each."""
         rows = targets - self.first_id
         mine = (rows >= 0) & (rows < size)
         return rows.where(mine, 0), mine
@@ -113,7 +113,7 @@ class _LinearLogProbs(torch.autograd.Function):
             ids, mine = head.own(targets[rows], len(weight))
             results[0, rows] = all_log_probs.gather(-1, ids[:, None]).squeeze(-1).where(mine, 0.0)
             results[1, rows] = all_log_probs.exp().mul_(all_log_probs).sum(-1).neg_()
-            del logits, all_log_probs  # before there are those of the next chunk
+            del logits, all_log_probs  # before the next chunk's exist
         log_probs, entropy = head.sum(results).unbind()
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy)
         ctx.head, ctx.chunk_tokens = head, chunk_tokens
@@ -151,7 +151,7 @@ class _LinearLogProbs(torch.autograd.Function):
                 grad_hidden[rows] = grad_logits @ weight
             if grad_weight is not None:
                 _add_product(grad_weight, grad_logits.T, hidden[rows])
-            del logits, slope, grad_logits  # before there are those of the next chunk
+            del logits, slope, grad_logits  # before the next chunk's exist
         if grad_hidden is not None:
             head.sum(grad_hidden)
         return grad_hidden, _cast(grad_weight, weight), _cast(grad_bias, bias), None, None, None

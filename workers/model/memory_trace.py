@@ -185,7 +185,7 @@ def _bytes_at(role: Role, layers: int, request: Mapping[str, Any]) -> dict[str, 
 
 
 def _micro_batches(parallel: ParallelConfig, stage: int) -> int:
-    """Count those under way on a stage, and one that finds the gradients of the first; whole rounds if interleaved."""
+    """Count those in flight on a stage, plus one that finds the gradients of the first. Interleaved: whole rounds."""
     stages = parallel.pipeline_parallel
     return stages - stage + 1 if parallel.virtual_stages == 1 else 2 * stages
 
@@ -201,7 +201,7 @@ def _update(engine: TrainingEngine, sequences: DataProto, micro_batches: list[tu
 def full_micro_batches(
     tokens: int, longest: int, vocabulary: int, count: int, *, padded: bool
 ) -> tuple[DataProto, list[tuple[int, int]]]:
-    """Build `count` micro-batches of `tokens` tokens each, in sequences as long as possible; all but the first tokens
+    """Build `count` micro-batches of `tokens` tokens each, in sequences as long as possible. All but the first tokens
     learn.
 
     Ids are random, so that sequences share no prefix.
@@ -225,7 +225,7 @@ def _row(input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def _folder(description: dict[str, Any], layers: int = 0) -> Iterator[str]:
-    """Hold config.json alone; `layers`: with so many, in place of its own number."""
+    """Hold config.json alone. layers: replaces its number of layers."""
     if layers:
         text = description.get("text_config") or description
         kinds = text.get("layer_types")

@@ -48,18 +48,18 @@ from workers.model.sharding.tensor_parallel import own_vocabulary
 log = logging.getLogger(__name__)
 
 Shapes = dict[str, tuple[int, ...]]
-"""Of weights, by name."""
+"""Shapes of weights, by name."""
 
 
 def compute_dtype(setting: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of activations and gathered parameters for `model.dtype`; tests of exactness use float64."""
+    """Return the dtype of activations and gathered parameters for `model.dtype`. Tests of exactness use float64."""
     if setting == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return getattr(torch, setting)
 
 
 class PackedModel(nn.Module):
-    """Run a Hugging Face decoder on rows of tokens; subclasses turn its hidden states into outputs.
+    """Run a Hugging Face decoder on rows of tokens. Subclasses turn its hidden states into outputs.
 
     `forward` applies the output layer, where FSDP has its weight gathered, only to cells that predict.
     """
@@ -93,7 +93,7 @@ class PackedModel(nn.Module):
         return any(find_mixers(layer) for layer in self.layers)
 
     def hidden_states(self, rows: ModelInput, passing: Passing | None = None) -> Tensor:
-        """Return the last hidden states [N, H] of the cells `predicting`; on a non-final part, of all cells [R, W,
+        """Return the last hidden states [N, H] of the cells `predicting`, or on a non-final part of all cells [R, W,
         H].
         """
         # Packed rows get neither cache nor mask: with either, transformers would not tell their segments apart.
@@ -169,8 +169,8 @@ def read_pretrained(
 ) -> tuple[PreTrainedModel, list[str]]:
     """Read the model at `config.path` by one of transformers' auto classes. options: of the model's configuration.
 
-    Returns the model and the sorted names of weights that its files lack; none for a skeleton without `shapes`. Raises
-    as `load_model` does.
+    Returns the model and the sorted names of weights that its files lack. A skeleton without `shapes` lacks none.
+    Raises as `load_model` does.
     """
     hf_config = read_config(config.path, **options)
     try:
@@ -266,7 +266,7 @@ def read_rows(packed: Packed, config: ModelConfig) -> Packed:
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         for layer in packed.layers:
-            layer.training = True  # read by the layer only to decide on checkpointing; its children stay in eval
+            layer.training = True  # the layer reads it only to decide on checkpointing, and its children stay in eval
     return packed
 
 

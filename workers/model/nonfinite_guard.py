@@ -25,7 +25,7 @@ class NonfiniteGuard:
         self._watched.append((_names(sequences, start, stop), loss.detach().isfinite()))
 
     def takes_step(self, gradient_norm: float, device: torch.device) -> bool:
-        """Return whether all losses of the step and the global gradient norm are finite; collective.
+        """Return whether all losses of the step and the global gradient norm are finite. Collective.
 
         Raises NonFiniteError on every rank, naming the sequences, after `max_in_a_row` skipped steps in a row.
         """

@@ -49,7 +49,7 @@ LONGEST_SPAN = 1024  # of those that are built in, the longest that the probe ex
 BEYOND_SPAN = 8
 
 GRADIENT_TOLERANCE = 1e-2
-"""Relative, in the L2 norm. Exact models reach 1e-6 in float32; a sequence or a rank that is left out gives 0.1."""
+"""Relative, in the L2 norm. Exact models reach 1e-6 in float32. A sequence or a rank that is left out gives 0.1."""
 TIMES_ROUNDING, HALF_TOLERANCE, HALF_GRADIENT = 4.0, 2e-2, 1e-1
 """Limits in half precision: a multiple of the change by rounding activations in the model's own pass, and an absolute
 difference that is always allowed, since kernels sum in another order."""
@@ -97,7 +97,7 @@ Expected = tuple[Outputs, Difference]
 
 
 def check_numerics(packed: PackedModel, config: ModelConfig) -> Difference:
-    """Check a model from `LOADERS` in this process: on the CPU, in float32, unsharded; it is not changed.
+    """Check a model from `LOADERS` in this process: on the CPU, in float32, unsharded. It is not changed.
 
     Raises as `check_against_reference` and `own_outputs` do.
     """
@@ -116,7 +116,7 @@ def check_numerics(packed: PackedModel, config: ModelConfig) -> Difference:
 
 
 def check_against_reference(engine: Any, probe: Probe, expected: Expected) -> None:
-    """Compute the probe as a TrainingEngine computes its micro-batches, and compare; collective, nothing is changed.
+    """Compute the probe as a TrainingEngine computes its micro-batches, and compare. Collective, changes nothing.
 
     Raises UnsupportedModelError on every rank if the difference exceeds rounding or a pass raises.
     """
@@ -160,7 +160,7 @@ def _engine_outputs(engine: Any, probe: Probe, forward: bool) -> Outputs:
 
 
 def make_probe(packed: PackedModel, dtype: torch.dtype, temperature: float = 1.0, prefix: int = 0) -> Probe:
-    """Build sequences of random ids, the same for every model of a vocabulary; `packed` may be a skeleton.
+    """Build sequences of random ids, the same for every model of a vocabulary. `packed` may be a skeleton.
 
     Special ids (padding, images) are left out. The longest sequence, in the middle, exceeds each length of `BUILT_IN`.
     prefix: tokens that the last two share, for engines that share prefixes. Raises UnsupportedModelError if a length of
@@ -245,7 +245,7 @@ def _translated(packed: PackedModel, where: str, compute: Callable[[], Result]) 
 
 def _check_weights(packed: PackedModel) -> None:
     for name, parameter in packed.model.named_parameters():
-        # A sum is read at the speed of memory and keeps what is not finite; it might overflow by itself.
+        # A sum is read at the speed of memory and keeps NaN and infinity. It might overflow by itself.
         if not parameter.detach().sum().isfinite() and not parameter.detach().isfinite().all():
             raise ConfigError(
                 f"model.path={packed.model.name_or_path}: its weights contain NaN or infinity (first: {name}); take a "
@@ -290,9 +290,9 @@ def _flat(gradient: Tensor | None) -> Tensor | None:
 
 
 def compare(actual: Outputs, expected: Outputs) -> Difference:
-    """Return the difference of two outputs; NaN on either side counts as infinite."""
+    """Return the difference of two outputs. NaN on either side counts as infinite."""
     scale = torch.ones(expected.values.shape[1])
-    if len(scale) > 1:  # values and hidden states, in units of their own; log-probs are in nats
+    if len(scale) > 1:  # values and hidden states have other units, log-probs are in nats
         scale[0], scale[1:] = _size(expected.values[:, :1]), _size(expected.values[:, 1:])
     distance = ((actual.values - expected.values).abs() / scale).nan_to_num(nan=torch.inf)
     relative, gradient = 0.0, expected.gradient
@@ -344,7 +344,7 @@ def _settings(config: ModelConfig, parallel: ParallelConfig) -> str:
 
 @contextmanager
 def _head_inputs(packed: PackedModel) -> Iterator[list[Tensor]]:
-    """Collect a value head's inputs inside the block; a new head returns 0 for any input."""
+    """Collect a value head's inputs inside the block. A new head returns 0 for any input."""
     seen: list[Tensor] = []
     if not isinstance(packed, PackedValueModel):
         yield seen

@@ -10,7 +10,7 @@ from workers.errors import ConfigError
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW (Loshchilov and Hutter 2019) over the trainable parameters; weight decay on matrices only."""
+    """AdamW (Loshchilov and Hutter 2019) over the trainable parameters, with weight decay on matrices only."""
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},

@@ -2,7 +2,7 @@
 
     config.json --transformers--> modules on the meta device <--names, shapes-- headers of the weight files
 
-transformers reports what is missing, left over or of another shape: it loads tensors with sizes only.
+transformers reports missing and left-over tensors, and other shapes: it loads tensors with sizes only.
 """
 
 from collections.abc import Iterator, Mapping
@@ -37,7 +37,7 @@ def build_skeleton(settings: ModelConfig, folder: Path, head: str, *, trained: b
     """Build the model in `folder` on the meta device, and compare it with the weight files if there are `weights`.
 
     head: as in `TrainingEngine`. trained: whether a value head may be new, and the model a causal LM.
-    Raises ConfigError or UnsupportedModelError, naming model.path, for what the training engine cannot load.
+    Raises ConfigError or UnsupportedModelError, naming model.path, if the training engine cannot load the model.
     """
     check_kind(folder, (head, "lm") if trained else (head,))
     shapes = weight_shapes(folder) if weights else None

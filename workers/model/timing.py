@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 MOST_KEPT = 100_000
-"""Micro-steps kept for `take`; older ones are dropped, so that memory stays bounded if it is never called."""
+"""Micro-steps kept for `take`. Older ones are dropped, so that memory stays bounded if it is never called."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class MicroStepClock:
         step.parts.append((begin, self._mark()))
 
     def take(self) -> list[MicroStepTime]:
-        """Return the micro-steps since the last call, in order; waits for the GPU."""
+        """Return the micro-steps since the last call, in order. Waits for the GPU."""
         if self._origin is None:
             return []
         if self._on_gpu:
@@ -95,7 +95,7 @@ class MicroStepClock:
 
     def _now(self) -> tuple[float, Any]:
         if self._on_gpu:
-            torch.cuda.synchronize()  # what is still queued would put the mark after the wall clock's reading
+            torch.cuda.synchronize()  # queued work would put the mark after the wall clock's reading
         return time.time(), self._mark()
 
     def _mark(self) -> Any:

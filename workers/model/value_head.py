@@ -25,7 +25,7 @@ HEAD = "score"  # what transformers calls the head of sequence classification, i
 
 class PackedValueModel(PackedModel):
     def forward(self, rows: ModelInput, temperature: float = 1.0, passing: Passing | None = None) -> Tensor:
-        """Return values of the cells `predicting`, at least float32 [N]; see `PackedCausalLM.forward`."""
+        """Return values of the cells `predicting`, at least float32 [N]. See `PackedCausalLM.forward`."""
         hidden = self.hidden_states(rows, passing)
         if passing is not None and not passing.part.last:
             return hidden
@@ -37,7 +37,7 @@ class PackedValueModel(PackedModel):
 def load_value_model(
     config: ModelConfig, dtype: torch.dtype, *, skeleton: bool = False, shapes: Shapes | None = None
 ) -> PackedValueModel:
-    """Load the model at `config.path` with a value head, on the CPU with parameters of `dtype`; see `load_model`.
+    """Load the model at `config.path` with a value head, on the CPU with parameters of `dtype`. See `load_model`.
 
     A causal LM gets a new head of zeros. Raises ConfigError if the model is missing or incomplete or its head has
     several labels, UnsupportedModelError if packing would change its results or the family has no such head.

@@ -26,7 +26,7 @@ class Worker:
     def __init__(
         self, role: str, coordinates: RankCoordinates, world_size: int, *, device: str = "cpu", threads: int = 0
     ) -> None:
-        """threads: of the CPU; 0 divides the node's cores by the role's ranks. Raises ConfigError without a GPU."""
+        """threads: of the CPU. 0 divides the node's cores by the role's ranks. Raises ConfigError without a GPU."""
         self.role = role
         self.coordinates = coordinates
         self.world_size = world_size

@@ -40,5 +40,5 @@ class CriticWorker(TrainedWorker):
 
     @dispatch(Split.PLAN, Join.METRICS)
     def update(self, batch: DataProto, plan: RankPlan, loss: ValueLossConfig) -> Metrics:
-        """One optimiser step per mini-batch, towards `returns`; the batch also has `old_values`."""
+        """One optimiser step per mini-batch, towards `returns`. The batch also has `old_values`."""
         return self.train(batch, plan, make_value_loss(loss))

@@ -56,7 +56,7 @@ class ModelWorker(Worker):
 
     @dispatch(Split.ALL)
     def build(self) -> int:
-        """Load and shard the model; return its number of parameters."""
+        """Load and shard the model. Return its number of parameters."""
         self.engine = TrainingEngine(self._model, **self._engine_arguments)
         self.free_cached_memory()
         return self.engine.num_parameters
@@ -120,7 +120,7 @@ class TrainedWorker(ModelWorker):
 
     @dispatch(Split.ALL, Join.RANK_ZERO)
     def load_checkpoint(self, path: str) -> dict[str, Any]:
-        """Resume; return the driver's `extra`. Raises CheckpointError for a broken or foreign checkpoint."""
+        """Resume. Return the driver's `extra`. Raises CheckpointError for a broken or foreign checkpoint."""
         return self.engine.load_checkpoint(path)
 
     @dispatch(Split.ALL)
@@ -157,7 +157,7 @@ def token_block(batch: DataProto, **tokens: torch.Tensor) -> DataProto:
 
 
 def token_column(mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Scatter `values` [N] to a float32 [T] where `mask` is True; 0 elsewhere."""
+    """Scatter `values` [N] to a float32 [T] where `mask` is True, 0 elsewhere."""
     column = torch.zeros(len(mask), dtype=torch.float32)
     column[mask] = values.float()
     return column

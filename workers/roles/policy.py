@@ -22,7 +22,7 @@ class PolicyWorker(TrainedWorker):
     def update(self, batch: DataProto, plan: RankPlan, loss: LossConfig) -> Metrics:
         """One optimiser step per mini-batch of the plan.
 
-        batch: `input_ids`, `loss_mask`, `advantages` ([B] or ragged); if the loss needs them `group_tokens` [B], and
+        batch: `input_ids`, `loss_mask`, `advantages` ([B] or ragged). If the loss needs them `group_tokens` [B], and
         `old_log_probs`, `reference_log_probs` and `rollout_log_probs`, ragged.
         """
         return self.train(batch, plan, make_policy_loss(loss))
@@ -31,7 +31,7 @@ class PolicyWorker(TrainedWorker):
     def token_advantages(
         self, batch: DataProto, plan: RankPlan, gamma: float, penalty: KlPenalty | None = None
     ) -> tuple[DataProto, Metrics]:
-        """REINFORCE++'s advantages of the policy's tokens, 0 elsewhere; float32, ragged.
+        """REINFORCE++'s advantages of the policy's tokens, 0 elsewhere, float32 and ragged.
 
             A_t = whiten(G_t)        G_t: `discounted_returns` of `token_rewards`
 
@@ -51,7 +51,7 @@ class PolicyWorker(TrainedWorker):
 
     @dispatch(Split.ALL, Join.RANK_ZERO_REFERENCE)
     def export_weights(self) -> tuple[np.ndarray | None, Metrics]:
-        """All weights as safetensors bytes, uint8, on rank zero; collective."""
+        """All weights as safetensors bytes, uint8, on rank zero. Collective."""
         packed = pack_weights(self.engine.named_weights(self.engine.dtype, keeper=0))
         return (packed if self.coordinates.index == 0 else None), {}
 
@@ -69,7 +69,7 @@ class PolicyWorker(TrainedWorker):
         meeting = [self.address() if self.coordinates.index == 0 else ("", 0)]
         torch.distributed.broadcast_object_list(meeting)
         address, port = meeting[0]
-        # An engine beside every rank reads that rank's own; over the network one rank sends.
+        # A colocated engine reads the weights of its rank. Over the network one rank sends.
         keeper = None if placement == "colocated" else 0
         dtype = self.engine.dtype  # the engines' dtype: half the bytes of float32 weights
         self._sender = WeightSender(

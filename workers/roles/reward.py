@@ -2,7 +2,7 @@
 
     block of tokens (object store) --decode--> response text --RewardProcess--> Score
 
-In an episode the functions score the policy's last turn; everything after the prompt is recorded.
+In an episode the functions score the policy's last turn. Everything after the prompt is recorded.
 """
 
 import itertools
@@ -43,7 +43,7 @@ class RewardWorker:
         return True
 
     def score(self, block: DataProto, requests: Sequence[ScoreRequest]) -> list[Score]:
-        """One Score per request, in order; `failure` says why scoring failed."""
+        """One Score per request, in order. `failure` says why scoring failed."""
         rows = [block.row(request.row) for request in requests]
         last = [row["input_ids"][last_turn(row["loss_mask"])] for row in rows]
         calls = [
@@ -71,7 +71,7 @@ class RewardWorker:
 
 
 def turns(loss_mask: np.ndarray) -> list[tuple[str, slice]]:
-    """(`policy` or `environment`, bounds) of each run of a bool `loss_mask`, in order; empty for one turn."""
+    """(`policy` or `environment`, bounds) of each run of a bool `loss_mask`, in order, empty for one turn."""
     if loss_mask.all():
         return []
     bounds = [0, *(np.flatnonzero(loss_mask[1:] != loss_mask[:-1]) + 1).tolist(), len(loss_mask)]

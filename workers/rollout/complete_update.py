@@ -37,7 +37,7 @@ STACKED_EXPERTS = ".mlp.experts."
 
 
 def left_out(model: nn.Module) -> list[str]:
-    """Return parameters that an update has not brought, or only in part; call before vLLM finishes the update.
+    """Return parameters that an update has not brought, or only in part. Call it before vLLM finishes the update.
 
     A module with two names (an MoE layer's router) counts once. Scales of a KV cache do not count.
     """
@@ -63,7 +63,7 @@ def left_out(model: nn.Module) -> list[str]:
 def _take_kernels(model: nn.Module) -> list[tuple[Any, Any]]:
     """Remove the CPU kernels of fused experts, which arrange weights in memory only when they are built.
 
-    vLLM builds a kernel where there is none, so the new weights are arranged too. Returns (method of a layer, kernel).
+    vLLM builds a missing kernel, so the new weights are arranged too. Returns (method of a layer, kernel).
     """
     layers = model.modules() if current_platform.is_cpu() else ()
     methods: list[Any] = [layer.quant_method for layer in layers if hasattr(layer, "quant_method")]
@@ -194,7 +194,7 @@ class _FileEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemoryUpdateI
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        # The base class goes on to torch.accelerator.synchronize(), which a machine without one refuses.
+        # The base class then calls torch.accelerator.synchronize(), which a machine without one refuses.
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
@@ -208,4 +208,4 @@ class _FileEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemoryUpdateI
 
 
 class SharedMemoryWeightTransferEngine(CompleteUpdate, _FileEngine):
-    """Loads the whole model from one file; refuses an incomplete one."""
+    """Loads the whole model from one file, and refuses an incomplete one."""

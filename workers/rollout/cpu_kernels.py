@@ -1,4 +1,4 @@
-"""Registers vLLM's RMSNorm kernels for CPUs; vLLM 0.32 has them, but offers them to GPUs alone.
+"""Registers vLLM's RMSNorm kernels for CPUs, which vLLM 0.32 has but offers to GPUs alone.
 
     x --contiguous, whole vectors, weight of its type?--> the kernel          one call
                                                      no --> vLLM's own way    eight calls of torch
@@ -13,7 +13,7 @@ from vllm.platforms import current_platform
 
 PROVIDER = "ballast_cpu"
 NORMS = ("rms_norm", "fused_add_rms_norm")
-LANES = 32  # numbers in the longest vector; a kernel takes rows of whole vectors
+LANES = 32  # numbers in the longest vector, of which a kernel takes whole ones
 
 
 def _fits(x: Tensor, weight: Tensor | None, variance_size: int | None) -> bool:

@@ -6,7 +6,7 @@
                             [EnvironmentPool: a process an episode]
     payload --update_weights--> pause, load, resume (requests in flight continue)
 
-On GPUs `AsyncLLM` runs its model in separate processes; on a CPU the model runs in a thread of this process.
+On GPUs `AsyncLLM` runs its model in separate processes. On a CPU the model runs in a thread of this process.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ Sample = tuple[SampleResult, Row | None]
 
 
 class VllmEngineActor:
-    """One engine. Wrapped by `ray.remote`; its methods are coroutines or async generators."""
+    """One engine. Wrapped by `ray.remote`. Its methods are coroutines or async generators."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class VllmEngineActor:
         environment: bytes = b"",
         environment_timeout_s: float = 0.0,
     ) -> None:
-        """placement: of `workers.rollout.placement.BACKENDS`. environment: see EnvironmentPool; empty without one."""
+        """placement: of `workers.rollout.placement.BACKENDS`. environment: see EnvironmentPool, empty without one."""
         prepare_environment(rollout, placement)
         use_rays_interface()  # between an engine's GPUs, and for new weights from the policy's node
         self.model, self.config, self.index = model, rollout, index
@@ -193,7 +193,7 @@ class VllmEngineActor:
         return as_response(output).after(request.begun)
 
     async def partial_responses(self) -> dict[int, Response]:
-        """Return unfinished responses with tokens, by their requests' seeds; without episodes."""
+        """Return unfinished responses with tokens, by their requests' seeds, without episodes."""
         found = {}
         for name, response in unfinished_responses(self.engine).items():
             request = self._under_way.get(name)
@@ -204,7 +204,7 @@ class VllmEngineActor:
     # --- weights ------------------------------------------------------------------------------------------------------
 
     async def update_weights(self, payload: np.ndarray, version: int) -> None:
-        """Load `payload` (see `pack_weights`) as `version`; requests in flight continue with the new weights.
+        """Load `payload` (see `pack_weights`) as `version`. Requests in flight continue with the new weights.
 
         Raises RolloutError if they do not fit the model or are incomplete, and LostError if the engine dies.
         """
@@ -220,7 +220,7 @@ class VllmEngineActor:
                 ) from error
 
     async def init_transfer(self, init_info: dict[str, Any]) -> None:
-        """Join the trainer's transfer group; see `gpu_transfer`. Needs GPUs."""
+        """Join the trainer's transfer group. See `gpu_transfer`. Needs GPUs."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         request = WeightTransferInitRequest(init_info)
@@ -275,16 +275,16 @@ class VllmEngineActor:
 
     async def sleep(self) -> None:
         """Free a colocated engine's GPU for training: drop weights and KV cache. Needs an engine without requests."""
-        # Level 1 would copy the weights to pinned host memory, in buffers rounded up to powers of two; the policy sends
+        # Level 1 would copy the weights to pinned host memory, in buffers rounded up to powers of two. The policy sends
         # its weights at the next wake anyway.
         await self.engine.sleep(level=2)
 
     async def wake_for_weights(self) -> None:
-        """Allocate the weights again; their values are undefined until an update."""
+        """Allocate the weights again. Their values are undefined until an update."""
         await self.engine.wake_up(["weights"])
 
     async def wake_kv_cache(self) -> None:
-        """Allocate the KV cache again, after the update; the engine may then serve."""
+        """Allocate the KV cache again, after the update. The engine may then serve."""
         await self.engine.wake_up(["kv_cache"])
 
     async def alive(self) -> None:

@@ -49,7 +49,7 @@ OWNED = {
 
 REFUSED = {
     "trust_remote_code": "code of a model is never run",
-    "logprobs_mode": "log-probs are those of the distribution that the trainer computes, which the loss relies on",
+    "logprobs_mode": "the loss relies on log-probs of the distribution that the trainer computes",
     "logits_processors": "samples would come from another distribution than the one that the trainer computes",
     "hf_overrides": "the engine would compute another model than the trainer; change the config.json of model.path",
     "hf_config_path": "the engine would compute another model than the trainer; change the config.json of model.path",

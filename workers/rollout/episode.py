@@ -62,12 +62,12 @@ class Episode:
 
     @property
     def version_tokens(self) -> tuple[tuple[int, int], ...]:
-        """(version of weights, tokens sampled with it), oldest first; at least one after a turn."""
+        """(version of weights, tokens sampled with it), oldest first, at least one after a turn."""
         versions, counts = np.unique(np.concatenate([turn.versions for turn in self.turns]), return_counts=True)
         return tuple(zip(versions.tolist(), counts.tolist(), strict=True))
 
     def open(self, prompt_ids: np.ndarray) -> bool:
-        """Replace the prompt by a longer one, within the limit; returns False if no room for a turn is left."""
+        """Replace the prompt by a longer one, within the limit. Returns False if no room for a turn is left."""
         if len(prompt_ids) >= self._max_length:
             return False
         self._parts = [_not_sampled(prompt_ids)]
@@ -79,7 +79,7 @@ class Episode:
         self._parts.append(turn)
 
     def observe(self, ids: np.ndarray) -> bool:
-        """Append an observation, int32; returns False if that leaves no room for another turn."""
+        """Append an observation, int32. Returns False if that leaves no room for another turn."""
         if len(ids) >= self.room:
             return False
         self._parts.append(_not_sampled(ids))
@@ -124,7 +124,7 @@ async def play(
     conversation: Conversation,
     record: dict[str, Any],
 ) -> tuple[str, Score]:
-    """Play `episode` to its end; returns its finish reason, and its score, with `failure` set if it has none.
+    """Play `episode` to its end. Returns its finish reason, and its score, with `failure` set if it has none.
 
     The score's `turns` hold the environment's opening alone. If the environment fails at the start, the policy answers
     the bare prompt, because every sequence needs a token to learn from.

@@ -6,7 +6,7 @@
     policy ranks --gather, weight by weight--> rank 0 --nccl broadcast--> engines on other GPUs          (`apart`)
     policy ranks --gather to all, chunk by chunk--> CUDA handles of all --ipc--> engines on these GPUs   (`colocated`)
 
-vLLM's trainer side carries the bytes and decides the order; it reaches our actors through `EngineClient`.
+vLLM's trainer side carries the bytes and decides the order. It reaches our actors through `EngineClient`.
 """
 
 import itertools
@@ -39,7 +39,7 @@ class EngineClient:
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         infos = [init_info] * len(self._engines)
         if "rank_offset" in init_info:
-            # vLLM gives all replicas one offset, right for one engine with data-parallel ranks; ours are engines apart.
+            # vLLM gives all replicas one offset, right for one engine with data-parallel ranks. Ours are engines apart.
             offsets = itertools.count(init_info["rank_offset"], self._tensor_parallel)
             infos = [info | {"rank_offset": offset} for info, offset in zip(infos, offsets, strict=False)]
         call_replicas(self._engines, "init_transfer", [(info,) for info in infos])
@@ -88,7 +88,7 @@ def call_replicas(engines: Sequence[Any], method: str, arguments: Sequence[tuple
 class GatheredWeights(WeightSource):
     """vLLM's view of the policy's weights.
 
-    `weights()` iterates over (name, whole tensor), including a tied `lm_head.weight`; collective over the policy's
+    `weights()` iterates over (name, whole tensor), including a tied `lm_head.weight`. Collective over the policy's
     ranks. `metadata`: meta tensors of every pass, in its order.
     """
 
@@ -119,9 +119,9 @@ class WeightSender:
         port: int = 0,
         buffer_bytes: int = DEFAULT_PACKED_BUFFER_SIZE_BYTES,
     ) -> None:
-        """Connect to the engines; collective over the policy's ranks, whose CUDA device must be current.
+        """Connect to the engines. Collective over the policy's ranks, whose CUDA device must be current.
 
-        engines: handles of all actors, started. weights, metadata: see `GatheredWeights`; only rank zero needs whole
+        engines: handles of all actors, started. weights, metadata: see `GatheredWeights`. Only rank zero needs whole
         tensors with `apart`, every rank with `colocated`. address, port: free, at policy rank zero, for `apart`.
         buffer_bytes: sent at a time.
         """
@@ -145,7 +145,7 @@ class WeightSender:
         self._client.on_failure = self._trainer_side.shutdown
 
     def send(self, version: int) -> None:
-        """Send the weights to all engines as `version`; collective over the policy's ranks.
+        """Send the weights to all engines as `version`. Collective over the policy's ranks.
 
         Raises on rank zero, and cannot be used afterwards: RolloutError if an engine refuses the update, LostError if
         an engine is lost.

@@ -9,7 +9,7 @@ the first 64 tokens after the prompt.
 import numpy as np
 
 EACH = 64
-"""So many tokens after the prompt have a hash each; then the steps are a 16th of what is before them."""
+"""This many tokens after the prompt have a hash each. Later steps are a 16th of the tokens before them."""
 _ODD = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: multiples of it spread over all bits (Knuth 6.4)
 
 

@@ -14,7 +14,7 @@ from workers.score import Score
 
 STOP, LENGTH, TURNS, ERROR = "stop", "length", "turns", "error"
 
-# "Steps" of samples that no step trains on, for their seeds; all samplings of one kind have the same.
+# "Steps" of samples that no step trains on, for their seeds. All samplings of one kind have the same.
 VALIDATION_STEP = -1  # so that validations differ by the policy alone
 PROOF_STEP = -2  # samples that engines and trainer are compared on
 GENERATION_STEP = -3  # of `controller.generate`
@@ -33,7 +33,7 @@ class Response:
     """Tokens that an engine sampled: a response, a turn of an episode, or the beginning of either.
 
     ids: int32 [n], including an end-of-sequence token. log_probs: float32 [n]. versions: int32 [n], of the weights.
-    finish_reason: `stop` or `length`; empty while unfinished. read_tokens: tokens before it, of which `cached_tokens`
+    finish_reason: `stop` or `length`, empty while unfinished. read_tokens: tokens before it, of which `cached_tokens`
     were in the prefix cache. routed_experts: int16 [m, layers, k] of the first m tokens read, with model.router_replay.
     """
 
@@ -62,7 +62,7 @@ class Response:
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """A request for one sample. prompt_ids: int32 [prompt tokens], shared by a group. start: of an episode; None for a
+    """A request for one sample. prompt_ids: int32 [prompt tokens], shared by a group. start: of an episode, None for a
     single response. begun: tokens that a lost engine sampled. priority: engines short of memory serve the lowest first.
     """
 
@@ -97,12 +97,12 @@ COUNTS = (
 class SampleResult:
     """The result of one request.
 
-    response_tokens: the policy's. observation_tokens: the environment's. read_tokens: tokens before each turn, summed;
+    response_tokens: the policy's. observation_tokens: the environment's. read_tokens: tokens before each turn, summed.
     `cached_tokens` of them were in the prefix cache. finish_reason: `stop` (end of sequence, or the environment was
     done), `length` (sampling.max_new_tokens, rollout.max_episode_tokens or the engine's longest sequence), `turns`
     (rollout.max_turns) or `error`, explained in `error`. weight_version, newest_weight_version: oldest and newest
     weights that sampled a token. version_tokens: (version, tokens), oldest first. environment: its reward or failure.
-    row: in the DataProto that came along; -1 after an error. start: seconds since 1970 by the engine's clock. seconds:
+    row: in the DataProto that came along, -1 after an error. start: seconds since 1970 by the engine's clock. seconds:
     duration including waiting.
     """
 
@@ -155,7 +155,7 @@ def sample_seed(run_seed: int, step: int, uid: str, sample: int) -> int:
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """Seed of a sample's turn, counted from 0; the first turn uses the sample's seed."""
+    """Seed of a sample's turn, counted from 0. The first turn uses the sample's seed."""
     return _seed(f"{seed}/{turn}") if turn else seed
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 GIB = 2**30
-# Tokens of a forward pass; longer prompts are prefilled in pieces. vLLM's default outside a server is 2,048. A 7B's
+# Tokens of a forward pass. Longer prompts are prefilled in pieces. vLLM's default outside a server is 2,048. A 7B's
 # activations stay below 1 GiB.
 PREFILL_TOKENS = 8192
 CPU_KV_BLOCK_TOKENS = 32  # the smallest block of vLLM's fast CPU kernels: prompts of a group share their full blocks
@@ -45,9 +45,9 @@ def _cpu_environment(config: RolloutConfig) -> dict[str, str]:
         # Pages of 2 MiB for tensors of that size: with 4 KiB a KV cache has a fault at the first use of each page, and
         # the activations of prompts have them at every use.
         "THP_MEM_ALLOC_ENABLE": os.environ.get("THP_MEM_ALLOC_ENABLE", "1"),
-        # Eager either way; without this vLLM compiles a helper at the first request, for ten seconds.
+        # Eager either way. Without this vLLM compiles a helper at the first request, for ten seconds.
         "TORCHDYNAMO_DISABLE": "1",
-        # vLLM's own switch; where it is 0 the engine is a thread of its actor: see workers.rollout.engine_thread.
+        # vLLM's own switch. Where it is 0 the engine is a thread of its actor: see workers.rollout.engine_thread.
         "VLLM_ENABLE_V1_MULTIPROCESSING": os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         if config.tensor_parallel == 1
         else "1",
@@ -82,7 +82,7 @@ def engine_arguments(
         use_tqdm_on_load=False,
         max_num_batched_tokens=max(PREFILL_TOKENS, config.max_concurrent, max_model_tokens if on_cpu else 0),
         weight_transfer_config=WeightTransferConfig(backend=ENGINE_OF_BACKEND[BACKENDS[placement]]),
-        # Left to itself vLLM would choose Ray here, and look for placement groups of its own.
+        # Left to itself vLLM would choose Ray here, and look for its placement groups.
         distributed_executor_backend="uni" if config.tensor_parallel == 1 else "mp",
         **device,
     )
@@ -124,7 +124,7 @@ def _cpu_arguments(config: RolloutConfig) -> dict[str, Any]:
         "kv_cache_memory_bytes": int(config.cpu_kv_cache_gib * GIB),
         "block_size": CPU_KV_BLOCK_TOKENS,
         # A prompt that is taken in parts ends the engine: vLLM 0.32 then asks a seeded request's generator for its
-        # offset, and that of a CPU has none.
+        # offset, which a CPU's does not have.
         "enable_chunked_prefill": False,
         "ir_op_priority": {norm: [PROVIDER] for norm in NORMS},
     }

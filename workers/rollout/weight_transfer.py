@@ -1,7 +1,7 @@
 """Sends new weights to engines on CPUs: one array of safetensors bytes in shared memory.
 
-    payload = pack_weights(policy.named_weights())        # policy rank 0; uint8 [bytes], a Ray object
-    with private_file(payload) as path:                   # every rollout actor; in memory, mode 0600
+    payload = pack_weights(policy.named_weights())        # policy rank 0, uint8 [bytes], a Ray object
+    with private_file(payload) as path:                   # every rollout actor, in memory, mode 0600
         await hold_requests(engine, clear_cache=True)     # requests in flight wait, their KV cache is dropped
         await engine.start_weight_update()
         await engine.update_weights({"path": path})       # every engine process maps the file and loads its share
@@ -51,7 +51,7 @@ ENGINE_OF_BACKEND = dict(zip(BACKENDS.values(), ENGINES, strict=True))
 
 @functools.cache  # vLLM may load a plugin more than once in a process, and its factory refuses a name that it knows
 def register() -> None:
-    """Register our engines with vLLM; its processes call this entry point at start."""
+    """Register our engines with vLLM. Its processes call this entry point at start."""
     end_with_actor()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
@@ -72,7 +72,7 @@ def pack_weights(named_tensors: "Iterable[tuple[str, Tensor]]") -> np.ndarray:
     for name, tensor in named_tensors:
         tensor = tensor.detach().cpu().contiguous()
         storage = tensor.untyped_storage().data_ptr()
-        # safetensors refuses two names for one storage; vLLM must get both (its output layer is a copy of its own).
+        # safetensors refuses two names for one storage. vLLM must get both (its output layer is a separate copy).
         tensors[name] = tensor.clone() if storage in storages else tensor
         storages.add(storage)
     return np.frombuffer(save(tensors), dtype=np.uint8)

@@ -80,7 +80,7 @@ class EnvironmentPool:
             return self._source.fork()
 
     async def stop(self) -> None:
-        """End all processes; another episode starts new ones."""
+        """End all processes. Another episode starts new ones."""
         while self._idle:
             self._idle.pop().end()
         await self._in_thread(self._end_source)
@@ -123,7 +123,7 @@ def _call(process: Fork, timeout_s: float, method: str, argument: Any) -> Any:
 
 
 class Player:
-    """In the process: answers `reset` and `step`; every `reset` makes a new environment."""
+    """In the process: answers `reset` and `step`. Every `reset` makes a new environment."""
 
     def __init__(self, packed: bytes) -> None:
         self._class, self._environment = cloudpickle.loads(packed), None

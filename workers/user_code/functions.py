@@ -60,12 +60,12 @@ def find_class(key: str, name: str, methods: tuple[str, ...], *, timeout_s: floa
 
 
 def check_loss(key: str, name: str, *trial: Any, timeout_s: float) -> None:
-    """Raise ConfigError if workers could not use the policy loss of a setting; see `workers.trials.try_loss`."""
+    """Raise ConfigError if workers could not use the policy loss of a setting. See `workers.trials.try_loss`."""
     _imported("workers.trials:try_loss", key, name, timeout_s, *trial)
 
 
 def call(packed: bytes, *arguments: Any, key: str, timeout_s: float) -> Any:
-    """A packed function's value, through JSON; arrays and tensors become lists. Raises ConfigError."""
+    """A packed function's value, through JSON. Arrays and tensors become lists. Raises ConfigError."""
     run = "workers.user_code.functions:run"
     try:
         return ask(run, packed, arguments, key, timeout_s=timeout_s, setting=TIMEOUT_SETTING)

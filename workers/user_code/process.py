@@ -109,7 +109,7 @@ class Connection:
             return False
 
     def end(self, exit_s: float = 0.0) -> str:
-        """Kill the process and its children, unless it exits within `exit_s`; return how it ended."""
+        """Kill the process and its children, unless it exits within `exit_s`. Return how it ended."""
         with self._ending:
             if not self._ended:
                 self._ended = True
@@ -202,7 +202,7 @@ def ask(function: str, *arguments: Any, timeout_s: float, setting: str) -> Any:
 def _show(stream: BufferedReader, shown: TextIO) -> None:
     room, until = 0, 0.0
     with stream:
-        # What is dropped need not be split into lines, which would hold the process up.
+        # Dropped output need not be split into lines, which would hold the process up.
         while line := stream.readline(LONGEST_LINE) if room >= 0 else stream.read1(LONGEST_LINE):
             if time.monotonic() > until:
                 room, until = SHOWN_BYTES, time.monotonic() + SHOWN_SECONDS
@@ -216,7 +216,7 @@ def _show(stream: BufferedReader, shown: TextIO) -> None:
                     shown.flush()
 
 
-# What follows runs in the process.
+# The code below runs in the process.
 
 
 class Channel:

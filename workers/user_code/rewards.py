@@ -26,7 +26,7 @@ RAW = "response_raw"  # stands among the columns: the response with its special 
 class RewardFunction:
     """A user's function or coroutine function, unpickled only in the process. name: for metrics. weight: in the reward.
 
-    It gets `response`, a text, and the record's `columns`; with a parameter `responses`, lists of all samples at once.
+    It gets `response`, a text, and the record's `columns`. With a parameter `responses`, lists of all samples at once.
     """
 
     name: str
@@ -37,7 +37,7 @@ class RewardFunction:
 
 @dataclass(frozen=True)
 class Call:
-    """One sample to score. columns: at least those of the functions."""
+    """One sample to score. columns: at least the functions' parameters."""
 
     number: int
     response: str
@@ -45,7 +45,7 @@ class Call:
 
 
 class RewardProcess:
-    """Runs reward functions on samples; restarted whenever a sample ends it."""
+    """Runs reward functions on samples, restarted whenever a sample ends it."""
 
     def __init__(
         self, functions: Sequence[RewardFunction], *, timeout_s: float, concurrency: int, quiet: bool = False
@@ -56,7 +56,7 @@ class RewardProcess:
         self._process: UserProcess | None = None
 
     def run(self, calls: Sequence[Call]) -> dict[int, Score]:
-        """A score for every call, by number; failures are in `failure`, never raised."""
+        """A score for every call, by number. Failures are in `failure`, never raised."""
         scores: dict[int, Score] = {}
         if len(calls) > 1:
             self._try(calls, scores)
@@ -71,7 +71,7 @@ class RewardProcess:
             process = self._started()
             process.send(calls)
             for _ in calls:
-                # The process itself ends a coroutine that takes too long; only a hanging call is late by a second.
+                # The process itself ends a coroutine that takes too long. Only a hanging call is late by a second.
                 number, score = process.receive(self._timeout_s, "reward.timeout_s", late_s=1.0)
                 scores[number] = Score(response=responses[number], **score)
         except (NoAnswerError, BallastError) as error:
@@ -145,7 +145,7 @@ class Scorer:
         return await self._result(function, {"response": call.response} | columns)
 
     async def _score_batch(self, function: RewardFunction, calls: list[Call]) -> list[Any]:
-        """One value or _FunctionError per call; if the batch fails, each call is tried alone."""
+        """One value or _FunctionError per call. If the batch fails, each call is tried alone."""
         columns = {name: [call.columns.get(name) for call in calls] for name in function.columns}
         try:
             values = await self._result(function, {"responses": [call.response for call in calls]} | columns)

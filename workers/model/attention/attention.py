@@ -57,7 +57,7 @@ pass them, see `choose_backend`.
 
 @dataclass(frozen=True)
 class Installed:
-    """Describe the machine. generation: major compute capability, 9 for Hopper; 0 without a card."""
+    """Describe the machine. generation: major compute capability, 9 for Hopper, 0 without a card."""
 
     generation: int
     packages: frozenset[str]
@@ -98,7 +98,7 @@ def choose_backend(
     installed: Installed | None = None,
     model: str = "the model",
 ) -> str:
-    """Return the backend of `model.attention` for packed rows; `auto` takes the first usable one of `BACKENDS`.
+    """Return the backend of `model.attention` for packed rows. `auto` takes the first usable one of `BACKENDS`.
 
     features: what the model needs, from `families.required_features`. model: its name in messages. Raises ConfigError
     if the backend cannot run here or does not take packed rows, UnsupportedModelError if it lacks a feature.
@@ -170,7 +170,7 @@ def _attend_segment(
 
 def _kernel(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Tensor:
     if query.device.type == "cuda":
-        # Few kernels take grouped heads with a mask or in single precision; the fallback holds all scores in memory.
+        # Few kernels take grouped heads with a mask or in single precision. The fallback holds all scores in memory.
         repeats = query.shape[1] // key.shape[1]
         key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
     return F.scaled_dot_product_attention(query, key, value, enable_gqa=True, **arguments)

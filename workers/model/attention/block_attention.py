@@ -13,8 +13,8 @@ All scores of a segment would be H L^2 numbers. Here at most `MOST_SCORES` exist
 
 flex_attention has no backward pass on a CPU, and recompiles for each kind of layer on CUDA.
 
-Shapes: L tokens of one segment; K key-value heads with G query heads each, H = K G; B queries of a block, N visible
-keys; D head dimension.
+Shapes: L tokens of one segment, K key-value heads with G query heads each, H = K G, B queries of a block, N visible
+keys, D head dimension.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 MOST_SCORES = 2**26
-"""Scores of all heads at a time: 256 MiB in float32; two or three such tensors are held."""
+"""Scores of all heads at a time: 256 MiB in float32. Two or three such tensors are held."""
 FEWEST_QUERIES = 32
 """Queries of a block for any segment length: with fewer, matrix products are inefficient."""
 
@@ -140,7 +140,7 @@ def _log_sum(scores: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 def _sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """Return [K G]; the sink's value is 0, so its score gets only -delta."""
+    """Return [K G]. The sink's value is 0, so its score gets only -delta."""
     weights = torch.exp(_by_group(sinks, lse) - lse)
     return -(weights * delta).sum(-1).flatten().to(sinks.dtype)
 

@@ -11,13 +11,13 @@ If sequences share tokens, the cells are assigned one by one instead, see `prefi
 Only attention looks at other tokens. Two methods exchange them:
 
     ulysses   [H heads, T/cp tokens] --all-to-all--> [H/cp heads, T tokens] --any kernel--> all-to-all back
-              (Jacobs et al. 2023, arXiv:2309.14509); a rank sends (2 + 2 K/H) T/cp H D (cp-1)/cp elements a layer,
-              less with each rank more; needs heads that divide by cp
-    ring      keys and values pass from rank to rank, `ring_attention`; any number of heads; sends 2 T/cp K D (cp-1)
+              (Jacobs et al. 2023, arXiv:2309.14509). A rank sends (2 + 2 K/H) T/cp H D (cp-1)/cp elements a layer,
+              less with each rank more. Needs heads that divide by cp
+    ring      keys and values pass from rank to rank, `ring_attention`, for any number of heads. Sends 2 T/cp K D (cp-1)
 
 Every rank computes the loss of the whole row from the same predictions.
 
-Shapes: T cells of the padded row, N predicted tokens; H query heads, K key-value heads (K divides H), D head dimension.
+Shapes: T cells of the padded row, N predicted tokens, H query heads, K key-value heads (K divides H), D head dimension.
 """
 
 import math

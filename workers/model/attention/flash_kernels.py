@@ -4,13 +4,13 @@
 
     lse = log(exp(lse_a) + exp(lse_b)),    out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
 
-(Milakov and Gimelshein 2018, arXiv:1805.02867; Liu et al. 2023, arXiv:2310.01889). Given the out and lse of the whole
-attention, the backward kernel of one block returns the exact share of the gradient of that block.
+(Milakov and Gimelshein 2018, arXiv:1805.02867, and Liu et al. 2023, arXiv:2310.01889). Given the out and lse of the
+whole attention, the backward kernel of one block returns the exact share of the gradient of that block.
 
 torch's public functions hide the log-sum-exp or drop its gradient, so the operators below them are used: on CUDA one
 call for all segments (half precision only), on the CPU one call a segment.
 
-Shapes: Q query tokens, T key tokens of all segments; H query heads, K key-value heads (K divides H), D head dimension.
+Shapes: Q query tokens, T key tokens of all segments, H query heads, K key-value heads (K divides H), D head dimension.
 """
 
 from collections.abc import Sequence
@@ -43,10 +43,10 @@ class Segments:
 
 @dataclass(frozen=True)
 class Block:
-    """Define which queries see which keys, segment by segment; a segment has at most as many queries as keys.
+    """Define which queries see which keys, segment by segment. A segment has at most as many queries as keys.
 
-    causal: the last query of a segment sees all its keys. queries, keys: int64 positions in the row, None is all; a
-    position may be repeated in `keys`, not in `queries`. window: tokens that each token sees, itself included; only if
+    causal: the last query of a segment sees all its keys. queries, keys: int64 positions in the row, None is all. A
+    position may be repeated in `keys`, not in `queries`. window: tokens that each token sees, itself included, only if
     causal.
     """
 
@@ -143,7 +143,7 @@ def _on_cuda(block: Block) -> tuple[Tensor, Tensor, int, int]:
 
 
 def window_size(causal: bool, window: int | None) -> tuple[int, int]:
-    """Return (tokens seen to the left, to the right) of the token; -1 is all."""
+    """Return (tokens seen to the left, to the right) of the token, -1 for all."""
     return -1 if window is None else window - 1, 0 if causal else -1
 
 

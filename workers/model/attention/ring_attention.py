@@ -6,12 +6,12 @@
     every step    send keys and values to rank r + 1, receive the next, while this step's attention runs
 
 So every rank does the same work at every step. If sequences share tokens, a rank holds every n-th cell, which is also
-balanced (`prefix_rows.py`). Backward walks the ring again; the gradients of keys and values travel with their keys.
+balanced (`prefix_rows.py`). Backward walks the ring again. The gradients of keys and values travel with their keys.
 
 Chunk length. Let the kernel reach F FLOP/s and a link carry B bytes/s in one direction, at 2 bytes an element. With two
 segments of c tokens, a rank computes 2 (2c)^2 H D FLOPs in a forward step and sends 4 (2c) K D bytes. Communication
 hides behind compute if c >= (K / H) F / B: 1,100 K/H tokens on NVLink (F = 5e14, B = 4.5e11), 10,000 K/H on a 400 Gb/s
-network card; backward asks for 1.2 times more. Shorter sequences are exact too, but wait for the exchange; `ulysses`
+network card. Backward asks for 1.2 times more. Shorter sequences are exact too, but wait for the exchange. `ulysses`
 sends less.
 
 Shapes: T tokens on this rank (T/cp of the row), H query heads, K key-value heads (K divides H), D head dimension.
@@ -67,7 +67,7 @@ class _Ring:
         return self.group.size()
 
     def pass_on(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Send `tensor` to the next rank; the returned function waits for the previous rank's."""
+        """Send `tensor` to the next rank. The returned function waits for the previous rank's."""
         rank, received = self.group.rank(), torch.empty_like(tensor)
         works = dist.batch_isend_irecv(
             [

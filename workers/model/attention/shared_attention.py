@@ -1,15 +1,15 @@
 """Attention of a row in which sequences share their prefixes (`prefix_rows.py`).
 
-    a call a level     level 0: every run, causal over itself; level n: the runs that continue a prefix, over it; merged
+    a call a level     level 0: every run, causal over itself. Level n: the runs that continue a prefix, over it. Merged
                        by their log-sum-exp (`flash_kernels.py`)
-    a call a path      every run over the cells before it on its path, and causal over itself; keys are copied
+    a call a path      every run over the cells before it on its path, and causal over itself. Keys are copied
     a call a tree      a run and its continuations, with a mask that hides from a cell what is not on its path
 
 On CUDA a level is one flash kernel call, and so are all paths of a row together: short rows, which the host slows down,
-use paths, others levels. On a CPU a level is one call a run; trees are faster for short runs, although they also
+use paths, others levels. On a CPU a level is one call a run. Trees are faster for short runs, although they also
 compute the masked scores.
 
-Shapes: W cells of the row; H query heads, K key-value heads, D head dimension.
+Shapes: W cells of the row, H query heads, K key-value heads, D head dimension.
 """
 
 from collections.abc import Iterator, Sequence
@@ -93,7 +93,7 @@ class Tree:
         return self.cells**2 - sum(run.length * (run.length + 1) // 2 + run.length * run.depth for run in self.runs)
 
     def mask(self, dtype: torch.dtype) -> Tensor | None:
-        """Return [cells, cells], 0 where a cell (row) sees another and -inf elsewhere; None for a lone run."""
+        """Return [cells, cells], 0 where a cell (row) sees another and -inf elsewhere, or None for a lone run."""
         if len(self.runs) == 1:
             return None
         mask = torch.full((self.cells, self.cells), -torch.inf, dtype=dtype)
@@ -186,7 +186,7 @@ def _level(runs: Sequence[Run], level: int) -> list[tuple[range, range]]:
 def _block(segments: Sequence[tuple[range, range]], device: torch.device, causal_over: int = 0) -> Block | None:
     """Return the block of the non-empty (queries, keys), or None.
 
-    causal_over: cells of a stripe; 0 for a full block.
+    causal_over: cells of a stripe, 0 for a full block.
     """
     queries = [seeing for seeing, seen in segments if seeing and seen]
     keys = [seen for seeing, seen in segments if seeing and seen]

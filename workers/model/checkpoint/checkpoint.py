@@ -1,11 +1,11 @@
 """Checkpoints of a sharded model: torch's distributed checkpoint (DCP), written in the background, complete or absent.
 
-    save: state --copy to host memory--> training goes on
+    save: state --copy to host memory--> training continues
                           \\--background--> every rank its shards, fsync --> manifest --rename--> step-30/
     load: manifest --> checksums --> names and shapes --> every rank reads its own slices, for any number of writers
 
 Tensors are stored as safetensors and everything else as JSON, so that loading runs no code. DCP's own metadata is a
-pickle; `HuggingFaceStorageReader` derives it from the files' headers.
+pickle. `HuggingFaceStorageReader` derives it from the files' headers.
 
 A checkpoint holds the trained parameters, persistent buffers, AdamW's state, the schedule, and every rank's random
 states (torch's, on CPU and GPU). It does not hold the optimiser's settings: these come from the run's configuration.
@@ -73,7 +73,7 @@ class Checkpointer:
         engine: dict[str, Any] | None = None,
         extra: dict[str, Any] | None = None,
     ) -> None:
-        """Start to save as `path`; returns when the state is copied, while files are still being written.
+        """Start to save as `path`. Returns when the state is copied, while files are still being written.
 
         step, engine, extra: see `Manifest`. Raises CheckpointError if the previous save failed or `path` holds a
         complete checkpoint, DataError if `extra` is not JSON.
@@ -106,9 +106,9 @@ class Checkpointer:
             raise CheckpointError(f"{path} could not be saved: {_cause(error)}.") from error
 
     def load(self, path: str | Path) -> Manifest:
-        """Load the state at `path`, saved by any number of ranks; returns its manifest.
+        """Load the state at `path`, saved by any number of ranks. Returns its manifest.
 
-        Random states are restored if as many ranks load as saved; otherwise they are kept, with a warning. Raises
+        Random states are restored if as many ranks load as saved. Otherwise they are kept, with a warning. Raises
         CheckpointError if the checkpoint is torn, foreign or of another model. The engine is then unchanged, unless a
         file changed during the read.
         """
@@ -167,7 +167,7 @@ class Checkpointer:
 
 
 class _CommittingWriter(dcp.HuggingFaceStorageWriter):
-    """Write this rank's shards; on the coordinator, `commit` ends the save. Errors reach every rank's future."""
+    """Write this rank's shards. On the coordinator, `commit` ends the save. Errors reach every rank's future."""
 
     def __init__(
         self, folder: Path, file_numbers: dict[str, int], commit: Callable[[dict[str, StoredFile]], None]

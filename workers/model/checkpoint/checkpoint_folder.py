@@ -63,13 +63,13 @@ def unfinished_folder(path: Path) -> Path:
 
 
 def clear_unfinished(folder: Path) -> None:
-    """Remove the remains of interrupted saves in `folder`; do not call during a save."""
+    """Remove the remains of interrupted saves in `folder`. Do not call during a save."""
     for path in folder.glob(".*.unfinished-*"):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def check_free(path: Path) -> None:
-    """Raise CheckpointError if `path` holds a complete checkpoint; a torn one may be replaced."""
+    """Raise CheckpointError if `path` holds a complete checkpoint. A torn one may be replaced."""
     try:
         read_manifest(path)
     except CheckpointError:
@@ -101,7 +101,7 @@ def _digest(content: dict[str, Any]) -> str:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Return the manifest. Raises CheckpointError unless `path` holds its files in full size; see `verify_files`."""
+    """Return the manifest. Raises CheckpointError unless `path` holds its files in full size. See `verify_files`."""
     try:
         content = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if content.pop("format") != FORMAT:
@@ -141,7 +141,7 @@ def verify_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
 
 
 def complete(folder: str | Path) -> list[tuple[Path, Manifest]]:
-    """Return the complete checkpoints in `folder` by ascending step; log others as warnings."""
+    """Return the complete checkpoints in `folder` by ascending step, and log others as warnings."""
     found = []
     for path in Path(folder).glob("[!.]*/"):
         try:
@@ -152,13 +152,13 @@ def complete(folder: str | Path) -> list[tuple[Path, Manifest]]:
 
 
 def prune(folder: str | Path, keep_last: int) -> None:
-    """Remove all but the last `keep_last` complete checkpoints; torn and foreign folders stay for inspection."""
+    """Remove all but the last `keep_last` complete checkpoints. Torn and foreign folders stay for inspection."""
     for path, _ in complete(folder)[:-keep_last]:
         remove(path)
 
 
 def remove(path: Path) -> None:
-    """Remove a folder; renames it first, so that a crash leaves no torn checkpoint."""
+    """Remove a folder. It is renamed first, so that a crash leaves no torn checkpoint."""
     doomed = unfinished_folder(path)
     path.rename(doomed)
     shutil.rmtree(doomed)

@@ -8,8 +8,8 @@
                                                       +--> ...layers.0.block_sparse_moe.experts.0.w3.weight [F, H] ...
     model.norm.weight --------------------------------+--> the same
 
-A rank holds the whole weights of one conversion at a time; a layer's experts are the largest. The conversions are
-transformers' own; `save_pretrained` would convert a whole state dict at once.
+A rank holds the whole weights of one conversion at a time. A layer's experts are the largest. The conversions are
+transformers' own. `save_pretrained` would convert a whole state dict at once.
 """
 
 from collections import defaultdict
@@ -38,7 +38,7 @@ Conversion = list[str]
 
 
 def loading_rules(model: PreTrainedModel) -> list[WeightTransform]:
-    """Return the conversions by which transformers loaded `model`, or those of its family's usual files."""
+    """Return the conversions by which transformers loaded `model`, or its family's usual ones."""
     rules = getattr(model, "_weight_conversions", None)
     if rules is None:
         # As in transformers' `revert_weight_conversion`: only the files show whether there was a prefix.
@@ -103,7 +103,7 @@ class CheckpointWeights:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield whole weights by name. Collective: every rank runs the iterator to its end.
 
-        dtype: of floats; None keeps theirs. keeper: the only rank that gets weights; None is every rank.
+        dtype: of floats. None keeps theirs. keeper: the only rank that gets weights. None is every rank.
         """
         shards = self._current_shards()
         for conversion in plan:

@@ -1,4 +1,4 @@
-"""Write a model as a Hugging Face folder, by several ranks at once; the folder appears when it is complete.
+"""Write a model as a Hugging Face folder, by several ranks at once. The folder appears when it is complete.
 
     conversions --5 GB a file--> files --round of one file a rank--> gather to its writer --> every rank writes its own
     rank 0: all files there? --> index, the source's other files byte for byte --> rename
@@ -64,7 +64,7 @@ def _plan_files(weights: CheckpointWeights, dtype: torch.dtype, file_bytes: int)
 def write_model(
     weights: CheckpointWeights, source: str, path: Path, dtype: torch.dtype, file_bytes: int = FILE_BYTES
 ) -> None:
-    """Write the model to `path`, weights in `dtype`; collective, all ranks return when it is complete.
+    """Write the model to `path`, weights in `dtype`. Collective: all ranks return when it is complete.
 
     source: the model's folder or name in the hub cache, whose other files are copied. Raises OutputError, on every
     rank, if a rank cannot write.
@@ -77,14 +77,14 @@ def write_model(
 
 
 def write_folder(path: Path, write: Callable[[Path], None]) -> None:
-    """Call `write(folder)` on rank 0 to replace `path`; collective. Raises OutputError on every rank."""
+    """Call `write(folder)` on rank 0 to replace `path`. Collective. Raises OutputError on every rank."""
     with _replaced(path) as folder:
         _on_rank_zero(lambda: write(folder), path)
 
 
 @contextmanager
 def _replaced(path: Path) -> Iterator[Path]:
-    """Replace `path` by the new folder that all ranks write to; only one engine writes to `path` at a time."""
+    """Replace `path` by the new folder that all ranks write to. Only one engine writes to `path` at a time."""
     unfinished, replaced = (path.with_name(f"{path.name}.{what}") for what in ("unfinished", "replaced"))
 
     def begin() -> None:

@@ -52,7 +52,7 @@ class Source(Generic[Packed]):
     def fill(self, device: torch.device, *, cpu_offload: bool) -> None:
         """Allocate the sharded `module`, copy rank 0's values of its tensors, and drop the whole model.
 
-        device: of the computation; with `cpu_offload` parameters stay in host memory.
+        device: of the computation. With `cpu_offload` parameters stay in host memory.
         """
         whole, self._whole = self._whole, None
         if whole is self.module:

@@ -33,7 +33,7 @@ ALL_LINEAR = "all-linear"
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
-    """Add an adapter to each target module of `model`, in place, and freeze everything else; before sharding.
+    """Add an adapter to each target module of `model`, in place, and freeze everything else. Call it before sharding.
 
     A starts as in peft (uniform, Kaiming), from one seed, the same on every rank and in every run. Raises ConfigError
     if a target is not a linear module.
@@ -63,7 +63,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
             )
         layer.lora_A.to(base.dtype)
         layer.lora_B.to(base.dtype)
-    # peft sets new modules to training mode; layers use that flag for checkpointing, so restore it.
+    # peft sets new modules to training mode. Layers use that flag for checkpointing, so restore it.
     for part in model.modules():
         part.training = training.get(part, False)
 
@@ -95,7 +95,7 @@ def merged_shards(model: PreTrainedModel, device: torch.device) -> dict[str, Sha
 
 
 def adapter_weights(model: PreTrainedModel, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Yield whole A and B under peft's names, one at a time on `device`; collective."""
+    """Yield whole A and B under peft's names, one at a time on `device`. Collective."""
     for name, weight in model.state_dict().items():
         if _is_adapter(name):
             yield f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}", full_tensor(weight.to(device)).detach()

@@ -5,9 +5,9 @@
 A loss function returns the micro-batch's SUM divided by the mini-batch's global denominators. Losses and gradients add
 up over micro-batches and ranks to the mini-batch's, however the batch was split.
 
-    predictions.py   a loss's inputs: the packed row, or whole sequences; metrics on the device
+    predictions.py   a loss's inputs: the packed row, or whole sequences, and metrics on the device
     aggregation.py   denominators, and token losses to one number
-    registry.py      LossConfig to the function; how to register a custom loss
+    registry.py      LossConfig to the function, and how to register a custom loss
     ratio_losses.py  reinforce, ppo_clip, cispo, sapo, gspo, gmpo        clip_cov.py    clip_cov, kl_cov
     supervised.py    sft, and weighted_log_probs for losses of pairs     value.py       loss of a critic
     correction.py    sampler against trainer: weights, rejection         kl.py          estimators of a KL

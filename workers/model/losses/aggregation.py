@@ -49,7 +49,7 @@ def group_tokens(sequences: DataProto, groups: Tensor) -> Tensor:
 def token_weights(
     predictions: PackedTokens, denominators: Denominators, aggregation: str, constant_length: int = 0
 ) -> Tensor:
-    """Return the weight of each token's loss, float64 [N]; the aggregate is the weighted sum over the mini-batch.
+    """Return the weight of each token's loss, float64 [N]. The aggregate is the weighted sum over the mini-batch.
 
         token_mean                     1 / tokens                                  DAPO, Yu et al. 2025, section 3.3
         sequence_mean_token_mean       1 / (sequences * tokens of its sequence)    GRPO, Shao et al. 2024, eq. 3
@@ -83,6 +83,6 @@ def aggregate(
     aggregation: str,
     constant_length: int = 0,
 ) -> Tensor:
-    """Return the micro-batch's share, 0-d, of the aggregate of token losses [N]; see `token_weights`."""
+    """Return the micro-batch's share, 0-d, of the aggregate of token losses [N]. See `token_weights`."""
     weights = token_weights(predictions, denominators, aggregation, constant_length)
     return (losses * weights.to(losses.dtype)).sum()

@@ -3,7 +3,7 @@
     rollout_log_probs (sampler), old_log_probs (trainer, same weights) --> weight of each token's loss, and metrics
 
 rho_t = pi_old(y_t) / pi_rollout(y_t) is the importance weight from sampler to trainer. Without `old_log_probs`, the
-current log-probs are the old ones (a single update). Weights carry no gradient. Denominators stay those of the whole
+current log-probs are the old ones (a single update). Weights carry no gradient. Denominators cover the whole
 mini-batch: a rejected token counts as 0, because rejection is not known before the forward pass.
 
 N predicted tokens.
@@ -82,7 +82,7 @@ def _kept(predictions: Predictions, log_ratio: Tensor, config: RolloutCorrection
 
 
 def rollout_mismatch(predictions: Predictions) -> Statistics:
-    """Return the absolute difference of sampler and trainer log-probs; empty without the sampler's."""
+    """Return the absolute difference of sampler and trainer log-probs, empty without the sampler's."""
     if "rollout_log_probs" not in predictions.columns:
         return {}
     difference = (predictions["rollout_log_probs"] - predictions.log_probs.detach()).abs()

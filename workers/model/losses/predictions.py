@@ -1,4 +1,4 @@
-"""Inputs of a loss, the outputs of a model and the columns at the predicted tokens; and its metrics on the device.
+"""Inputs of a loss, the outputs of a model and the columns at the predicted tokens, and its metrics on the device.
 
     log_probs, entropy [N] + columns of the micro-batch --gather--> Predictions --sequences()--> one for each sequence
     Statistic (0-d tensor, reduction) of each micro-batch --to_metrics: one copy for all--> Metrics, merged
@@ -27,8 +27,8 @@ Tokens = TypeVar("Tokens", bound="PackedTokens")
 class PackedTokens:
     """Hold columns at the N predicted tokens of a micro-batch.
 
-    columns: name -> [N]; per-sequence columns repeat on each token. sequence_index: int64 [N], ascending, the sequence
-    of each token; a sequence may have none. objects: non-numeric data such as `uid`, name -> object array [B]. meta:
+    columns: name -> [N]. Per-sequence columns repeat on each token. sequence_index: int64 [N], ascending, the sequence
+    of each token. A sequence may have none. objects: non-numeric data such as `uid`, name -> object array [B]. meta:
     values of the whole batch, such as `step`.
     """
 
@@ -120,7 +120,7 @@ def columns_at(sequences: DataProto, rows: ModelInput, device: torch.device) -> 
 
 @dataclass(frozen=True)
 class Statistic:
-    """Hold a metric on the device: `value` is 0-d; `weight` and `count` as in `Metric`."""
+    """Hold a metric on the device: `value` is 0-d, `weight` and `count` are as in `Metric`."""
 
     reduction: Reduction
     value: Tensor

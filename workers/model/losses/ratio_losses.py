@@ -1,7 +1,7 @@
 """Policy losses by importance ratios r_t = pi(y_t) / pi_old(y_t), and REINFORCE, which has none.
 
-    ppo_clip    hard clip of the surrogate; clipped tokens have no gradient
-    cispo       hard clip of the weight; every token keeps a gradient
+    ppo_clip    hard clip of the surrogate: clipped tokens have no gradient
+    cispo       hard clip of the weight: every token keeps a gradient
     sapo        soft gate instead of the clip
     gspo        clip of the geometric mean of the sequence's ratios
     gmpo        geometric mean of the sequence's clipped ratios

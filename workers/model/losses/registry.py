@@ -27,7 +27,7 @@ from workers.user_code.functions import load
 
 
 def log_ratio_to_old(predictions: Predictions) -> Tensor:
-    """Return log r_t, [N], with gradient; without `old_log_probs`, r_t = 1: exact for the only update on a batch."""
+    """Return log r_t, [N], with gradient. Without `old_log_probs`, r_t = 1: exact for the only update on a batch."""
     return predictions.log_probs - predictions.columns.get("old_log_probs", predictions.log_probs.detach())
 
 
@@ -74,7 +74,7 @@ def policy_loss(
     """Register a policy loss under the name that `algorithm.loss.name` selects.
 
     aggregation: its normaliser, one of `token_weights`, for the setting `auto`. prepare: for losses that need the whole
-    mini-batch, called on every rank with its micro-batches before the first forward pass; returns them with columns.
+    mini-batch, called on every rank with its micro-batches before the first forward pass. Returns them with columns.
     """
 
     def register(function: TokenLosses) -> TokenLosses:
@@ -122,7 +122,7 @@ class PolicyObjective:
 
         loss = sum_t weight_t (c_t L_t + c_kl KL_t - c_entropy H_t)
 
-    L_t: the registered loss; c_t: see `correction_weights`; KL_t: see `kl_of_loss`; H_t: entropy in nats; weight_t: see
+    L_t: the registered loss, c_t: see `correction_weights`, KL_t: see `kl_of_loss`, H_t: entropy in nats, weight_t: see
     `token_weights`. Needs `reference_log_probs` if kl_coefficient > 0, and the columns of the loss.
     """
 
@@ -168,7 +168,7 @@ def prepare(
     denominators: Denominators,
     groups: Sequence[dist.ProcessGroup] = (),
 ) -> Sequence[DataProto]:
-    """Return this rank's micro-batches with the columns that the loss adds; see `hold_back`."""
+    """Return this rank's micro-batches with the columns that the loss adds. See `hold_back`."""
     if isinstance(loss_function, PolicyObjective) and loss_function.loss.prepare is not None:
         return loss_function.loss.prepare(parts, denominators, loss_function.config, groups)
     return parts

@@ -34,7 +34,7 @@ class KlPenalty:
 
 
 def token_rewards(sequences: DataProto, penalty: KlPenalty | None = None) -> Tensor:
-    """Return rewards of tokens, float64 [N] (Ziegler et al. 2019, eq. 2, token by token; Ouyang et al. 2022).
+    """Return rewards of tokens, float64 [N] (Ziegler et al. 2019, eq. 2, token by token, and Ouyang et al. 2022).
 
     r_t = - beta KL_t + (the column `reward` at the last token of the sequence, 0 elsewhere)
     """
@@ -99,8 +99,8 @@ def whiten(values: Tensor, groups: Sequence[dist.ProcessGroup] = (), device: tor
     """Return (x - mean(x)) / (std(x) + epsilon) over the values of all ranks, float64 [N].
 
     Uses two passes, because a variance from sums of squares loses digits if the mean is far from 0. The deviation is
-    the population's (n), as in OpenRLHF; verl uses the sample's (n - 1).
-    groups: together the data-parallel ranks, which all call; none for one process. device: where they add up sums.
+    the population's (n), as in OpenRLHF (in verl the sample's, n - 1).
+    groups: together the data-parallel ranks, which all call, none for one process. device: where they add up sums.
     """
     values = values.double()
     total, count = _over_ranks(torch.stack([values.sum(), values.new_tensor(len(values))]), groups, device)

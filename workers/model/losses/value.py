@@ -72,7 +72,7 @@ def value_statistics(values: Tensor, returns: Tensor) -> Statistics:
 
 
 def explained_variance(metrics: Mapping[str, Metric]) -> float:
-    """Return 1 - Var(R - V) / Var(R) from merged `value_statistics`; NaN if all returns are equal."""
+    """Return 1 - Var(R - V) / Var(R) from merged `value_statistics`, or NaN if all returns are equal."""
 
     def variance(name: str) -> float:
         return metrics[f"{name}_square"].result() - metrics[name].result() ** 2

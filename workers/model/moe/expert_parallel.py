@@ -30,7 +30,7 @@ DISPATCHED = {"ep_dispatch_experts", "grouped_gemm"}
 
 
 def share_experts(model: PreTrainedModel, parallel: Parallel) -> dict[nn.Module, DeviceMesh]:
-    """Give each rank of an ep group its part of a model's experts, in place; before `shard_model`.
+    """Give each rank of an ep group its part of a model's experts, in place. Call it before `shard_model`.
 
     Returns modules, inner ones first, with their mesh for FSDP2: with expert parallelism the experts, with tensor
     parallelism also their blocks. Raises UnsupportedModelError for a family whose experts transformers does not

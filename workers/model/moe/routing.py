@@ -1,13 +1,13 @@
-"""Hooks on the routers of a mixture of experts: replay, losses, and the load metric; none for a dense model.
+"""Hooks on the routers of a mixture of experts: replay, losses, and the load metric. A dense model has none.
 
-Replay: tokens use the experts that the sampler chose for them (R3; arXiv:2510.11370).
+Replay: tokens use the experts that the sampler chose for them (R3, arXiv:2510.11370).
 
     engine --routed_experts [T, L, k]--> batch --cells of the row--> router of layer l:
         scores [C, E] --top k--> own choice  --compare--> router_mismatch
                       --gather at the sampler's choice--> weights of the experts
 
 Engine and trainer round differently. If two experts have close scores they choose different ones, and the token's
-log-prob jumps. With `replay` only the choice is the sampler's; scores and gradients are the trainer's. A token without
+log-prob jumps. With `replay` only the choice is the sampler's. Scores and gradients are the trainer's. A token without
 a recorded choice (the last of a sequence, which the engine never reads) uses the router's own.
 
 Losses: independent of how the mini-batch is split.
@@ -21,7 +21,7 @@ Losses: independent of how the mini-batch is split.
     z of a layer = mean over tokens of logsumexp(logits)^2                    (ST-MoE, arXiv:2202.08906, eq. 5)
 
 Balance is taken over each sequence: over a micro-batch, as most trainers do, it depends on the split. Ranks that share
-a sequence add up its f_e. Both means are over the whole mini-batch, prompts included; a shared cell counts once for
+a sequence add up its f_e. Both means are over the whole mini-batch, prompts included. A shared cell counts once for
 each sequence.
 
 Load: counted where experts are called, with or without expert parallelism.
@@ -55,7 +55,7 @@ from workers.model.sharding.parallel import Parallel
 from workers.model.sharding.tensor_parallel import blocks_with_experts, find_experts, own_cells
 
 COLUMN = "routed_experts"
-"""int16 [T, L, k], per token: the experts that the sampler chose in each layer; rows of dense layers are not read."""
+"""int16 [T, L, k], per token: the experts that the sampler chose in each layer. Rows of dense layers are not read."""
 UNKNOWN = -1
 
 
@@ -66,7 +66,7 @@ class RouterReplay(RouterHook):
         self.active, self._replaces = setting != "none", setting == "replay"
         self._layers = len(packed.layers)
         self._tensor = parallel.tensor
-        # Choices that are compared, and those of them that the router does not make.
+        # Choices that are compared, and among these the ones that the router does not make.
         self._counts = torch.zeros(2, dtype=torch.float64, device=device)
         if self.active:
             self._follow_routers(packed)
@@ -79,7 +79,7 @@ class RouterReplay(RouterHook):
             block.forward = self._forward_of(block, layer, packed.name)  # type: ignore[method-assign]
 
     def cells(self, micro_batch: DataProto, rows: ModelInput) -> Tensor | None:
-        """Return the sampler's choices by cell, int16 [C, L, k], UNKNOWN if missing; None if nothing is replayed.
+        """Return the sampler's choices by cell, int16 [C, L, k], UNKNOWN if missing, or None if nothing is replayed.
 
         Raises DataError for a batch without choices.
         """
@@ -133,7 +133,7 @@ class RouterReplay(RouterHook):
 
 
 class _TopK(TorchFunctionMode):
-    """Inside, the top k of a router's scores [C, E] is taken at `choice` [C, k]; None changes nothing.
+    """Inside, the top k of a router's scores [C, E] is taken at `choice` [C, k]. None changes nothing.
 
     Every family has its own router, which calls torch.topk over the experts. found: the number of such calls.
     """
@@ -228,7 +228,7 @@ class RouterLosses(RouterHook):
         return RoutedTokens(is_part[:width].to(self._device), micro_batch.lengths.to(self._device))
 
     def take(self) -> Statistics:
-        """Return the losses since the last call, each a mean over layers, without its coefficient; collective."""
+        """Return the losses since the last call, each a mean over layers, without its coefficient. Collective."""
         if not self._active:
             return {}
         dist.all_reduce(self._sums)
@@ -266,7 +266,7 @@ class RouterLosses(RouterHook):
 
 
 class _Attach(torch.autograd.Function):
-    """Return `carrier` unchanged; if a gradient reaches it, `loss` gets the gradient 1.
+    """Return `carrier` unchanged. If a gradient reaches it, `loss` gets the gradient 1.
 
     So a layer's loss needs no path to the end of the model, which may be on another rank.
     """
@@ -333,7 +333,7 @@ class Routing:
         self.hooks: Sequence[RouterHook] = (self._replay, self._losses, self._load)
 
     def begin(self, micro_batches: Sequence[DataProto], groups: Sequence[dist.ProcessGroup]) -> None:
-        """Start the passes of a mini-batch, of which this rank holds `micro_batches`; collective."""
+        """Start the passes of a mini-batch, of which this rank holds `micro_batches`. Collective."""
         self._losses.begin(micro_batches, groups)
 
     def take(self) -> list[Statistics]:

@@ -33,10 +33,10 @@ def _same(values: Tensor) -> Tensor:
 class ModelInput:
     """Hold a micro-batch as the model reads it: rows of cells, or one rank's part of them.
 
-    input_ids, position_ids: int64 [R, W]; positions restart at 0 in every sequence; padding holds 0 in both.
+    input_ids, position_ids: int64 [R, W]. Positions restart at 0 in every sequence. Padding holds 0 in both.
     predicting: int64 [n], the cells whose hidden states predict a token. targets: int64 [n], its id. cells: int64 [T],
-    the cell of each token, counted row by row; shared tokens have one; -1 on other ranks. source: int64 [R * W], the
-    reverse: the token in each cell, along the ragged axis of the sequences; -1 for padding.
+    the cell of each token, counted row by row, -1 on other ranks. Shared tokens have one cell. source: int64 [R * W],
+    the token in each cell, along the ragged axis of the sequences, -1 for padding.
 
     loss_positions: int64 [N], every token with `loss_mask`, along the ragged axis. sequence_index: int64 [N], its
     sequence. whole: values [n, ...] of this part -> [N, ...], on every rank that shares the rows.
@@ -85,7 +85,7 @@ Rows = TypeVar("Rows", bound=ModelInput)
 
 
 def pack(sequences: DataProto, multiple: int = 1, *, to_longest: bool = False) -> PackedRow:
-    """Return the packed row of a micro-batch, on the CPU; sequences are padded to multiples of `multiple` tokens.
+    """Return the packed row of a micro-batch, on the CPU. Sequences are padded to multiples of `multiple` tokens.
 
     to_longest: pad all to the longest, as in the padded layout. Raises DataError if `loss_mask` marks the first token
     of a sequence, which nothing predicts.
@@ -103,7 +103,7 @@ def pack(sequences: DataProto, multiple: int = 1, *, to_longest: bool = False) -
 
 
 def pad(sequences: DataProto, multiple: int = 1) -> ModelInput:
-    """Return a row for each sequence, on the CPU; W is the longest length rounded up to `multiple`.
+    """Return a row for each sequence, on the CPU. W is the longest length rounded up to `multiple`.
 
     Raises DataError as `pack` does.
     """
@@ -128,7 +128,7 @@ def sequence_cells(sequences: DataProto, first_cells: Tensor) -> Tensor:
 
 
 def place(sequences: DataProto, cells: Tensor, shape: tuple[int, int]) -> dict[str, Tensor]:
-    """Return the fields of a ModelInput of `shape` (R, W) with tokens in `cells` int64 [T]; raises as `pack` does."""
+    """Return the fields of a ModelInput of `shape` (R, W) with tokens in `cells` int64 [T]. Raises as `pack` does."""
     owner, starts = sequences.owner, cumulative(sequences.lengths)[:-1]
     tokens, loss_mask = sequences.tokens["input_ids"].cpu(), sequences.tokens["loss_mask"].cpu()
     if loss_mask[starts].any():
@@ -148,7 +148,7 @@ def place(sequences: DataProto, cells: Tensor, shape: tuple[int, int]) -> dict[s
 
 
 def read_last(rows: Rows, sequences: DataProto) -> Rows:
-    """Return `rows` so that only the cell of each sequence's last token is read: N = B; `targets` is 0."""
+    """Return `rows` so that only the cell of each sequence's last token is read: N = B. `targets` is 0."""
     last = sequences.lengths.cumsum(0) - 1
     return replace(
         rows,
@@ -175,7 +175,7 @@ def _fill(cells: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:
 
 COLUMN_TYPES = {"input_ids": torch.int64, "loss_mask": torch.bool}
 MicroBatch = tuple[int, int]
-"""Rows start..stop-1 of a rank's sequences; start == stop is an empty micro-batch."""
+"""Rows start..stop-1 of a rank's sequences, none if start == stop."""
 
 
 def check_tokenizer(tokenizer: Any, vocabulary: int, path: str) -> None:
@@ -194,7 +194,7 @@ def check_tokenizer(tokenizer: Any, vocabulary: int, path: str) -> None:
 
 
 def max_positions(config: Any) -> int | None:
-    """Return the longest sequence of the model's configuration; None without limit or with scaled positions."""
+    """Return the longest sequence of the model's configuration, or None without limit or with scaled positions."""
     text = config.get_text_config()
     scaling = getattr(text, "rope_parameters", None) or {}
     if "factor" in scaling or any(isinstance(part, dict) and "factor" in part for part in scaling.values()):

@@ -1,1 +1,1 @@
-"""What the engine can compute: families of models, and the layouts that each allows."""
+"""Families of models that the engine can compute, and the layouts that each allows."""

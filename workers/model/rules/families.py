@@ -12,14 +12,14 @@ from typing import Any
 FULL, SLIDING = "full_attention", "sliding_attention"
 CHUNKED = "chunked_attention"
 RECURRENT = ("linear_attention", "conv", "recurrent", "mamba", "hybrid")
-"""Layers that carry a state from token to token, see `recurrent`; `hybrid` ones also have attention."""
+"""Layers that carry a state from token to token, see `recurrent`. `hybrid` ones also have attention."""
 WITHOUT_CONTEXT = ("moe", "mlp")
 
 LAYER_TYPES = {
     "packed": (FULL, SLIDING, *RECURRENT, *WITHOUT_CONTEXT),
     "padded": (FULL, SLIDING, CHUNKED, "hybrid_sliding", *RECURRENT, *WITHOUT_CONTEXT),
 }
-"""The kinds of layers that each layout computes; results of others (`indexed_attention`) depend on the batch."""
+"""The kinds of layers that each layout computes. Results of others (`indexed_attention`) depend on the batch."""
 
 LAYER_LISTS = ("layer_types", "layers_block_type", "block_types")
 SELECTION = ("index_topk", "compress_rates", "indexer_budget")
@@ -86,7 +86,7 @@ def is_recurrent(features: Mapping[str, Any]) -> bool:
 
 
 def expert_count(features: Mapping[str, Any]) -> int:
-    """Return the experts of a layer, each shaped as a feed-forward block; 0 for a dense model."""
+    """Return the experts of a layer, each shaped as a feed-forward block, or 0 for a dense model."""
     return next((int(count) for name in EXPERT_COUNTS if (count := features.get(name))), 0)
 
 
@@ -95,7 +95,7 @@ def _layer_kinds(features: Mapping[str, Any]) -> set[str]:
 
 
 def features_of_file(features: Mapping[str, Any]) -> frozenset[str]:
-    """Return `sliding_window` and `softcap` if a config.json names them; the model class may need more."""
+    """Return `sliding_window` and `softcap` if a config.json names them. The model class may need more."""
     layer_types = features.get("layer_types")
     says_window = features.get("use_sliding_window", features.get("model_type") == "mistral")
     windowed = SLIDING in layer_types if layer_types else bool(says_window and features.get("sliding_window"))
@@ -116,7 +116,7 @@ def required_features(config: Any, parameter_names: list[str]) -> frozenset[str]
 
 
 def expected_window(config: Any, layer_index: int) -> int | None:
-    """Return the tokens that each token sees in a layer, itself included; None is all before it."""
+    """Return the tokens that each token sees in a layer, itself included. None is all before it."""
     layer_types = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)
     if layer_types:
@@ -131,7 +131,7 @@ def final_softcap(config: Any) -> float | None:
 
 
 def logit_factor(config: Any) -> float:
-    """Return the factor of the output layer's logits, before a soft cap; 1 for most families."""
+    """Return the factor of the output layer's logits, before a soft cap, 1 for most families."""
     text, factor = config.get_text_config(), 1.0
     for name in (*LOGIT_MULTIPLIERS, *LOGIT_DIVISORS):
         value = getattr(text, name, None)
@@ -155,7 +155,7 @@ def _is_unknown_cap(name: str, value: Any) -> bool:
 
 
 def _rotary_tables(features: Mapping[str, Any]) -> list[dict[str, Any]]:
-    # One for all layers, or one for each type of layer; older files name it rope_scaling.
+    # One for all layers, or one for each type of layer. Older files name it rope_scaling.
     parameters = features.get("rope_parameters") or features.get("rope_scaling") or {}
     return [parameters, *(table for table in parameters.values() if isinstance(table, dict))]
 
@@ -166,7 +166,7 @@ def _rotary_types(features: Mapping[str, Any]) -> list[str]:
 
 
 def head_size(text: Any) -> int | None:
-    """Return the size of an attention head of a loaded configuration; None for several sizes."""
+    """Return the size of an attention head of a loaded configuration, or None for several sizes."""
     if getattr(text, "kv_lora_rank", None):
         return None
     hidden, heads = getattr(text, "hidden_size", None), getattr(text, "num_attention_heads", None)
@@ -175,7 +175,7 @@ def head_size(text: Any) -> int | None:
 
 
 def kv_bytes_per_token(text: Any) -> int:
-    """Return the KV-cache bytes of all layers in half precision, by a loaded configuration; 0 if unknown."""
+    """Return the KV-cache bytes of all layers in half precision, by a loaded configuration, or 0 if unknown."""
     layers = getattr(text, "num_hidden_layers", 0)
     if rank := getattr(text, "kv_lora_rank", None):  # one compressed vector for all heads
         return 2 * int(layers) * int(rank + getattr(text, "qk_rope_head_dim", 0))

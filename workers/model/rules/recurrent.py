@@ -3,7 +3,7 @@
     layer(hidden, packed_attention=...)      a hook tells the layer's mixers the lengths of the row's segments
       mixer(hidden [1, T, H]) --split--> [1, L, H] each --the mixer, from an empty state--> joined [1, T, H]
 
-The mixer is called once a segment, so that no state reaches the next sequence; the rest of the layer sees the whole
+The mixer is called once a segment, so that no state reaches the next sequence. The rest of the layer sees the whole
 row. The hook runs inside gradient checkpointing.
 
 A mixer is a module that holds a convolution along the sequence, as in all families with a state but MiniMax.
@@ -83,5 +83,5 @@ class _SegmentHook:
 def _joined(outputs: list[Any]) -> Any:
     if isinstance(outputs[0], Tensor):
         return torch.cat(outputs, dim=1)
-    # Of further results, such as a cache, the first is kept.
+    # The first of further results, such as a cache, is kept.
     return (torch.cat([output[0] for output in outputs], dim=1), *outputs[0][1:])

@@ -5,9 +5,9 @@
     fully_shard(layer) ... fully_shard(root)     parameters gathered layer by layer, forward and backward
     gradients --reduce-scatter over dp_shard x cp, all-reduce over dp_replicate, SUM--> shards --global norm--> clipped
 
-Ranks that differ only in pp, cp or tp hold the same sequences; dp = dp_replicate * dp_shard groups hold different ones.
-Only the ranks of one stage shard the same parameters. Gradients are summed, not averaged: every loss is already divided
-by denominators of the whole mini-batch, and a context-parallel rank returns the gradient of its own tokens.
+Ranks that differ only in pp, cp or tp hold the same sequences. The dp_replicate * dp_shard groups hold different
+ones. Only the ranks of one stage shard the same parameters. Gradients are summed, not averaged: every loss is already
+divided by denominators of the whole mini-batch, and a context-parallel rank returns the gradient of its tokens.
 """
 
 import warnings
@@ -75,7 +75,7 @@ def process_group_backend(device: torch.device) -> str:
 
 
 def make_parallel(device: torch.device, config: ParallelConfig | None = None) -> Parallel:
-    """Arrange all ranks of the process group on the mesh; without one, create an in-memory group of one rank.
+    """Arrange all ranks of the process group on the mesh. Without one, create an in-memory group of one rank.
 
     Raises ConfigError if `config` does not divide the ranks.
     """
@@ -119,7 +119,7 @@ def mesh_shape(ranks: int, config: ParallelConfig) -> tuple[int, int, int, int, 
 def _over(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     joined = "_".join(names)
     if len(names) > 1:
-        # No public function joins dimensions of a mesh; torch is pinned, and every test of context parallelism runs it.
+        # No public function joins dimensions of a mesh. The pinned torch has this one, which tests run.
         mesh[names]._flatten(joined)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Slicing a flattened dim")
@@ -139,12 +139,12 @@ def shard_model(
     """Shard the parameters of `root` over `mesh` (`Parallel.sharding`), in place: each layer, then all else.
 
     experts: modules that ranks share already, with their mesh. Parameters keep their dtype and are cast to
-    `compute_dtype` when gathered; gradients are reduced in the parameters' dtype, and summed.
+    `compute_dtype` when gathered. Gradients are reduced in the parameters' dtype, and summed.
     """
     mixed_precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=next(root.parameters()).dtype)
     # On the CPU the parameters are in host memory anyway.
     offload = CPUOffloadPolicy() if cpu_offload and mesh.device_type != "cpu" else OffloadPolicy()
-    # A router may give its weights in float32; inputs of experts are not cast, as inside a layer.
+    # A router may give its weights in float32. Inputs of experts are not cast, as inside a layer.
     uncast = replace(mixed_precision, cast_forward_inputs=False)
     for module, own_mesh in (experts or {}).items():
         fully_shard(
@@ -202,7 +202,7 @@ def clip_gradients(
     stages: dist.ProcessGroup | None = None,
     counted_elsewhere: Collection[nn.Parameter] = (),
 ) -> float:
-    """Scale all gradients down to the global L2 norm `max_norm`; returns the norm before, the same on every rank.
+    """Scale all gradients down to the global L2 norm `max_norm`. Returns the norm before, the same on every rank.
 
     stages: the ranks that hold the other layers, if any. counted_elsewhere: parameters that another stage counts.
 
@@ -225,5 +225,5 @@ def clip_gradients(
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Gather a sharded tensor, collectively; its gradient must be the same on every rank."""
+    """Gather a sharded tensor, collectively. Its gradient must be the same on every rank."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -35,7 +35,7 @@ def split_layers(costs: Sequence[float], last: float, parts: int) -> list[range]
     sums = [0.0]
     for cost in costs:
         sums.append(sums[-1] + cost)
-    # worst[stop]: cost of the most expensive part with layers before `stop` in the parts so far; begins: its cut.
+    # worst[stop]: cost of the most expensive part with layers before `stop` in the parts so far. begins: its cut.
     worst = {stop: sums[stop] + last * (parts == 1) for stop in range(1, layers + 1)}
     begins: list[dict[int, int]] = [dict.fromkeys(worst, 0)]
     for part in range(1, parts):

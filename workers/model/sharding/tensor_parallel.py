@@ -1,4 +1,4 @@
-"""Tensor parallelism: the ranks of a group share every matrix; between matrices each holds a part of the row.
+"""Tensor parallelism: the ranks of a group share every matrix. Between matrices each holds a part of the row.
 
     tokens [1, T] --embedding, vocabulary shared--> [1, T/tp, H]      residual stream and norms: own tokens (sequence
     [1, T/tp, H] --gather--> [1, T, H] --q, k, v: own heads-->        parallel, Korthikanti et al. 2022)
@@ -42,10 +42,10 @@ def own_cells(row: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def share_model(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Shard a model's parameters over the one dimension of `mesh`, in place; the model may be a skeleton.
+    """Shard a model's parameters over the one dimension of `mesh`, in place. The model may be a skeleton.
 
     Afterwards the decoder returns its last hidden state as a DTensor. The output layer's weight is sharded over the
-    vocabulary, tied or not; it is read, not called.
+    vocabulary, tied or not. It is read, not called.
     """
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     blocks = blocks_with_experts(decoder)

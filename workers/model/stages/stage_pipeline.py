@@ -33,7 +33,7 @@ from workers.model.value_head import HEAD
 
 
 def layer_costs(packed: PackedModel, *, checkpointing: bool) -> tuple[list[float], float]:
-    """Return (cost of each layer, of the output layer), see `relative_costs`. Of fused experts, those of one token
+    """Return (cost of each layer, of the output layer), see `relative_costs`. For fused experts, those of one token
     count.
     """
     text = packed.model.config.get_text_config()
@@ -84,11 +84,11 @@ class Form:
 
 
 class Stage:
-    """Hold this rank's stage of the pipeline; the only stage of an undivided model holds the whole.
+    """Hold this rank's stage of the pipeline. The only stage of an undivided model holds the whole.
 
     parts: of this stage, from the input on. hidden_size: of what stages send. tied: names of a weight that embedding
-    and output layer share; None without one, or without other stages. Raises UnsupportedModelError if the model cannot
-    be split, ConfigError if it has fewer layers than parts.
+    and output layer share, or None. Raises UnsupportedModelError if the model cannot be split,
+    ConfigError if it has fewer layers than parts.
     """
 
     def __init__(self, packed: PackedModel, parallel: Parallel, *, checkpointing: bool) -> None:
@@ -111,7 +111,7 @@ class Stage:
         }
 
     def holder_of(self, name: str) -> int:
-        """Return the stage that holds the model's tensor `name`; buffers outside the layers are everywhere."""
+        """Return the stage that holds the model's tensor `name`. Buffers outside the layers are everywhere."""
         if self._form is None:
             return 0
         layer = self._form.layer_of(name)
@@ -155,7 +155,7 @@ class Stage:
         return tensor
 
     def of_all(self, value: Any) -> list[Any]:
-        """Return the values of all stages in order, on each of them; sent as pickles."""
+        """Return the values of all stages in order, on each of them, sent as pickles."""
         if self.stages == 1:
             return [value]
         values: list[Any] = [None] * self.stages
@@ -163,7 +163,7 @@ class Stage:
         return values
 
     def from_stage(self, stage: int, value: Any) -> Any:
-        """Return `value` of a stage, on all stages; sent as a pickle."""
+        """Return `value` of a stage, on all stages, sent as a pickle."""
         if self.stages == 1:
             return value
         values = [value if self.index == stage else None]
@@ -212,7 +212,7 @@ def add_tied_gradients(stage: Stage, model: nn.Module) -> None:
 
 
 class Exchange:
-    """Transfer tensors between one rank and its place's ranks in the neighbouring stages; created collectively."""
+    """Transfer tensors between one rank and its place's ranks in the neighbouring stages. Create it collectively."""
 
     def __init__(self, parallel: Parallel) -> None:
         pipeline = parallel.pipeline
@@ -236,7 +236,7 @@ class Exchange:
     def receive(
         self, kind: Kind, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> Callable[[], Tensor]:
-        """Start to receive the input of a pass of `kind`; the returned function waits for it."""
+        """Start to receive the input of a pass of `kind`. The returned function waits for it."""
         tensor = torch.empty(shape, dtype=dtype, device=device)
         group, place = self._way(kind, -1)
         work = dist.irecv(tensor, group=group, group_src=place)
