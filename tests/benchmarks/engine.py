@@ -133,7 +133,7 @@ def part_layouts(repeats: int) -> str:
     lines = [
         f"A Qwen2 architecture of {sum(p.numel() for p in ours.parameters()) / 1e6:.0f}M parameters, 64 sequences of "
         f"{min(lengths)} to {max(lengths)} tokens, {tokens:,} in all, {64 * max(lengths):,} cells when padded to the "
-        "longest; forward, log-probs and entropies, backward.\n",
+        "longest. Timed: forward, log-probs and entropies, backward.\n",
         "| way | CPU s | tokens / CPU s | packed is faster by |",
         "| --- | --- | --- | --- |",
     ]
@@ -188,7 +188,7 @@ def part_log_probs(repeats: int) -> str:
         name = "all logits at once" if chunk_tokens is None else f"chunks of {chunk_tokens} tokens"
         lines.append(f"| {name} | {took:.2f} | {peak:.2f} |")
     lines.append(
-        "\nTarget: at most 0.5 GiB, and no slower than all at once; `model.logprob_chunk_tokens` sets the chunk."
+        "\nTarget: at most 0.5 GiB, and no slower than all at once. `model.logprob_chunk_tokens` sets the chunk."
     )
     return "\n".join(lines)
 

@@ -34,7 +34,7 @@ from workers.rollout.weight_transfer import pack_weights
 LONGEST, PROMPT_TOKENS, IN_FLIGHT = 256, 26, (32, 256)
 UPDATES = 3
 KEPT = ("recompute", "keep")
-HEADER = """## What an update costs requests in flight
+HEADER = """## Cost of an update for requests in flight
 
 Written by `python -m tests.benchmarks.update_pause` (part of `tests.benchmarks.step`): one engine on {cores} cores
 with a random model of 3M parameters. Prompts of {prompt} tokens are sent at once. Responses have 64 tokens on average

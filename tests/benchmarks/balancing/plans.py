@@ -88,8 +88,8 @@ def step_times(title: str, names: tuple[str, ...], cap_over_longest: float | Non
         ["lengths", "sequences x ranks", "cap", "over ideal", "lower bound", "above bound, mean", "worst"],
         rows,
         f"Time of synchronous micro-steps over workload / ranks, - 1: mean over {len(SEEDS)} batches of {MINI_BATCHES} "
-        "random mini-batches; the lower bound (lower_bounds.py) likewise; percentage points between the two, mean and "
-        "worst mini-batch. Costs of a 7B-like Qwen2.5.",
+        "random mini-batches, and the same for the lower bound (lower_bounds.py). Above bound: percentage points "
+        "between the two, of the mean and the worst mini-batch. Costs of a 7B-like Qwen2.5.",
     )
 
 
@@ -176,8 +176,8 @@ def planning_times() -> Table:
         "Planning time",
         ["lengths", "sequences x ranks", "plan_batch", "pickled plan", "to pickle"],
         rows,
-        f"{MINI_BATCHES} mini-batches, median of {REPETITIONS}; cap of twice the longest sequence, tight: of the "
-        f"longest, adversarial: {DEFAULT_CAP:,}.",
+        f"{MINI_BATCHES} mini-batches, median of {REPETITIONS}. The cap is twice the longest sequence. For `tight` it "
+        f"is the longest, for `adversarial` {DEFAULT_CAP:,}.",
     )
 
 

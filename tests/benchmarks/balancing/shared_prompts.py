@@ -131,15 +131,15 @@ def _row(responses: str, prompts: tuple[int, int], mini_batches: str, cap: float
 def _table_of_trees() -> Table:
     rows = [_row_of_tree(name, share, cap) for name in RESPONSES for share in SHARES_ALIKE for cap in CAPS]
     return Table(
-        "Responses that begin alike",
-        ["responses", "alike", "cap", "shared, prompts known", "trees known", "time", "above the cap", "plan_batch"],
+        "Responses with a common start",
+        ["responses", "common", "cap", "shared, prompts known", "trees known", "time", "above the cap", "plan_batch"],
         rows,
         f"{GROUPS} groups of {SAMPLES} on {RANKS} ranks, prompts of {PROMPTS[0][0]} to {PROMPTS[0][1]} tokens, one "
-        "mini-batch. Neighbours in a group begin alike for up to such a share of the shorter response. Cap: times the "
-        "longest sequence. Shared: tokens that another sequence of the micro-batch computes, as a plan counts that "
-        "knows prompts alone, and one that knows trees. Time: of the second plan / the first, each with all that its "
-        "micro-batches share. Above the cap: micro-batches of the second. plan_batch: the second, CPU time of its one "
-        f"thread, median of {REPETITIONS}.",
+        "mini-batch. Common: the share of the shorter response up to which neighbours in a group are equal. Cap: times "
+        "the longest sequence. Shared: tokens that another sequence of the micro-batch computes, counted by a plan "
+        "that only knows prompts, and by a plan that knows trees. Time: the second plan / the first, each with all "
+        "shared tokens of its micro-batches. Above the cap: micro-batches of the second plan. plan_batch: the second "
+        f"plan, CPU time of its one thread, median of {REPETITIONS}.",
     )
 
 

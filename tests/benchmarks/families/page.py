@@ -18,23 +18,23 @@ pass of one sequence at a time.
 
 {counts}
 
-A number is the largest difference of a token's log-prob in nats; gradients agree too. Ulysses and ring share each
+A number is the largest difference of a token's log-prob in nats. Gradients agree too. Ulysses and ring share each
 sequence between two ranks ([context parallelism](parallelism.md)), in the packed layout. For the last column
 all weights are changed and sent to a running engine of vLLM {vllm}, whose log-probs are then compared with the
-trainer's; it is empty where vLLM has no such family. There, close: the
-engine computes a little else than transformers does, before any transfer, by less than a run refuses in its first step
-(1e-3 nats a token in the mean), and the run shows it as its mismatch; crash: vLLM's own loader raises.
+trainer's. The cell is empty if vLLM does not have the family. `close` means that engine and transformers differ
+slightly before any transfer, by less than a run allows in its first step (1e-3 nats per token on average). The run
+shows this difference as its mismatch. `crash` means that vLLM's own loader raises.
 
-A run with a model that is refused ends before its first sample, with a message that names the reason and the setting to
+A run with a refused model ends before its first sample, with a message that names the reason and the setting to
 change:
 
-| reason | |
+| reason | explanation, and the setting to change |
 | --- | --- |
-| no positions | the model takes none from outside, so that in a packed row they would run on; `model.layout=padded` |
-| own attention | the model does not take an attention function, so that rows cannot be packed; `model.layout=padded` |
-| state | ranks that share a sequence do not hand a state on; `policy.parallel.context_parallel=1` |
-| windows, caps or sinks | ring attention is causal only; `policy.parallel.context_parallel_method=ulysses` |
-| `chunked_attention`, `linear_attention`, `hybrid` ... | layers that cannot be packed; `model.layout=padded` |
+| no positions | positions cannot be given, so they would not restart within a packed row. `model.layout=padded` |
+| own attention | the model does not take an attention function, so rows cannot be packed. `model.layout=padded` |
+| state | ranks that share a sequence do not pass on a state. `policy.parallel.context_parallel=1` |
+| windows, caps or sinks | ring attention is causal only. `policy.parallel.context_parallel_method=ulysses` |
+| `chunked_attention`, `linear_attention`, `hybrid` ... | these layers cannot be packed. `model.layout=padded` |
 | `indexed_attention`, `index_topk` ... | attention to selected tokens, which the rest of the batch changes |
 | differs | measured when the model was loaded |
 

@@ -104,7 +104,7 @@ def settings_table(workload: Workload, seeds: range) -> Table:
             speed = result.tokens_per_second / synchronous.tokens_per_second
             line.append(f"{speed:.2f}x, {result.mean_age:.1f} / {result.oldest} / {row.bound}")
         lines.append(line)
-    note = "Tokens/s over the synchronous run; mean age / oldest / bound."
+    note = "Tokens/s over the synchronous run, then mean age / oldest / bound."
     return Table("Staleness S and window f", ["f", "S = 1", "S = 2", "S = 3"], lines, note)
 
 
