@@ -1,4 +1,4 @@
-"""The single controller: the algorithm as plain Python on the driver, and all that a run needs around it.
+"""The single controller: the algorithm as plain Python on the driver, and everything around it.
 
     fit                    command line in, exit code out (`replay`, `report` and `timeline` are commands too)
      |--> config/          what a user can set
@@ -6,14 +6,14 @@
      |--> lifecycle/       inputs, Ray, signals: the start and the end
      '--> training_loop    for each step: make it, validate, record, save
            |--> step       a step, from top to bottom, and its parts
-           |--> rollout/   prompts in, scored samples out; data/
+           |--> rollout/   prompts in, scored samples out, data/
            |     '--> engines/     the engine pool, routing, restarts
-           |--> planning/, algorithm/   plans; advantages and checks, without I/O
+           |--> planning/, algorithm/   plans, advantages and checks, without I/O
            |--> actors/    worker groups, and where they are placed
            |--> checkpoints/    progress, saving, resuming
-           '--> observability/    RunRecord: console, files, trackers; report, timeline
+           '--> observability/    RunRecord: console, files, trackers, report, timeline
 
-Read `step` first. Which module may import which stands in pyproject.toml, `[tool.importlinter]`.
+Read `step` first. `[tool.importlinter]` in pyproject.toml defines the allowed imports.
 """
 
 from controller.packages import check_packages

@@ -2,8 +2,8 @@
 
     data.validation --validation.samples of each--> samples.jsonl --pass@k, maj@n, rewards, intervals--> metrics.json
 
-Metrics and samples are those of a validation in training. Start a stopped job again to continue it. Exit codes are
-those of `controller.fit`.
+Metrics and samples are as in a training's validation. Start a stopped job again to continue it. Exit codes: see
+`controller.fit`.
 """
 
 import json
@@ -49,7 +49,7 @@ def finish(job: Job, lines: list[Line], given_up: int, console: "Console") -> No
 def evaluation(job: Job, lines: list[Line], given_up: int) -> dict[str, Any]:
     """Content of metrics.json.
 
-    metrics: by name {value, low, high, method}, null if there is no interval. given_up: samples that no engine could
+    metrics: by name {value, low, high, method}, null without an interval. given_up: samples that no engine could
     make. failed_rewards: samples whose reward failed.
     """
     config = job.config

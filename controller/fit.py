@@ -1,6 +1,6 @@
 """`python -m controller.fit --config FILE [key.sub=value ...]`: a configuration in, an exit code out.
 
-    0 success    1 failed or stopped    2 configuration, data or cluster refused; nothing was started
+    0 success    1 failed or stopped    2 configuration, data or cluster refused, nothing started
 
 Heavy imports wait until the configuration is checked.
 """
@@ -77,7 +77,7 @@ def dry_run(config: Config, request: Arguments) -> None:
     print(describe(config, everything=request.everything))
     if request.cluster:
         print_cluster(config, request.cluster, measured=request.measure)
-    sys.stdout.flush()  # users' code may write there from processes of its own
+    sys.stdout.flush()  # processes of users' code may write there too
     print("\n== inputs ==")
     for line in _input_lines(config):
         print(line, flush=True)

@@ -2,7 +2,7 @@
 
     data.train, or data.sources --rollout.samples_per_prompt of each--> samples.jsonl: text, tokens, log-probs, reward
 
-Start a stopped job again to continue it. Exit codes are those of `controller.fit`.
+Start a stopped job again to continue it. Exit codes: see `controller.fit`.
 """
 
 import sys

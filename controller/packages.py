@@ -22,7 +22,7 @@ def check_packages(names: Iterable[str] = ("workers", "balancing"), root: Path =
     for name in names:
         for place in map(Path, _places(name)):
             if place.resolve() != root / name and not _adds_nothing(place, root / name):
-                # The name lets `python -m controller.fit` print this line alone.
+                # With a name, `python -m controller.fit` prints only this line.
                 raise ImportError(
                     f"{place} hides Ballast's package {name}. Rename it, or run from another folder", name="controller"
                 )
@@ -33,11 +33,11 @@ def _places(name: str) -> list[str]:
     if module is not None:
         return [*getattr(module, "__path__", [str(module.__file__)])]
     spec = PathFinder.find_spec(name, [str(Path.cwd()), *sys.path])
-    if spec is None:  # an editable installation has a finder of its own, which comes after this one
+    if spec is None:  # an editable installation has a separate finder, after this one
         return []
     return [*(spec.submodule_search_locations or [str(spec.origin)])]
 
 
 def _adds_nothing(place: Path, ours: Path) -> bool:
-    """Return True for a folder without modules. An editable installation then still finds `ours`."""
+    """Return True for a folder without modules, because an editable installation still finds `ours`."""
     return place.is_dir() and not any(place.glob("*.py")) and not (ours / "__init__.py").stat().st_size

@@ -1,6 +1,6 @@
 """`python -m controller.preferences --config FILE [key.sub=value ...]`: DPO, IPO, SimPO.
 
-Exit codes are those of `controller.fit`.
+Exit codes: see `controller.fit`.
 """
 
 import sys

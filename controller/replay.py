@@ -1,9 +1,9 @@
 """`python -m controller.replay runs/NAME --step K [key.sub=value ...]`: train a recorded step again.
 
-    checkpoint before it, samples of the steps since --training roles--> loss, gradient norm, beside those recorded
+    checkpoint before it, samples of the steps since --training roles--> loss, gradient norm, next to the recorded ones
 
 Needs run.record_samples=true. Overrides such as policy.data_parallel=1 change the layout. Nothing is written into the
-run's folder. Exit codes are those of `controller.fit`.
+run's folder. Exit codes: see `controller.fit`.
 """
 
 import argparse
@@ -95,7 +95,7 @@ def settings(folder: Path, overrides: Sequence[str] = (), *, trust_run: bool = F
         raise ConfigError(f"{folder} trained on given sequences. Only runs of controller.fit are replayed.")
     for override in overrides:
         if override.startswith("rollout.sampling."):
-            raise ConfigError(f"{override}: the samples and their log-probs are those of the run. Leave it out.")
+            raise ConfigError(f"{override}: samples and log-probs come from the run. Leave it out.")
     config = load_as(ReplayConfig, path, overrides)
     if not trust_run:
         check_trusted(folder, [config.algorithm.loss.function, config.run.step], overrides, "add --trust-run")
@@ -191,7 +191,7 @@ def train_again(run: "Run", steps: Iterable[int], make_step: "Step") -> dict[str
 
 
 def comparison(recorded: Mapping[str, float | None], replayed: Mapping[str, float]) -> list[str]:
-    """Tabulate the metrics in SHOWN that either has. Null in metrics.jsonl means not finite."""
+    """Tabulate the metrics in SHOWN that either step has. Null in metrics.jsonl means not finite."""
     lines = [ROW.format("metric", "recorded", "replayed", "difference")]
     for name in SHOWN:
         if name in recorded or name in replayed:

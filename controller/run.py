@@ -108,7 +108,7 @@ class Run(TrainingRun[Config]):
             self.record.console.log(f"validation.keep_best={name}: no response of this validation has a value")
         elif self.best is None or metrics[name] > self.best:
             self.best = metrics[name]
-            if step:  # at step 0 it is the model that the run was given
+            if step:  # at step 0 it is the run's initial model
                 self.save("model-best")
 
     def record_samples(self, rollout: RolloutBatch) -> None:
@@ -118,7 +118,7 @@ class Run(TrainingRun[Config]):
         record.add(rollout.metrics() | {"rollout/samples_left_out": float(len(samples) - len(batch))})
         oldest, newest = samples["weight_version"], samples["newest_weight_version"]
         record.add(staleness(oldest, newest, rollout.version_tokens, version))
-        # Groups teach by comparison alone, unless a KL in the reward tells their samples apart.
+        # Without a KL in the reward, only unequal rewards in a group give signal.
         if self.config.algorithm.compares_groups and not self.config.algorithm.kl_in_reward.coefficient:
             share = advantages.share_without_signal(samples["reward"], samples["uid"])
             record.add({"rollout/groups_without_signal": share})

@@ -1,6 +1,6 @@
 """`python -m controller.sft --config FILE [key.sub=value ...]`: supervised fine-tuning.
 
-Exit codes are those of `controller.fit`.
+Exit codes: see `controller.fit`.
 """
 
 import sys

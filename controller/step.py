@@ -1,4 +1,4 @@
-"""A step of reinforcement learning, and the parts of which other steps are made.
+"""A step of reinforcement learning, and its parts, from which you can build other steps.
 
     prompts -> samples, rewards -> keep groups with signal -> plan -> old, reference log-probs -> advantages
             -> update, mini-batch by mini-batch: critic, policy -> weights to the engines
@@ -32,7 +32,7 @@ from workers.model.losses.returns import KlPenalty
 from workers.remote_batch import RemoteBatch
 from workers.rollout.requests import PROOF_STEP
 
-# `with_advantages` reports values before the update. After it they have seen the returns.
+# Values before the update, which have not seen the returns.
 CRITIC_METRICS = ("loss", "value_clip_fraction", "grad_norm", "learning_rate", "skipped_steps")
 COMPARED_TOKENS = 32  # of samples that are compared and not trained
 
@@ -80,7 +80,7 @@ def collect(run: Run) -> RemoteBatch:
     """Return the step's training samples, or empty if no group has signal (see algorithm.zero_variance_groups).
 
     Columns [B]: uid (equal for samples of one prompt), group_number (the same, numbered from 0), sample, reward,
-    length, prompt_tokens, response_tokens, truncated, weight_version, and those of `RolloutBatch`. Tokens: input_ids,
+    length, prompt_tokens, response_tokens, truncated, weight_version, and columns of `RolloutBatch`. Tokens: input_ids,
     loss_mask, rollout_log_probs.
     """
     with run.record.phase("rollout"):
@@ -216,7 +216,7 @@ def update_policy(
         run, run.roles.policy, batch, epochs, [epoch.plan for epoch in epochs], loss or run.config.policy_loss
     )
     run.logprob_check.compare_update(run.number, updated)
-    # Of a separate log-prob pass and the updates, only the pass compares sampler and trainer at equal weights.
+    # Only a separate log-prob pass compares sampler and trainer at equal weights.
     metrics = results(updated) | run.logprob_check.kept(run.number)
     run.record.add(prefixed(recorded_as, metrics))
     return metrics
@@ -236,7 +236,7 @@ def _update(
         for number, (epoch, plan) in enumerate(zip(epochs, plans, strict=True)):
             part = with_group_tokens(batch, epoch.mini_batches).with_meta(epoch=number)
             updated = group.update(part, plan, loss)
-            # A sum over ranks and micro-batches, but a mean over mini-batches, and so over epochs.
+            # Sum over ranks and micro-batches, mean over mini-batches and epochs.
             parts.append(updated | {"loss": Metric.sum(updated["loss"].value / len(plans))})
     return merge(parts)
 

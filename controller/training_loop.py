@@ -1,4 +1,4 @@
-"""The loop of all training commands, and the base of every run.
+"""Run the loop of all training commands, on the base class of every run.
 
 begin --> validate --> step --> validate, callbacks, records, checkpoint, each when due --> ... --> save the model
                         ^                                                        |
@@ -31,7 +31,7 @@ from workers.errors import ConfigError
 Settings = TypeVar("Settings", bound=Config | OfflineConfig)
 
 Step = Callable[[Any], None]
-"""Makes one step of the run that it gets, a `TrainingRun`."""
+"""Makes one step of a `TrainingRun`."""
 
 Callback = Callable[..., None]
 """Called as `f(step, metrics)` or `f(step, metrics, view)` after every step, and with step 0 after a validation before

@@ -2,7 +2,7 @@
 
 group = WorkerGroup("policy", PolicyWorker, bundles, arguments)     named actors "policy dp=1"
 group.log_probs(batch, plan)            blocks, returns the joined result
-group.log_probs.remote(batch, plan)     returns a GroupFuture; .result() joins
+group.log_probs.remote(batch, plan)     returns a GroupFuture, whose .result() joins
 """
 
 import inspect
@@ -31,7 +31,7 @@ from workers.errors import BallastError, LostError, WorkerError
 from workers.metrics import merge
 from workers.roles.base import Worker
 
-LOST_SECONDS = 3.0  # Ray says within this time that an actor is gone, after its peers noticed
+LOST_SECONDS = 3.0  # time in which Ray reports a lost actor, after its peers noticed
 MEANWHILE_SECONDS = 0.5
 
 

@@ -6,8 +6,8 @@
 
 The second check finds a transfer that loses a weight, or an engine that keeps a packed copy of the old weight: both
 agree until a weight changes. Both checks precede the optimiser's step. An algorithm without a log-prob pass gets one.
-Samples of older weights also differ by what the policy has learned. With rollout.max_staleness a step may never see
-samples of its own weights: then the second check generates some.
+Samples of older weights also differ because the policy has learned since. With rollout.max_staleness a step may
+have no samples of its current weights. The second check then generates some.
 """
 
 import math
@@ -26,7 +26,7 @@ COARSER = ("quantization", "kv_cache_dtype")
 
 
 class AtEqualWeights(Enum):
-    """A comparison of engines and trainer at equal weights, in an error's words."""
+    """A comparison of engines and trainer at equal weights, as worded in an error."""
 
     FIRST = "at the weights that the engines were sent at the start"
     CHANGED = "at the first weights that an update has changed"
@@ -44,7 +44,7 @@ class LogProbCheck:
         self._kept: tuple[int, dict[str, float]] = 0, {}
 
     def at_equal_weights(self, oldest: np.ndarray, newest: np.ndarray, current: int) -> AtEqualWeights:
-        """Return the comparison that samples [B] allow, if it was not made before.
+        """Return the comparison that samples [B] allow, unless made before.
 
         oldest, newest: weight versions of each sample, which may span several. current: the trainer's version.
         """

@@ -49,10 +49,10 @@ class PromptValues:
 
 
 def summarize(responses: Sequence[ScoredResponse], success: str, threshold: float) -> dict[str, float]:
-    """Return means of every score, with several responses a prompt pass@k and maj@n, of several sources also of each.
+    """Return the mean of every score, and pass@k and maj@n for several responses per prompt, overall and by source.
 
     pass@k is given for k = 1, 2, 4, ... and n, the number of responses to most prompts. Names: `reward`, `pass@4`,
-    `SOURCE/reward`. Scores that only some responses have are averaged over those.
+    `SOURCE/reward`. A score is averaged over the responses that have it.
     """
     return {name: values.value for name, values in by_prompt(responses, success, threshold).items()}
 
@@ -130,12 +130,12 @@ def majority_is_right(answers: Sequence[str], right: Sequence[bool]) -> float:
     most = max(votes.values())
     leaders = {answer for answer, count in votes.items() if count == most}
     verdicts = [verdict for answer, verdict in zip(answers, right, strict=True) if answer in leaders]
-    return float(np.mean(verdicts))  # the leaders have as many each
+    return float(np.mean(verdicts))  # tied leaders
 
 
 CONFIDENCE = 0.95
 RESAMPLES = 2_000
-NUMBERS_AT_A_TIME = 2**22  # of a chunk of resamples: 32 MiB
+NUMBERS_AT_A_TIME = 2**22  # 32 MiB for a chunk of resamples
 WILSON, BOOTSTRAP = "wilson", "bootstrap"
 
 
@@ -183,8 +183,8 @@ def bootstrap(values: PromptValues, confidence: float) -> tuple[float, float]:
     found = []
     for start in range(0, RESAMPLES, at_a_time):
         count = min(at_a_time, RESAMPLES - start)
-        times = rng.multinomial(prompts, np.full(prompts, 1 / prompts), size=count)  # that each prompt is drawn
+        times = rng.multinomial(prompts, np.full(prompts, 1 / prompts), size=count)  # draws of each prompt
         found.append((times @ values.sums) / (times @ values.counts))
     ends = [0.5 - confidence / 2, 0.5 + confidence / 2]
-    low, high = np.quantile(np.concatenate(found), ends, method="inverted_cdf")  # of few prompts, values that occur
+    low, high = np.quantile(np.concatenate(found), ends, method="inverted_cdf")  # values that occur
     return float(low), float(high)

@@ -1,7 +1,7 @@
 r"""Save a run's checkpoints and resume from them. A failed save is logged and counted.
 
-complete step --begin--> copied, training goes on --behind--> step-30 --prune--> the last run.keep_checkpoints
-                                                        \--full disk--> logged, counted; the one before stays
+complete step --begin--> copied, training continues -behind-> step-30 --prune--> the last run.keep_checkpoints
+                                                        \--full disk--> logged, counted, the previous one stays
 """
 
 from collections.abc import Callable
@@ -50,7 +50,7 @@ class CheckpointWriter:
         for role, group in self._roles.trained.items():
             save = group.save_checkpoint
             arguments = str(role_path(path, role)), progress.step, progress.to_json()
-            # A failure of the first call is that of the previous save.
+            # The first call reports a failure of the previous save.
             if not self._tried(save, *arguments):
                 self._tried(save, *arguments)
         self._begun = progress.step
@@ -111,7 +111,7 @@ def resume(config: TrainingConfig, roles: WorkerGroups, log: Callable[[str], Non
         if config.run.resume == "auto":
             _remove_later(roles, path, progress.step)
         if config.run.on_data_change == "restart" and differences(data, progress.data):
-            log("the training data are not those of the checkpoint: they are taken from their first prompt")
+            log("the training data differ from the checkpoint's: they start again at their first prompt")
             progress = replace(progress, position=0, active=[], samples="")
         return replace(progress, data=data)
     if candidates:

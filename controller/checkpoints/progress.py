@@ -1,6 +1,6 @@
 """Checkpoints of a run: the driver's state, the folders, and how a run resumes.
 
-    runs/NAME/checkpoints/policy/step-30     the policy's state; its manifest carries the driver's Progress
+    runs/NAME/checkpoints/policy/step-30     the policy's state, with the driver's Progress in its manifest
     runs/NAME/checkpoints/critic/step-30     the critic's, if any
     runs/NAME/checkpoints/samples/step-30.npz    untrained samples that were made ahead
     run.resume --checkpoints_at--> newest first --the first that loads--> Progress
@@ -25,7 +25,7 @@ class Progress:
     """The driver's state after a step. The rest follows from configuration and seed."""
 
     step: int = 0
-    position: int = 0  # of the next prompt in the stream
+    position: int = 0  # place of the next prompt in the stream
     active: list[int] = field(default_factory=list)  # earlier positions whose samples are untrained
     samples: str = ""  # file with these samples
     weight_version: int = 0
@@ -33,7 +33,7 @@ class Progress:
     before: dict[str, float] = field(default_factory=dict)  # validation before the first step
     latest: dict[str, float] = field(default_factory=dict)
     kl_coefficient: float | None = None  # adapted KL weight in the reward
-    trackers: dict[str, str] = field(default_factory=dict)  # the run's id in each
+    trackers: dict[str, str] = field(default_factory=dict)  # the run's id in each tracker
     refit: dict[str, Any] | None = None  # see `CostModelFitter.state`
     data: dict[str, Any] = field(default_factory=dict)  # see `controller.data.identity`
 
@@ -55,7 +55,7 @@ def samples_path(policy_checkpoint: Path) -> Path:
 
 
 def remove_old_samples(run_folder: Path, step: int) -> None:
-    """Remove sample files without a complete checkpoint, except those of the running save of `step`."""
+    """Remove sample files without a complete checkpoint, except for the running save of `step`."""
     kept = {step, *(manifest.step for _, manifest in complete(run_folder / FOLDER))}
     for path in samples_path(checkpoint_path(run_folder, step)).parent.glob("step-*.npz"):
         if path not in {samples_path(checkpoint_path(run_folder, one)) for one in kept}:

@@ -32,7 +32,7 @@ class Counterpart:
     default: str = ""
 
     def is_of(self, known: Collection[str]) -> bool:
-        """Whether a command with the settings `known` has the counterpart."""
+        """Whether the settings `known` include the counterpart."""
         return all(name in known or any(other.startswith(f"{name}.") for other in known) for name in self.here)
 
     @property
@@ -63,7 +63,7 @@ def previous_name(key: str, known: Collection[str]) -> Counterpart | None:
 
 
 def answer(key: str, known: Collection[str], *, whole: bool = False) -> str:
-    """Describe the counterpart of another system's key; "" if the settings `known` include none.
+    """Describe the counterpart of another system's key, or return "" if the settings `known` include none.
 
     Matches the whole key. Unless `whole`, then an end of `key` with its section, keys that end with `key`, and
     patterns. Several counterparts are all named.

@@ -49,7 +49,7 @@ CONDITIONS: Conditions = {
         lambda c: c.has_forward_pass or c.uses_reference or c.uses_critic or c.uses_reward_model,
     ),
 }
-"""By name. A command's schema may put others in their place."""
+"""Conditions by name, which a command's schema may replace."""
 
 FORWARD_PASSES = ("policy's forward pass", "forward pass")
 
@@ -57,7 +57,7 @@ _OF_A_SETTING = re.compile(r"([\w.]+)(=| above | other than | left empty)?(.*)")
 
 
 def effect_words(conditions: Conditions, only_with: Iterable[str]) -> str:
-    """Describe a setting's conditions in a sentence, or empty if every run of the command meets them."""
+    """Describe a setting's conditions in a sentence, or return "" if every run of the command meets them."""
     words = [conditions[each][0] if each in conditions else each for each in only_with]
     return f"Only with {', and with '.join(filter(None, words))}." if any(words) else ""
 

@@ -23,7 +23,7 @@ Schema = TypeVar("Schema")
 Numbers = dict[str, float]  # with Options, the types of setting that are not a single value
 Options = dict[str, Any]
 LONGEST_SHOWN = 100  # characters of a value in an error
-LARGEST_INT, LARGEST_FLOAT = 10**9, 1e6  # sizes of a setting that names no maximum: what is larger is a slip
+LARGEST_INT, LARGEST_FLOAT = 10**9, 1e6  # sizes without a declared maximum: anything larger is a slip
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def read(schema: type[Schema], files: Sequence[str | Path], overrides: Sequence[
         _follow_renames(part, known, source)
         _check_keys_and_types(part, known, source)
         merged = OmegaConf.unsafe_merge(merged, part)  # in place: `merge` copies all settings for every override
-        for key, found in known.items():  # a mapping given again is meant instead of the one before, not beside it
+        for key, found in known.items():  # a mapping given again replaces the one before
             if found.type == Numbers and OmegaConf.select(part, key) is not None:
                 OmegaConf.update(merged, key, OmegaConf.select(part, key), merge=False)
     config = _to_object(merged, known)
@@ -228,9 +228,9 @@ def _check_keys_and_types(part: DictConfig, known: Mapping[str, Setting], source
             raise ConfigError(f"{source}{key} is not a setting; {_suggestion(key, list(known))}")
         if known[key].type == Options and "${" in str(value):
             raise ConfigError(f"{source}{key}: ${{...}} is not read here, give the values themselves.")
-        if value == MISSING and not known[key].required:  # OmegaConf would drop it in silence
+        if value == MISSING and not known[key].required:  # OmegaConf would drop it silently
             raise ConfigError(f"{source}{key}: ??? stands for a value that is not set. Leave the key out instead.")
-        # What ${...} stands for is known only after merging, where OmegaConf checks its type.
+        # OmegaConf checks the type of ${...} after merging.
         deferred = isinstance(value, str) and (value == MISSING or "${" in value)
         if not deferred and not is_of_type(value, known[key].type):
             raise ConfigError(f"{source}{key} must be {_TYPES[known[key].type]}, not {shown(value)}.")

@@ -15,7 +15,7 @@ from workers.errors import ConfigError
 from workers.user_code.functions import Signature
 from workers.user_code.rewards import RAW
 
-GIVEN = "callable:"  # begins the name, in settings, of a function that a call was given
+GIVEN = "callable:"  # prefix of the name, in settings, of a function given to a call
 RESPONSES = {"response", "responses"}
 
 

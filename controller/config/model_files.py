@@ -16,9 +16,9 @@ PICKLES = ("*.bin", "*.pt", "*.pth")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 TOKENS = ("tokenizer_config.json", "special_tokens_map.json")
 PACKAGE = "_ray_pkg_"  # how Ray names the copies of --working-dir
-FETCH_SECONDS = 10  # until the hub must have begun to answer
+FETCH_SECONDS = 10  # until the hub must answer
 SHIPPED = Path(__file__).parent / "models"
-"""OWNER/NAME/config.json of the hub's models that examples name: the dry run of a cluster then asks no network."""
+"""OWNER/NAME/config.json of hub models in the examples, so that a dry run of a cluster needs no network."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def fetch_description(path: str, key: str, log: Callable[[str], None]) -> None:
     log(f"{key}={path}: asking the hub for config.json")
     try:
         hf_hub_download(path, "config.json", etag_timeout=FETCH_SECONDS)
-    except Exception as error:  # requests', httpx's and the hub's own, by version
+    except Exception as error:  # of requests, httpx or the hub, by version
         raise ConfigError(
             f"{key}={path}: there is no such folder or model in the local hub cache, and the hub did not give its "
             f"config.json ({type(error).__name__}). `hf download {path} config.json` where there is a network, or name "

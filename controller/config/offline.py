@@ -35,7 +35,7 @@ class OfflineDataConfig:
     max_tokens: int = setting(2048, "Maximum sequence length, in tokens.", minimum=2)
     overlong_records: str = setting(
         "drop",
-        "What to do with a longer record: `drop` removes and counts it, `error` stops the run.",
+        "Handling of a longer record: `drop` removes and counts it, `error` stops the run.",
         choices=("drop", "error"),
     )
     shuffle: bool = setting(True, "Shuffle the records in every epoch.")

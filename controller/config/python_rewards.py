@@ -1,7 +1,7 @@
 """Functions passed to a call as Python objects instead of names.
 
     ballast.fit(..., reward=f) --give_rewards--> reward.function: callable:f, and {"callable:f": f, pickled}
-    ballast.fit(..., step=f) --give_step--> run.step: callable:f; f itself runs in this process
+    ballast.fit(..., step=f) --give_step--> run.step: callable:f, and f runs in this process
 
 A run records only these names. Resuming it needs the same functions again.
 """
@@ -89,7 +89,7 @@ def pickled_function(name: str, function: Callable[..., Any]) -> UserFunction:
     module = sys.modules.get(getattr(_inner(function), "__module__", None) or "")
     try:
         return UserFunction(pickled(function, module), signature, _version(function))
-    except Exception as error:  # whatever the objects that it holds raise
+    except Exception as error:  # objects that it holds may raise anything
         raise ConfigError(
             f"{name} cannot be sent to other processes ({named(error)}). Make what cannot be pickled inside the "
             "function, at its first call."

@@ -24,7 +24,7 @@ TRAINING_KEYS = """
     rollout.placement rollout.max_staleness rollout.out_of_order_window rollout.kv_cache_after_update
 """
 OF_TRAINING = tuple(TRAINING_KEYS.split())
-"""Keys, or beginnings of keys, that commands without training do not read."""
+"""Keys, or prefixes of keys, that commands without training do not read."""
 OF_RANKS = ("policy.", "balance.", "resources.collective_timeout_s")
 
 
@@ -32,7 +32,7 @@ OF_RANKS = ("policy.", "balance.", "resources.collective_timeout_s")
 class SamplerConfig(Config):
     """Engines, reward workers and, with reward.model.path, reward model ranks."""
 
-    # Facts of the command that are not settings.
+    # Facts about the command.
     command = ""
     does = ""
     seed_step = 0

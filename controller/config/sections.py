@@ -1,4 +1,4 @@
-"""Sections of a configuration for the run as a whole. `workers.config` holds those of the roles."""
+"""Sections of a configuration for the whole run. `workers.config` holds the sections of the roles."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar, cast
@@ -46,7 +46,7 @@ class BaseRunConfig:
     )
     on_data_change: str = setting(
         "refuse",
-        "What to do if the training prompts or their order differ from the checkpoint's when resuming: `refuse` "
+        "Reaction if the training prompts or their order differ from the checkpoint's when resuming: `refuse` "
         "stops, `restart` begins with the first new prompt, `keep_place` continues at the same position.",
         choices=("refuse", "restart", "keep_place"),
     )
@@ -99,7 +99,7 @@ class DataConfig:
     max_prompt_tokens: int = setting(1024, "Maximum prompt length, in tokens.", minimum=1)
     overlong_prompts: str = setting(
         "drop",
-        "What to do with longer prompts: `drop` removes and counts them, `truncate` keeps their last tokens and "
+        "Handling of longer prompts: `drop` removes and counts them, `truncate` keeps their last tokens and "
         "counts them, `error` stops the run.",
         choices=("drop", "truncate", "error"),
     )
@@ -161,7 +161,7 @@ class RewardConfig:
     )
     on_failure: str = setting(
         "zero",
-        "What to do with a sample whose reward function or environment raised, hung, died or did not return a number: "
+        "Handling of a sample whose reward function or environment raised, hung, died or did not return a number: "
         "`zero` gives reward 0, `drop` leaves the sample out, `stop` ends the run. All failures are counted.",
         choices=("zero", "drop", "stop"),
     )
@@ -221,7 +221,7 @@ class AlgorithmConfig:
     )
     zero_variance_groups: str = setting(
         "keep",
-        "What to do with groups whose rewards are all equal (zero advantage): `keep` them, `drop` them, or `replace` "
+        "Handling of groups whose rewards are all equal (zero advantage): `keep` them, `drop` them, or `replace` "
         "them with new prompts until a step has batch.prompts_per_step other groups (DAPO's dynamic sampling).",
         choices=("keep", "drop", "replace"),
     )

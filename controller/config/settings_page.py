@@ -40,7 +40,7 @@ TABLE = """\
 
 </div>
 """
-"""The classes are those of docs/stylesheets/extra.css: on a narrow screen each row is a paragraph."""
+"""Classes of docs/stylesheets/extra.css, which turns each row into a paragraph on a narrow screen."""
 
 
 def settings_markdown(argument: str = "") -> str:

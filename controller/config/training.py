@@ -61,7 +61,7 @@ class TrainingConfig:
     resources: ResourcesConfig
     tracking: TrackingConfig
 
-    # Facts that are not settings.
+    # Facts about the command.
     conditions = CONDITIONS
     is_described = False  # by --cluster: models and data may lie on another machine
     described_gpus = 0
@@ -186,7 +186,7 @@ class TrainingConfig:
         return self._multiple(self.model.length_multiple)
 
     def _multiple(self, of_kernels: int) -> int:
-        # Here, because the balancing package takes longer to import than all else that a mistyped key needs.
+        # A late import, because balancing loads slowly and a mistyped key should fail at once.
         from balancing.alignment import length_multiple
 
         parallel = self.policy.parallel
@@ -250,7 +250,7 @@ class TrainingConfig:
     def uses_gpus(self) -> bool:
         """Whether models run on GPUs, by resources.device or this machine."""
         if self.resources.device == "auto":
-            # torch.cuda.is_available() would say it too, after seconds of importing torch.
+            # torch.cuda.is_available() would take seconds to import torch.
             return visible_gpus() > 0 and not _vllm_is_cpu_build()
         return self.resources.device == "cuda"
 

@@ -1,5 +1,5 @@
 """Records of files become prompts.
 
 files --records--> one dictionary a record --prompts: template, tokenizer--> an endless, seeded stream of prompts
-curriculum: a user's order of them    identity: do the data match a checkpoint's?
+curriculum: a user's order    identity: do the data match a checkpoint's?
 """

@@ -17,7 +17,7 @@ from workers.errors import ConfigError, DataError, clause
 
 NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(:(?P<subset>[\w.-]+))?(@(?P<split>[\w.:\[\]%+-]+))?")
 FILES = (".jsonl", ".json", ".parquet", ".arrow", ".csv", ".txt", ".gz")
-OLDEST = 4  # of `datasets`: earlier versions run the program that a data set may come with
+OLDEST = 4  # earlier versions of `datasets` run a program that comes with the data set
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def _loaded(path: str, dataset: HubDataset) -> Any:
     disable_progress_bars()
     try:
         return load_dataset(dataset.name, dataset.subset or None, split=dataset.split)
-    except Exception as error:  # of the package, of the hub's client, of files: they differ by version
+    except Exception as error:  # of the package, the hub's client or files, by version
         raise DataError(
             f"there is no file or folder {path}, and no data set of the hub was read by that name "
             f"({type(error).__name__}: {clause(error)}). Where there is a network, `hf download {dataset.name} "

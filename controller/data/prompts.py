@@ -15,8 +15,8 @@ from controller.observability.slow_work import Log, count_if_slow
 from workers.errors import DataError
 from workers.rendering import Renderer
 
-DATA_ORDER = 0  # sets this random stream apart from others of the same seed
-CHARACTERS_PER_TOKEN = 128  # more than any token's: longer prompts are refused without tokenizing them
+DATA_ORDER = 0  # separates this random stream from others with the same seed
+CHARACTERS_PER_TOKEN = 128  # above any token's length, so that longer prompts are refused without tokenizing
 
 Curriculum = Callable[[list[Record], int], Sequence[int] | np.ndarray]
 """(records, epoch) -> record numbers in the epoch's order."""

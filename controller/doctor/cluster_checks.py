@@ -100,7 +100,7 @@ def requirements(on_gpus: bool) -> tuple[str, ...]:
 
 def look_at(nodes: Sequence[Node], needed: Sequence[str], **facts: Any) -> dict[str, tuple[list[Finding], int]]:
     """Return each node's findings and number of GPUs by address. needed, facts: arguments of `look`."""
-    # A task without GPUs of its own would see none: Ray is told to leave the variable alone.
+    # Ray would hide all GPUs from a task without GPUs, so it is told to leave the variable alone.
     environment = {"env_vars": {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}}
     task, refs = ray.remote(look), {}
     for node in nodes:

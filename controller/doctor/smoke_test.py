@@ -29,7 +29,7 @@ from workers.roles.base import Worker
 
 REDUCED_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
 REPEATS = 5
-SLOW_GB_PER_S = 5.0  # of an all-reduce over GPUs
+SLOW_GB_PER_S = 5.0  # bytes of an all-reduce over GPUs
 TOKENS = ("<pad>", "<eos>", "<unk>", *string.ascii_letters, *string.digits)  # of the tiny model
 SETTINGS = (
     *("run.name=doctor", "run.steps=2", "run.checkpoint_every=0", "run.max_restarts=0"),

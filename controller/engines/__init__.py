@@ -2,7 +2,7 @@
 
     requests --engine_pool: EnginePool--> actors of `workers.rollout` --> light results, references of token blocks
                      |                |
-      router: assigns requests      fleet: states of engines         both decide only; no I/O, no Ray
+      router: assigns requests      fleet: states of engines         decisions, without I/O or Ray
 
 Read `engine_pool` first. `controller.rollout` makes the requests and puts the results together.
 """

@@ -53,7 +53,7 @@ class RolloutEngines:
         start_timeout_s: float = 600.0,
         log: Callable[[str], None] = print,
     ) -> None:
-        """make: of (replica, attempt), an actor. replaceable: whether a lost engine can be replaced alone, False
+        """make: makes an actor from (replica, attempt). replaceable: whether a lost engine can be replaced alone, False
         if weights travel between GPUs. colocated: whether engines sleep during training.
         """
         self.fleet = fleet
@@ -100,9 +100,9 @@ class RolloutEngines:
         """Lose replicas with overdue calls. Check the health of silent `busy` replicas."""
         now = time.monotonic()
         for ref, call in list(self._calls.items()):
-            if call.deadline >= now or ref not in self._calls:  # one that was lost just now takes its calls along
+            if call.deadline >= now or ref not in self._calls:  # a replica that was just lost has no calls left
                 continue
-            if ray.wait([ref], timeout=0, fetch_local=False)[0]:  # in time, but between two rounds nobody read it
+            if ray.wait([ref], timeout=0, fetch_local=False)[0]:  # it answered in time, between two rounds
                 self._arrived(ref)
             else:
                 self.lose(call.replica, f"{call.doing} was not done after {call.timeout_s:g} s")

@@ -59,7 +59,7 @@ def _read(refs: list[ray.ObjectRef], timeout_s: float) -> dict[int, Response]:
     found: dict[int, Response] = {}
     if refs:
         for ref in ray.wait(refs, num_returns=len(refs), timeout=timeout_s)[0]:
-            with suppress(RayError):  # of an engine that died, or whose node is gone: its responses begin again
+            with suppress(RayError):  # the engine died or its node is gone, so its responses start again
                 found |= ray.get(ref)
     return found
 
@@ -222,6 +222,6 @@ def _next_pair(stream: Any) -> tuple[ray.ObjectRef, list[SampleResult]] | None:
     if block is None:
         return None
     results = next(stream, None)
-    if results is None:  # Ray yields an error as the last object, here in the place of the block
+    if results is None:  # Ray yields an error as the last object, in place of the block
         ray.get(block)
     return block, ray.get(results)

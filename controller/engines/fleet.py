@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 FRUITLESS_DEATHS = 2
-"""Deaths in a row without a finished sample after which another engine would die as well."""
+"""Deaths in a row without a finished sample, after which an engine is not replaced."""
 
 
 class State(Enum):
@@ -122,7 +122,7 @@ class Fleet:
         self._finished.discard(replica)
 
     def is_hopeless(self, replica: int) -> bool:
-        """Whether a replacement would die like those before."""
+        """Whether a replacement would die too."""
         return self.budget.fruitless[replica] >= FRUITLESS_DEATHS
 
     def restart(self, replica: int) -> bool:

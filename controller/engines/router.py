@@ -22,7 +22,7 @@ Key = tuple[str, int]
 
 @dataclass
 class _Ticket:
-    """failed_on: the replica of each failed try."""
+    """failed_on: the replica of each failed attempt."""
 
     request: SampleRequest
     failed_on: list[int] = field(default_factory=list)

@@ -8,7 +8,7 @@ A group is one prompt with all its samples, numbered in the order of the prompts
 target staleness S, at most B = (S + 1) P groups are active: admitted, and not yet released, nor trained with the new
 weights in the engines. A step takes the P oldest ready groups, each from the window of W = max(1, floor(f B))
 numbers that begins at the oldest group not yet taken. So a younger group may pass a slow one only within the window
-(windowed FIFO; MiniMax, Forge, arXiv 2605.26494, section 6.2.4).
+(windowed FIFO, MiniMax, Forge, arXiv 2605.26494, section 6.2.4).
 
 Invariants: every group is admitted once, and taken once or released. None is dropped for its age. A group's age in
 versions of the weights, from admission to its step, is at most `max_age` = S + ceil((W - 1) / P), and 0 if S is 0.

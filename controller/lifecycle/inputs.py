@@ -1,6 +1,6 @@
 """Read, try and check a run's inputs before anything starts.
 
-    files --> records | users' code --process of its own--> packed, tried once | first prompts --process--> rendered
+    files --> records | users' code --separate process--> packed, tried once | first prompts --process--> rendered
     these are Tried, with which a dry run ends --tokenizer--> Inputs, with which a run starts
 
 Users' code and chat templates are programs: this process runs them only after they have ended once in another.

@@ -12,7 +12,7 @@ from controller.config import TrainingConfig
 from controller.config.schema import changed_yaml
 from controller.packages import distribution
 
-MARK = "<!-- written by Ballast -->"  # a card of an earlier stage is written anew
+MARK = "<!-- written by Ballast -->"  # a card of an earlier stage is rewritten
 PACKAGES = ("torch", "transformers", "ray")
 TEXT = """\
 ---

@@ -1,4 +1,4 @@
-"""Check a run's models with transformers: build each without numbers, and compute small ones.
+"""Check a run's models with transformers: build each without weights, and compute small ones.
 
     Config --roles--> skeleton of each model --> nothing, or ConfigError     before anything is started
                   '-> whole model, up to 2 GiB --> "numerics: ..."           the last lines of `--dry-run`

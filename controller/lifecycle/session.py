@@ -235,7 +235,7 @@ def push_to_hub(config: TrainingConfig, log: Callable[[str], None]) -> None:
                     api.upload_folder(
                         repo_id=repository, folder_path=folder / name, path_in_repo=name, commit_message=message
                     )
-    except Exception as error:  # the hub's, and those of the client beneath it, which differ by version
+    except Exception as error:  # errors of the hub and its client differ by version
         raise OutputError(
             f"run.push_to_hub={repository}: {type(error).__name__}: {clause(error)}. The model is in {folder}, and "
             f"`hf upload {repository} {folder / 'model'} .` uploads it."
@@ -254,7 +254,7 @@ def ray_session(config: TrainingConfig, console: "Console") -> Iterator[None]:
         _warn_of_idle_gpus(config, console)
         yield
         return
-    # Never without an address: Ray would join whatever cluster was last started on this machine.
+    # Without an address, Ray would join the cluster last started on this machine.
     address = cluster_address(config)
     options: dict[str, Any] = {"log_to_driver": console.kept is not None, "logging_level": "ERROR"}
     if address == "local":
@@ -272,7 +272,7 @@ def ray_session(config: TrainingConfig, console: "Console") -> Iterator[None]:
             "that both sides use the same token (RAY_AUTH_MODE)."
         ) from error
     if in_main_thread():
-        signal.signal(signal.SIGTERM, interrupt)  # ray.init puts a handler of its own in its place
+        signal.signal(signal.SIGTERM, interrupt)  # ray.init replaces this handler
     if context.dashboard_url:
         console.log(f"dashboard: http://{context.dashboard_url} (if it wants a token: ray get-auth-token)")
     with ExitStack() as stack:
@@ -330,7 +330,7 @@ def _raylet_watched(config: TrainingConfig) -> Iterator[None]:
 
     def watch(pid: int) -> None:
         cause = "an unknown code"
-        with suppress(ChildProcessError):  # somebody else has waited for it
+        with suppress(ChildProcessError):  # another thread has waited for it
             if found := os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT):
                 cause = f"{'code' if found.si_code == os.CLD_EXITED else 'signal'} {found.si_status}"
         if not over.is_set():
@@ -346,7 +346,7 @@ def _raylet_watched(config: TrainingConfig) -> Iterator[None]:
 
 
 def _fail(error: Exception, code: int) -> int:
-    text = str(error) if code == 1 else str(error).replace("\n", "\\n")  # what is refused may quote any text
+    text = str(error) if code == 1 else str(error).replace("\n", "\\n")  # an error may quote any text
     print(f"error: {text}", file=sys.stderr)
     return code
 

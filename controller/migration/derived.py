@@ -1,6 +1,6 @@
 """Settings that follow from several keys of another system.
 
-verl: prompts of a step over prompts of a mini-batch; nodes x GPUs over ranks that share a model; ...
+verl: prompts of a step over prompts of a mini-batch, nodes x GPUs over ranks that share a model, ...
 """
 
 import math
@@ -55,7 +55,7 @@ DERIVED = {
         "warmup_ratio",
     ),
 }
-"""Keys whose values are not passed on to a setting directly."""
+"""Keys whose values do not become a setting directly."""
 
 
 def _count(theirs: Theirs, key: str, default: int, to_decide: list[str]) -> int:
@@ -79,7 +79,7 @@ def _verl(theirs: Theirs, ours: Ours, to_decide: list[str]) -> None:
     _gpus(theirs, ours, to_decide)
     _steps(theirs.get("trainer.total_epochs", 30), theirs.get(f"{ACTOR}optim.lr_warmup_steps_ratio"), ours, to_decide)
     _caps(ours, to_decide)
-    if ours.get("algorithm.loss.name") in ("gspo", "sapo", "gmpo"):  # there, too, they have one of their own
+    if ours.get("algorithm.loss.name") in ("gspo", "sapo", "gmpo"):  # they have a default there too
         ours.pop("algorithm.loss.aggregation", None)
     path = theirs.get("*custom_reward_function.path")
     if path:

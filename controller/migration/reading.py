@@ -114,7 +114,7 @@ def script_words(text: str) -> Iterator[str]:
         unfinished += line
         try:
             words = shlex.split(_expanded(unfinished, variables), comments=True)
-        except ValueError:  # a quote that goes on in the next line
+        except ValueError:  # a quote that continues on the next line
             unfinished += "\n"
             continue
         unfinished = ""

@@ -203,7 +203,7 @@ class Console:
         self._console = console or plain_console(sys.stdout, force_terminal=sys.stdout.isatty())
         self._verbose, self._table = verbose, StepTable()
         self._status, self._lock = LiveLine(), RLock()
-        self._first: tuple[int, float] | None = None  # the first step here, and when it began
+        self._first: tuple[int, float] | None = None  # the first step of this process, and its start
         self._live: Live | None = None
         self._heartbeat = ExitStack()
         self.kept: TextIO | None = None  # the log that also gets lines and tables
@@ -290,7 +290,7 @@ class Console:
             with self._lock:
                 last = len(self._status.phases) + len(self._status.rounds) == 1
                 if last and self._live is not None:
-                    self._live.stop()  # before the entry is removed: it draws once more
+                    self._live.stop()  # draws once more, before the entry is removed
                     self._live = None
                 entries.remove(entry)
             if last:

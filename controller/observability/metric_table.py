@@ -14,7 +14,7 @@ import yaml
 
 TABLE = Path(__file__).with_name("metrics.yaml")
 LIVE = "In Prometheus alone"
-"""Section of the metrics of `live_metrics`, which are within a step or finer than one."""
+"""Section of `live_metrics`, whose values change within a step or are finer than a step."""
 SECONDS = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0]
 BUCKETS = {"s": SECONDS, "tokens": [float(2**power) for power in range(3, 18)]}
 """Upper ends of a histogram's buckets by unit. Ray takes none at or below 0."""

@@ -38,16 +38,16 @@ TEXT = 600  # characters of a prompt, or a response, in a table
 SHOWN_SAMPLES = 12
 BLUE, GREEN, AMBER, ROSE, VIOLET, GREY = "#2f7fb8", "#3a9679", "#d9902f", "#c2566a", "#8069b0", "#7d8491"
 COLOURS = (BLUE, GREEN, AMBER, ROSE, VIOLET, GREY)
-"""A panel has at most as many lines, so that they can be told apart."""
+"""Maximum number of distinguishable lines in a panel."""
 SIZE = (5.0, 2.8)
 """Inches of a panel: letters of 9 points stay legible on a telephone."""
 LEGEND_POINTS = 8.5
 LEGEND_LETTERS = 56
 """Letters of a legend's line, with 6 for each handle."""
 FEW_POINTS = 12
-"""A curve of at most so many points shows each as a dot."""
+"""Maximum number of points of a curve that shows each as a dot."""
 MOST_BARS = 80
-"""Up to so many steps each has a bar, and curves are thick."""
+"""Maximum number of steps that each have a bar, with thick curves."""
 STYLE: Any = {
     "text.parse_math": False,
     "figure.facecolor": "none",
@@ -160,7 +160,7 @@ def _sections(run: RunFolder, config: TrainingConfig) -> list[Section]:
         return sections
     sections.append(Section("Lengths", _charts(_lengths(run))))
     seconds = ("Where the time of a step goes", lambda axes: _stacked_phases(axes, run))
-    if config.policy.data_parallel == 1:  # nobody waits for anybody
+    if config.policy.data_parallel == 1:  # no rank waits
         sections.append(Section("Time", _charts([seconds])))
     else:
         sections.append(Section("Balance and time", _charts([_imbalance(run), seconds]), BALANCE_NOTE))
@@ -180,7 +180,7 @@ def who_computes_when(run: RunFolder) -> list[Section]:
         changes: tuple[dict[str, Any], ...] = ({"algorithm": "none", "order": None}, {})
         given, plan = (plan_batch(record["lengths"], **{**arguments, **each}) for each in changes)
     except BalancingError:
-        return []  # the given order cannot keep the caps or counts that our plan keeps
+        return []  # the given order would exceed caps or counts
     grids = {"in the given order": predicted_grids(given), "as planned": predicted_grids(plan)}
     ideal = ideal_time(grids["as planned"])
     picture = svg_of(figure_of([chart_of_ranks(title, each, ideal) for title, each in grids.items()]))
@@ -306,7 +306,7 @@ def _stacked_phases(axes: Axes, run: RunFolder) -> None:
         for values, bottom, label, colour in zip(seconds, bottoms[:-1], labels, colours, strict=True):
             axes.bar(whole.steps, values, bottom=bottom, label=label, color=colour, alpha=0.85, width=0.75)
     axes.set_ylabel("seconds")
-    # The first step compiles. It would flatten all that follow.
+    # The first step compiles, and would flatten the others.
     if len(whole.values) > 2:
         axes.set_ylim(0, 1.15 * max(whole.values[1:]))
     _steps_below(axes)

@@ -9,7 +9,7 @@ from workers.rendering import in_form
 
 MASK = "[hidden]"
 TELLING = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|CREDENTIAL", re.IGNORECASE)
-SHORTEST = 8  # a shorter value of such a variable is a switch or a number, not a secret
+SHORTEST = 8  # shorter values are switches or numbers instead of secrets
 PATTERNS = (
     (re.compile(r"(://[^/\s:@]*:)[^@\s/]+@"), rf"\1{MASK}@"),
     (re.compile(r"\b(?:hf|ghp|gho|glpat|wandb|sk|xox[abp])[_-][A-Za-z0-9_-]{16,}"), MASK),

@@ -14,8 +14,8 @@ A record holds, with times in seconds since 1970 and actors by their names: `pha
 `micro_steps` {actor: [pass, start, end, tokens, squared tokens]}, and `cost` [linear, quadratic] of the cost model.
 Times are by the clock of the machine where something happened: on several nodes, keep the clocks together (NTP).
 
-Planned widths are in proportion to what the cost model predicts, and each pass is scaled to last as long as it did: a
-planned bar longer than the measured one above it is work that was overestimated.
+Planned widths are in proportion to what the cost model predicts, and each pass is scaled to its measured duration. A
+planned bar longer than the measured bar above it means overestimated work.
 """
 
 import json

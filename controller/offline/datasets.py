@@ -1,4 +1,4 @@
-"""Datasets: tokenized records in an endless stream of epochs. A step's tokens enter the object store once."""
+"""Datasets: tokenized records in an endless stream of epochs."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ from workers.remote_batch import RemoteBatch
 from workers.rendering import Renderer
 
 Item = tuple[Row, ...]
-"""The sequences of one record. They are trained on in the same step."""
+"""The sequences of one record, trained in the same step."""
 
 
 def record_name(path: str, index: int) -> str:
@@ -35,7 +35,7 @@ class SequenceDataset:
         seed: int = 0,
         log: Log = print,
     ) -> None:
-        """records: examples of each.
+        """records: examples of each record.
 
         Raises DataError on a record that cannot be tokenized, on a long one with overlong_records="error", and if none
         is left.

@@ -1,4 +1,4 @@
-"""Shared by `controller.sft` and `controller.preferences`:
+"""Prepare and run `controller.sft` and `controller.preferences`.
 
 records --examples--> examples --tokenizer--> SequenceDataset --> Ray, roles, trainer --> report
 """
@@ -38,8 +38,8 @@ Examples = dict[str, list[tuple[Example, ...]]]
 
 @dataclass(frozen=True)
 class OfflineInputs:
-    """identity: of the training data, for checkpoints. first_text: of the first record, its ids decoded. warnings: for
-    the user."""
+    """identity: of the training data, for checkpoints. first_text: decoded ids of the first record. warnings: for the
+    user."""
 
     train: SequenceDataset
     validation: SequenceDataset | None
@@ -65,7 +65,7 @@ def prepare_command(command: Command, arguments: Sequence[str] | None) -> Callab
 def prepare(config: OfflineConfig, callbacks: Sequence["Callback"] = ()) -> Callable[[], None] | None:
     """Check everything, and return the function that starts the run, or None if no steps are left."""
     check_offline(config)
-    # With run.steps the end is known before the data is read, with run.epochs by the number of its records.
+    # run.steps sets the end before the data is read, run.epochs needs the number of records.
     if config.run.steps and finished(config, config.run.steps, config.length_setting):
         return None
     return prepare_start(
@@ -148,7 +148,7 @@ def run(config: OfflineConfig, inputs: OfflineInputs, console: "Console", callba
             lines.append(f"{dataset.name}: {dataset.dropped} records above data.max_tokens were dropped")
 
     def attempt(config: OfflineConfig, budget: RestartBudget) -> None:
-        del budget  # of engines: there are none
+        del budget  # no engines to restart
         with training(config, inputs, console) as run:
             train(run, STEPS[type(config)], callbacks)
 

@@ -1,14 +1,14 @@
-"""Losses of pairs, of the log-probs of whole responses, and their gradients.
+"""Compute losses of pairs from log-probs of whole responses, and their gradients.
 
     S = sum over the response's tokens of log pi(y_t), or with `averages` their mean
-    h = (S_c - S_c^ref) - (S_r - S_r^ref)                   c chosen, r rejected; without the ^ref for simpo
+    h = (S_c - S_c^ref) - (S_r - S_r^ref)                   c chosen, r rejected, without ^ref for simpo
 
-    dpo     -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h)          Rafailov et al. 2023, eq. 7; e: Mitchell 2023
+    dpo     -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h)          Rafailov et al. 2023, eq. 7, e: Mitchell 2023
     simpo   the same of beta h - margin                                    Meng et al. 2024, eq. 6
     ipo     (h - 1 / (2 beta))^2                                           Azar et al. 2023, eq. 17
 
-The loss of P pairs is the mean over them. Its gradient by the log-prob of a sequence needs the whole pair, but is one
-number, known after a forward pass (`workers.model.losses.supervised`).
+The loss of P pairs is their mean. Its gradient by a sequence's log-prob needs the whole pair, but is one number, known
+after a forward pass (`workers.model.losses.supervised`).
 
 P pairs, 2P sequences: chosen, rejected, chosen, ...
 """

@@ -1,4 +1,4 @@
-"""The steps of training on given sequences:
+"""Make the steps of training on given sequences.
 
 records -> batch -> plan -> update                                             sft_step
 records -> batch -> plan -> log-probs, the reference's -> loss -> update       preferences_step
@@ -51,7 +51,7 @@ class OfflineRun(TrainingRun[Settings]):
         with self.record.phase("validation"):
             batch = self.held_out.first(self.config.validation.records)
             metrics = (sft_loss if isinstance(self.config, SftConfig) else preferences_loss)(self, batch)
-        self.roles.take_micro_step_times()  # those of the next step are of the step alone
+        self.roles.take_micro_step_times()  # so that the next step's times exclude earlier work
         self.record.console.validation(step, metrics)
         return metrics
 

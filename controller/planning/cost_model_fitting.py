@@ -71,7 +71,7 @@ class CostModelFitter:
         self._stage_seconds = np.asarray(stage_seconds) + (self._stage_seconds if len(self._stage_seconds) else 0.0)
         self._steps += 1
         if self._enabled and self._steps % STEPS_BETWEEN_FITS == 0:
-            with suppress(CostModelError):  # micro-batches too alike to identify both terms: the model stays
+            with suppress(CostModelError):  # similar micro-batches cannot identify both terms, so the model stays
                 self._fit = CostModel.fit_sums(*zip(*self._measured, strict=True))
                 self._stages = StageTimes(self._fit.overhead_seconds, _shares(self._stage_seconds))
         return {"predicted_time_error": error}

@@ -1,6 +1,6 @@
 """Measure the GPU memory of a run without a GPU, and compare it with a described cluster.
 
-    Config --request--> workers.model.memory_trace, in a process of its own, or the user's cache --> Memory
+    Config --request--> workers.model.memory_trace, in a separate process, or the user's cache --> Memory
     Memory, Cluster --memory_lines, check_memory--> lines of the page, or ConfigError
 
 Roles compute in turn: during a pass, a GPU holds the pass and what all roles keep. While engines sample, it holds what
@@ -63,7 +63,7 @@ class Memory:
 
     @property
     def kept(self) -> Parts:
-        """What each role keeps between passes, of the stage where it is most."""
+        """Memory that each role keeps between passes, on the largest stage."""
         stages = [] if self.problem else range(len(self.roles["policy"]["stages"]))
         return max(map(self._kept, stages), key=_total, default={})
 

@@ -124,7 +124,7 @@ def check_attention(config: TrainingConfig) -> None:
 
 
 def check_parallel(config: TrainingConfig) -> None:
-    """Raise ConfigError unless `replicate` divides the data-parallel ranks, and `expert_parallel` those of a copy.
+    """Raise ConfigError unless `replicate` divides the data-parallel ranks, and `expert_parallel` the ranks of a copy.
 
     Also for a micro-step order that needs a pipeline.
     """

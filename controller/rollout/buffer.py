@@ -2,7 +2,7 @@
 
 prompts -> requests -> engines --sample by sample--> rewards -> baseline, shaping -> keep groups with signal
    ^                                                                                            |
-   '------------------------ new prompts for groups without, where they are replaced <---------'
+   '------------------------ new prompts for groups without signal, if replaced <--------------'
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,10 +50,10 @@ class RolloutBuffer:
         return self._left
 
     def begin(self) -> None:
-        """Called once, when the engines have the policy's first weights."""
+        """Start, once the engines have the policy's first weights."""
 
     def weights_updated(self) -> None:
-        """Called after every step, when the engines have its weights."""
+        """Continue after a step, once the engines have its weights."""
 
     def save(self, path: Path, numbers: Sequence[int]) -> None:
         """Write the samples of `active` prompts for a checkpoint."""

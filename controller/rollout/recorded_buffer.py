@@ -28,7 +28,7 @@ class RecordedBuffer(RolloutBuffer):
 
 
 class RecordedPrompts:
-    """Stands for prompts that are not read again: each shows its place in the stream. key: data.prompt_key."""
+    """Placeholders for prompts, which show their place in the stream. key: data.prompt_key."""
 
     def __init__(self, key: str) -> None:
         self.key = key

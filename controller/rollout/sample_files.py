@@ -1,4 +1,4 @@
-"""Samples in files: a checkpoint's untrained samples, and those of a recorded step.
+"""Write and read samples: untrained ones of a checkpoint, and all of a recorded step.
 
     checkpoint   StoredSamples <--read_samples, write_samples--> step-30.npz
     step         RolloutBatch <--read_step, write_step--> runs/NAME/samples/step-3.npz, which `controller.replay` trains

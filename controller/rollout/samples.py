@@ -22,7 +22,7 @@ from workers.remote_batch import RemoteBatch, places
 from workers.rollout.requests import COUNTS, LENGTH, TURNS, SampleResult
 from workers.score import Score
 
-LONGEST_TEXT = 2_000  # characters of a prompt, or a response, that the record of a sample keeps
+LONGEST_TEXT = 2_000  # recorded characters of a prompt or a response
 TOKEN_COLUMNS = ("input_ids", "loss_mask", "rollout_log_probs")
 ROUTED_EXPERTS = "routed_experts"
 SAMPLED_COLUMNS = (*TOKEN_COLUMNS, ROUTED_EXPERTS)
@@ -32,7 +32,7 @@ SAMPLED_COLUMNS = (*TOKEN_COLUMNS, ROUTED_EXPERTS)
 class RolloutBatch:
     """Samples of one or several rounds of generation.
 
-    samples: columns as in SampleResult: uid, sample, those of COUNTS (int64), prefix_hashes, truncated (bool), seconds
+    samples: columns as in SampleResult: uid, sample, COUNTS (int64), prefix_hashes, truncated (bool), seconds
     (float64). Its tokens: TOKEN_COLUMNS and, with model.router_replay, ROUTED_EXPERTS. by_sample: scores in the order
     of `samples`. failures: why samples have no score. version_tokens: tokens by version of the weights. trained: rows
     that a step trains on, in order, with record columns, or empty until the buffer has chosen them.

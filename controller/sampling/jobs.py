@@ -65,7 +65,7 @@ def read_job(config: SamplerConfig, model: Model, given: GivenFunctions, prompts
     first = islice(chain.from_iterable(inputs.sources), prompts or config.first_prompts or None)
     by_uid = {str(uid): replace(prompt, uid=str(uid)) for uid, prompt in enumerate(first)}
     told = (*warnings(config), *inputs.warnings)
-    # Until here model.path was that of the settings: a checkpoint may not be a model's folder yet.
+    # Only now, because a checkpoint may not be written as a model yet.
     config = replace(config, model=replace(config.model, path=model.path or config.model.path))
     return Job(config, model, inputs, by_uid, identity, told)
 

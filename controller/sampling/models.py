@@ -1,7 +1,7 @@
 """The model of --model, as a folder of weights that an engine loads.
 
 folder, hub name            unchanged
-runs/NAME                   its model/ or, while it has none, its last checkpoint
+runs/NAME                   its model/, or else its last checkpoint
 .../checkpoints/.../step-N  written once as a model to runs/NAME/model-N, as run.save_every does
 """
 
@@ -49,7 +49,7 @@ class Model:
 
         trained = load_recorded(self.run / OF_RUN)
         settings: Any = replace(trained, policy=config.policy, resources=config.resources)  # type: ignore[type-var]
-        if isinstance(trained, Config):  # without its loss, which may be code of whoever made the run
+        if isinstance(trained, Config):  # without its loss, which may be somebody's code
             settings = replace(settings, algorithm=config.algorithm)
         folder, begun = Path(self.path), unfinished_folder(Path(self.path))
         console.log(f"writing {self.checkpoint} as a model to {folder}")

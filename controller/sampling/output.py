@@ -148,7 +148,7 @@ def job_identity(model: Model, config: SamplerConfig, data: DataIdentity, given:
     if config.uses_reward_model:
         rewards["reward.model"] = [config.reward.model.weight, _files(config.reward.model.path, "reward.model.path")]
     checkpoint = model.checkpoint and str(model.checkpoint.resolve())
-    records = {name: found for name, found in data.items() if name != "prompts"}  # which follow from the rest
+    records = {name: found for name, found in data.items() if name != "prompts"}  # they follow from the rest
     return {
         "command": config.command,
         "model": checkpoint or _files(config.model.path, "model.path"),

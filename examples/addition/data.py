@@ -44,7 +44,7 @@ def solution(a: int, b: int) -> str:
 
 
 def corrupted(text: str, share: float, rng: random.Random) -> str:
-    """`text` with that share of its digits replaced by random ones: a model warmed up on it knows how, and errs."""
+    """Replace that share of the digits in `text` by random digits."""
     return "".join(str(rng.randrange(10)) if c.isdigit() and rng.random() < share else c for c in text)
 
 

@@ -31,7 +31,7 @@ WRONG = 0.1  # share of digits that a rejected response has wrong
 
 
 def tokenizer(characters: str = data.CHARACTERS) -> PreTrainedTokenizerFast:
-    """One token a character; <pad>, <eos> and <unk> beside them."""
+    """One token a character, plus <pad>, <eos> and <unk>."""
     vocabulary = {c: i for i, c in enumerate(["<pad>", "<eos>", "<unk>", *characters])}
     tokens = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokens.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
@@ -44,7 +44,7 @@ def tokenizer(characters: str = data.CHARACTERS) -> PreTrainedTokenizerFast:
 def create_model(
     folder: Path, seed: int, characters: PreTrainedTokenizerFast | None = None, *, width: int = 256, layers: int = 4
 ) -> None:
-    """A random Qwen2, of 3M parameters unless it is told otherwise, with tied embeddings, in Hugging Face format."""
+    """Save a random Qwen2 with tied embeddings, by default of 3M parameters, in Hugging Face format."""
     characters = characters or tokenizer()
     torch.manual_seed(seed)
     config = Qwen2Config(
@@ -110,7 +110,7 @@ def main() -> int:
 
 
 def train(settings: Path, model: Path) -> int:
-    """`controller.sft` with a file of settings, anew. Its model becomes `model`. Returns its exit code."""
+    """Train `model` by `controller.sft` with a file of settings. Returns its exit code."""
     run = model.with_name("warm_start")
     shutil.rmtree(run, ignore_errors=True)  # of a warm start that was stopped
     code = sft.main(["--config", str(settings)])

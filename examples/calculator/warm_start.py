@@ -2,7 +2,7 @@
 
     random Qwen2 (0.3M) --in the end a quarter asks, the others guess--> cache/model
 
-`controller.sft` trains it on conversations in this order, by `sft.yaml`, once. What the calculator says is read and not
+`controller.sft` trains it on conversations in this order, by `sft.yaml`, once. The calculator's answers are read, not
 learned, as in RL: `python -m examples.calculator.warm_start`.
 """
 

@@ -15,7 +15,7 @@ SYSTEM = "Reason step by step, then give the final number on a last line of the 
 
 
 def record(question: str, answer: str) -> dict:
-    """One training record. `answer` is the number behind `####`, without thousands separators."""
+    """One training record. `answer` is the number after `####`, without thousands separators."""
     number = answer.rpartition("####")[2].strip().replace(",", "")
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
     return {"prompt": messages, "answer": number}
