@@ -1,4 +1,4 @@
-"""Run: a reinforcement learning run as its steps see it, with validations, checkpoints and metrics."""
+"""Run: a reinforcement learning run, as its steps use it."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -74,7 +74,7 @@ class Run(TrainingRun[Config]):
             self.roles.critic.save_pretrained(str(self.folder / "critic"))
 
     def save(self, name: str) -> None:
-        """Colocated engines sleep first, because whole weights are gathered."""
+        """Let colocated engines sleep first, because gathering needs memory."""
         self.roles.sleep_engines()
         super().save(name)
 

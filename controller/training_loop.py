@@ -219,7 +219,7 @@ def _save_what_is_due(run: TrainingRun[Any], step: int) -> None:
 
 
 def _call(run: TrainingRun[Any], step: int, callbacks: Sequence[Callback]) -> Exception | None:
-    """Call the callbacks, record their numbers, and return what one raised."""
+    """Call the callbacks, record their numbers, and return the exception of a callback."""
     view = None
     try:
         for callback in callbacks:

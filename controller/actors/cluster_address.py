@@ -1,4 +1,4 @@
-"""Checks that a Ray cluster answers at the run's address. Ray itself would wait for minutes.
+"""Check that a Ray cluster answers at the run's address. Ray would wait for minutes.
 
 resources.ray_address, RAY_ADDRESS --gRPC health--> Ray's? --cluster id--> takes our token?
 """
@@ -21,7 +21,7 @@ HOST_AND_PORT = re.compile(r"(\[[0-9a-fA-F:]+\]|[^:/\s]+):(\d{1,5})")
 
 
 def cluster_address(config: TrainingConfig) -> str:
-    """Return `host:port`, `auto` for this machine's cluster, or `local` for one that the run starts."""
+    """Return `host:port`, `auto` for this machine's cluster, or `local` for a cluster that the run starts."""
     return config.resources.ray_address or os.environ.get("RAY_ADDRESS") or LOCAL
 
 

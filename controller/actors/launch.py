@@ -50,7 +50,7 @@ LEARNING = ("policy", "critic")
 
 @dataclass(frozen=True)
 class WorkerGroups:
-    """All actors of a run. groups: those that hold a model, by role. rollouts, rewards: empty without sampling."""
+    """All actors of a run. groups: actors that hold a model, by role. rollouts, rewards: empty without sampling."""
 
     groups: dict[str, WorkerGroup]
     rollouts: EnginePool

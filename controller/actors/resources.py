@@ -1,4 +1,4 @@
-"""Reserves the bundles of the layout. The error names what the cluster lacks.
+"""Reserve the bundles of the layout, or raise an error that names missing resources.
 
 Pool --reserve--> Reservation.strategy(rank) --> the actors of that rank, of every role in the pool
 """
@@ -55,7 +55,7 @@ def _placed(pool: Pool, timeout_s: float) -> PlacementGroup:
     group = placement_group(list(pool.bundles), strategy=pool.strategy, name=pool.name)
     deadline = time.monotonic() + timeout_s
     while not group.wait(min(1.0, timeout_s)):
-        # Ray itself would wait for ever for a node. A request above all nodes together is known at once.
+        # Ray would wait forever for a node, but a request above all nodes together fails at once.
         impossible = shortage(pool, ray.cluster_resources())
         if impossible or time.monotonic() > deadline:
             message = _shortage_message(pool, timeout_s)

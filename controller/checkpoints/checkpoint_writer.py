@@ -26,7 +26,7 @@ from workers.errors import CheckpointError, LostError, OutputError, RolloutError
 from workers.model.checkpoint.checkpoint_folder import complete, prune, remove
 
 WriteMore = Callable[[Path, Progress], None]
-"""Writes a checkpoint's other files at once."""
+"""Writes a checkpoint's other files."""
 SAVE_SECONDS = 1800.0  # an interrupt may have reached ranks unequally: then a save never begins
 
 

@@ -28,7 +28,7 @@ CONDITIONS: Conditions = {
         lambda c: c.uses_reference,
     ),
     "own reference": (
-        "a reference of its own (with model.lora.rank above 0 that needs reference.path)",
+        "a separate reference (with model.lora.rank above 0 that needs reference.path)",
         lambda c: c.starts_reference,
     ),
     "several updates": (

@@ -176,7 +176,7 @@ def _has_chat_template(folder: Path, key: str) -> bool:
 
 
 def is_job_copy(folder: Path) -> bool:
-    """Whether `folder`, absolute, lies in a Ray job's copy of --working-dir.
+    """Whether the absolute `folder` is in a Ray job's copy of --working-dir.
 
     The copy omits files that git ignores, and is removed after the job.
     """

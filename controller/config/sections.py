@@ -178,7 +178,7 @@ class RewardConfig:
 
     @property
     def weights(self) -> dict[str, float]:
-        """Weight of every reward function. May be empty with an environment or a reward model."""
+        """Weight of every reward function. Can be empty with an environment or a reward model."""
         return self.functions or ({self.function: 1.0} if self.function else {})
 
 

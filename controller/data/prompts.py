@@ -1,4 +1,4 @@
-"""Prompts: records, tokenized once, in an endless stream with a seeded shuffle.
+"""Tokenize records once, as an endless stream of prompts with a seeded shuffle.
 
 record --system prompt, Renderer--> Prompt     over-long ones: dropped, truncated or refused
 PromptDataset of each source --PromptMixture, by weight--> take(start, count), a pure function of the seed
@@ -167,7 +167,7 @@ class PromptMixture:
         return [self._at(position) for position in range(start, start + count)]
 
     def _at(self, position: int) -> Prompt:
-        while len(self._schedule) <= position:  # the source furthest behind its share: never more than one prompt off
+        while len(self._schedule) <= position:  # the source furthest behind its share: at most one prompt off
             source = int(np.argmax(self._shares * (len(self._schedule) + 1) - self._dealt))
             self._schedule.append((source, int(self._dealt[source])))
             self._dealt[source] += 1

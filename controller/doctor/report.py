@@ -1,4 +1,4 @@
-"""Findings, one line each, printed by the report as they come."""
+"""Print findings as they come, one line each."""
 
 import sys
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""RolloutEngines: the rollout actors of a run, and the replacement of lost ones.
+"""RolloutEngines: the rollout actors of a run, and replacement of lost engines.
 
     make(replica, attempt) --start--> up --current weights--> serves --died, hung--> killed
             ^                                                                          |
@@ -40,7 +40,7 @@ class _Call:
 
 
 class RolloutEngines:
-    """Actors of all replicas, their states, and the weights that they must have."""
+    """Actors of all replicas, their states, and their current weights."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class RolloutEngines:
         self._watch(replica, started, "starting its engine", self._start_timeout_s, partial(self._started, replica))
 
     def update_weights(self, payload: ray.ObjectRef, version: int) -> None:
-        """Load packed weights as `version` into every engine, also those that start later.
+        """Load packed weights as `version` into every engine, including engines that start later.
 
         Raises RolloutError as `lose`, and if an engine refuses them, because it would keep old weights.
         """

@@ -1,9 +1,9 @@
 """Read, try and check a run's inputs before anything starts.
 
     files --> records | users' code --separate process--> packed, tried once | first prompts --process--> rendered
-    these are Tried, with which a dry run ends --tokenizer--> Inputs, with which a run starts
+    = Tried, the end of a dry run --tokenizer--> Inputs, the start of a run
 
-Users' code and chat templates are programs: this process runs them only after they have ended once in another.
+Users' code and chat templates are programs. This process runs them only after a trial in another process.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -82,7 +82,7 @@ def exit_code(prepare: Callable[[], Callable[[], None] | None]) -> int:
 def prepare_start(
     config: TrainingConfig, read: Callable[[Log], Found], start: Callable[[Found, "Console"], None]
 ) -> Callable[[], None]:
-    """Check machine, cluster and models, read the inputs, and lock the run's folder. Returns what starts the run.
+    """Check machine, cluster and models, read the inputs, and lock the run's folder. Returns how to start the run.
 
     read: returns the inputs, and logs slow work. Raises ResourceError, ConfigError, and as `read`.
     """
@@ -218,7 +218,7 @@ def report(config: TrainingConfig, console: "Console") -> None:
 
 
 def push_to_hub(config: TrainingConfig, log: Callable[[str], None]) -> None:
-    """Upload model, adapters and critic to run.push_to_hub, created as private. Raises OutputError with what to do."""
+    """Upload model, adapters and critic to run.push_to_hub, created as private. Raises OutputError with advice."""
     repository = config.run.push_to_hub
     if not repository:
         return
@@ -245,8 +245,8 @@ def push_to_hub(config: TrainingConfig, log: Callable[[str], None]) -> None:
 
 @contextmanager
 def ray_session(config: TrainingConfig, console: "Console") -> Iterator[None]:
-    """Connect to resources.ray_address or RAY_ADDRESS, else start a local Ray that ends with the run. Keep one that is
-    connected, for example a notebook's."""
+    """Connect to resources.ray_address or RAY_ADDRESS, else start a local Ray that ends with the run. A connected Ray,
+    such as a notebook's, is kept."""
     import ray
 
     if ray.is_initialized():

@@ -44,7 +44,7 @@ class Migration:
 
     @property
     def yaml(self) -> str:
-        """Return the settings as a file for --config, with the lists as its first comments."""
+        """Return a file for --config, with the lists as its first comments."""
         lists = {
             "to decide": self.open,
             f"defaults of {self.system} that differ from the ones here, kept": [

@@ -162,7 +162,7 @@ class SamplingRound:
 class LiveLine:
     """Contents of the live line.
 
-    phases: (name, start), the innermost last. rewards: of the last steps. note: what is awaited. began, ends: start and
+    phases: (name, start), the innermost last. rewards: of the last steps. note: awaited work. began, ends: start and
     estimated end of the run.
     """
 
@@ -259,7 +259,7 @@ class Console:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Show what the block waits for: live on a terminal, else in lines if it is slow."""
+        """Show the reason for waiting: live on a terminal, else in lines if the block is slow."""
         text, alive = f"waiting for {what}", self._console.is_interactive
         log = self._keep if alive else self.log
         with self.phase(text) if alive else nullcontext(), log_if_slow(log, text):

@@ -57,7 +57,7 @@ class LiveMetrics:
             self._gauge(f"engine/state/{replica}/{known.name.lower()}", float(known is state))
 
     def queues(self, waiting: int, in_flight: Sequence[int]) -> None:
-        """Export requests waiting for an engine, and those in each engine."""
+        """Export the number of requests without an engine, and in each engine."""
         self._gauge("rollout/requests_waiting", waiting)
         for replica, requests in enumerate(in_flight):
             self._gauge(f"engine/requests_in_flight/{replica}", requests)

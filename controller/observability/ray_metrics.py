@@ -49,7 +49,7 @@ class RayMetrics:
                     metric.inc(value, labels)
 
     def _repeat(self) -> None:
-        """Repeat gauges: Ray forgets those not set since its last two reports, so a long step would have gaps."""
+        """Repeat gauges: Ray forgets values older than two reports, so a long step would have gaps."""
         while not self._ended.wait(REPEAT_SECONDS):
             with self._lock:
                 for gauge, labels, value in self._values.values():

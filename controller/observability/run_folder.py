@@ -242,6 +242,6 @@ class RunFolder:
 
 
 def _check_numbers(row: Row, *names: str) -> None:
-    """Raise unless every value of the row is a number, or None for one that is not finite."""
+    """Raise unless every value of the row is a number, or None for a number that is not finite."""
     for name in names:
         math.isfinite(0 if row[name] is None else row[name])

@@ -51,7 +51,7 @@ class Samples(Protocol):
 
 
 class RunRecord:
-    """Reports to several places at once. `console`, `writer` and `timeline` are single ones.
+    """Reports to several places. `console`, `writer` and `timeline` are single ones.
 
     samples: whether engines sample from the policy while it learns. metrics: of the step. seconds: by finished phase of
     the step. rollout, trained: the step's samples, and the trained ones, without tokens.

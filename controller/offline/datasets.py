@@ -22,7 +22,7 @@ def record_name(path: str, index: int) -> str:
 
 
 class SequenceDataset:
-    """Records of one file, in fixed order or shuffled every epoch. dropped: number of too long ones."""
+    """Records of one file, in fixed order or shuffled every epoch. dropped: number of overlong records."""
 
     def __init__(
         self,

@@ -42,7 +42,7 @@ def check_data(config: Config, model: ModelFiles) -> None:
 
 
 def is_elsewhere(config: Config, path: str) -> bool:
-    """Return whether a data set lies only on the described cluster."""
+    """Return whether a data set exists only on the described cluster."""
     return config.is_described and not Path(path).exists()
 
 

@@ -58,9 +58,7 @@ def _placement(config: TrainingConfig) -> list[str]:
     lines += [_role_line(request) for request in role_requests(config)]
     engines_beside, shared = config.colocated_engines
     if engines_beside:
-        lines.append(
-            f"each engine uses {shared} of the policy's GPUs while training sleeps. It reserves none of its own"
-        )
+        lines.append(f"each engine uses {shared} of the policy's GPUs while training sleeps, and reserves no other")
     lines.append(f"reserved in all: {reserved(config, 'CPU'):g} CPUs, {reserved(config, 'GPU'):g} GPUs")
     return lines
 

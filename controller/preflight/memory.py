@@ -3,7 +3,7 @@
     Config --request--> workers.model.memory_trace, in a separate process, or the user's cache --> Memory
     Memory, Cluster --memory_lines, check_memory--> lines of the page, or ConfigError
 
-Roles compute in turn: during a pass, a GPU holds the pass and what all roles keep. While engines sample, it holds what
+Roles compute in turn: during a pass, a GPU holds the pass and all roles' states. While engines sample, it holds what
 all roles keep, and an engine's share, rollout.gpu_memory_utilization, unless engines have their own GPUs.
 A tenth of a GPU is left free for what is not measured: CUDA contexts, NCCL buffers, kernel workspaces, fragmentation.
 """
@@ -35,7 +35,7 @@ SECTIONS = {"policy": "policy", "reference": "reference", "critic": "critic", "r
 WORKERS = Path(__file__).parents[2] / "workers"
 
 Parts = dict[str, float]
-"""GiB by what takes them."""
+"""GiB by part."""
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ def _generating(config: Config, memory: Memory, engine: Engine) -> Parts:
 
 
 def check_memory(config: Config, memory: Memory, host: Parts, cluster: Cluster) -> None:
-    """Raise ConfigError, with advice, if what was measured does not fit the cluster's GPUs and first node."""
+    """Raise ConfigError, with advice, if the measured memory does not fit the cluster's GPUs and first node."""
     room, engine = USABLE_SHARE * cluster.gpu_gib, Engine.of(config, memory, cluster.gpu_gib)
     name, parts = max(memory.passes.items(), key=lambda item: _total(item[1]), default=("", {}))
     if _total(parts) > room:

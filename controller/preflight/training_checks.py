@@ -59,7 +59,7 @@ def _check_hub(config: TrainingConfig) -> None:
 
 def check_writable(folder: Path, key: str) -> None:
     """Raise ConfigError for a folder that cannot be made or written. key: setting that names it."""
-    # By writing: permissions say nothing of a disk that is full or read-only, nor of what root may do below /proc.
+    # A test by writing, because permissions do not show a full or read-only disk, or /proc for root.
     if not folder.is_absolute() and is_job_copy(Path.cwd()):
         raise ConfigError(
             f"{key}: {folder} is relative to a Ray job's copy of its --working-dir, which Ray removes. Give an "

@@ -184,7 +184,7 @@ class AsyncRolloutBuffer(RolloutBuffer):
             return StoredSamples()
 
     def _admit(self) -> None:
-        """Begin the groups that the schedule allows, at once: in a short step the driver never waits."""
+        """Begin the groups that the schedule allows, because the driver never waits in a short step."""
         self._request(self.schedule.admit())
         self.position = self.schedule.admitted
         self.roles.rollouts.pump()
@@ -210,7 +210,7 @@ class AsyncRolloutBuffer(RolloutBuffer):
             )
 
     def _put(self, samples: Sequence[FinishedSample]) -> None:
-        """Add stored samples to their groups, and score those without a score."""
+        """Add stored samples to their groups, and score samples without a score."""
         finished = [sample for sample in samples if sample.row]
         block = ray.put(DataProto.from_rows([sample.row for sample in finished])) if finished else None
         for row, sample in enumerate(finished):

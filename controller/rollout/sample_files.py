@@ -33,7 +33,7 @@ PARTIAL = ("ids", "log_probs", "versions")
 
 @dataclass(frozen=True)
 class FinishedSample:
-    """A result with its row of tokens (`Episode.row`), and its score if known. A dropped sample has no row."""
+    """A result with its row of tokens (`Episode.row`), and its score if known. A dropped sample lacks a row."""
 
     result: SampleResult
     row: dict[str, np.ndarray]

@@ -25,8 +25,8 @@ OF_RUN = "config.yaml"
 
 @dataclass(frozen=True)
 class Model:
-    """path: what an engine loads, empty for model.path of the settings. run: the folder of its run, if it has one.
-    checkpoint: what `path` is written from, if anything.
+    """path: loaded by engines, empty for model.path of the settings. run: the folder of its run, if any.
+    checkpoint: source of `path`, if any.
     """
 
     path: str = ""

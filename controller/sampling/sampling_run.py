@@ -90,7 +90,7 @@ def _parser(schema: type[SamplerConfig]) -> argparse.ArgumentParser:
 def prepare_job(
     schema: type[SamplerConfig], finish: Finish, request: JobRequest
 ) -> tuple[SamplerConfig, Callable[[], None]]:
-    """Return the narrowed settings and what starts the job. Raises as `read_job` and `prepare_start`."""
+    """Return the narrowed settings and the function that starts the job. Raises as `read_job` and `prepare_start`."""
     config, model, given = checked_settings(schema, request)
     read = partial(read_job, config, model, given, request.prompts)
     return config, prepare_start(config, read, partial(_run, finish))

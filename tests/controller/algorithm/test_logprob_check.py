@@ -32,7 +32,7 @@ NAN = math.nan
             0.6,
             "bfloat16",
             AtEqualWeights.NONE,
-            r"0.6 nats a token .* above policy.max_mismatch=0.5; .*controller.doctor",
+            r"0.6 nats a token .* above policy.max_mismatch=0.5. .*controller.doctor",
         ),
         (math.inf, "float32", AtEqualWeights.NONE, "above policy.max_mismatch"),
         (NAN, "float32", AtEqualWeights.NONE, "differ by NaN"),

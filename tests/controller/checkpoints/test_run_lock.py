@@ -80,7 +80,7 @@ def test_of_two_that_start_at_once_one_runs_and_the_other_is_refused(
     winner, loser = sorted(((told(process.stdout), process) for process in both), key=lambda found: found[0] != "runs")
     assert winner[0] == "runs"
     holder = f"(process {winner[1].pid} on .+|another process)"  # the other, if it has not written its name yet
-    assert re.match(f"run.name: runs/test is in use by {holder};", loser[0])
+    assert re.match(f"run.name: runs/test is in use by {holder}\\.", loser[0])
     winner[1].kill()
     winner[1].wait()
     after = start(resume)

@@ -44,7 +44,7 @@ def test_each_setting_is_refused_without_what_it_needs_and_else_accepted(schema:
         with pytest.raises(ConfigError) as caught:
             check_settings_have_effect(config)
         needed = effect_words(config.conditions, unmet[:1]).removeprefix("Only with ").removesuffix(".")
-        assert str(caught.value).startswith(f"{found.key}=") and f"without {needed}; set that" in str(caught.value)
+        assert str(caught.value).startswith(f"{found.key}=") and f"without {needed}. Set that" in str(caught.value)
         refused += 1
     assert refused > 10
 

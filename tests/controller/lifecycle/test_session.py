@@ -44,7 +44,7 @@ def test_only_a_run_with_steps_left_goes_on(
     assert begun == ([] if ended else ["inputs"])
     if ended:
         steps = json.loads(summary)["steps"]
-        told = f"runs/test has ended after step {steps}; raise run.steps=10 to go on with it\n"
+        told = f"runs/test has ended after step {steps}. Raise run.steps=10 to go on with it\n"
         assert tuple(capsys.readouterr()) == (told, "")
 
 

@@ -28,7 +28,7 @@ def test_a_metric_that_validation_does_not_give_is_refused_with_those_that_it_gi
     (workspace / "parts.py").write_text(PARTS)
     assert main(["--config", "config.yaml", "--dry-run", *overrides]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert overrides[0] in line and f"give {offered};" in line.replace("gives", "give")
+    assert overrides[0] in line and f"give {offered}." in line.replace("gives", "give")
 
 
 @pytest.mark.parametrize("name", ["reward", "exact", "sums/exact", "pass@1", "pass@4", "sums/pass@6", "maj@6"])

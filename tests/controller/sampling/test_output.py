@@ -72,7 +72,7 @@ def test_after_a_cut_at_any_byte_whole_lines_are_kept_and_the_rest_can_be_added(
 @pytest.mark.parametrize("other", [PLACE | {"seed": 1}, PLACE | {"model": {"folder": "b"}}])
 def test_samples_of_another_job_are_not_added_to(tmp_path: Path, other: dict[str, Any]) -> None:
     before = written(tmp_path, line("0", 0)).path.read_bytes()
-    with pytest.raises(ConfigError, match=r"with other (seed|model);"):
+    with pytest.raises(ConfigError, match=r"with other (seed|model)\."):
         SamplesFile(tmp_path, other)
     assert (tmp_path / SAMPLES).read_bytes() == before
 
