@@ -33,7 +33,7 @@ from balancing.plan import plan_batch
 RANKS, MINI_BATCHES = 8, 4
 NOTE = (
     "Over ideal: step time compared with workload of the real tokens / ranks (/ stages). Over cap: micro-batches above "
-    "the cap. Padding: share of computed tokens; it takes time. Idle, bubble: share of a rank's or the stages' time. "
+    "the cap. Padding: share of computed tokens. Idle, bubble: share of a rank's or the stages' time. "
     "Over bound: above a lower bound for as many micro-steps. To plan: median time on this machine, with warm compiled "
     "code. The published systems form other mini-batches."
 )
@@ -94,7 +94,7 @@ def _batch(options: argparse.Namespace, recorded: Mapping[str, Any]) -> Batch:
     if options.model or "cost_model" not in arguments:
         arguments["cost_model"] = _cost_model(options.model)
     if options.virtual_stages and not options.pipeline:
-        raise OptionError("--virtual-stages cuts the stages of a pipeline; give --pipeline too")
+        raise OptionError("--virtual-stages cuts the stages of a pipeline. Give --pipeline too.")
     if options.pipeline:
         arguments |= {"pipeline": Pipeline(options.pipeline, options.virtual_stages or 1), "order": None}
     prefixes = _prefixes(options) or {name: recorded[name] for name in PREFIXES if name in recorded}
@@ -111,11 +111,11 @@ def _lengths(options: argparse.Namespace) -> NDArray[np.int64]:
 
 def _prefixes(options: argparse.Namespace) -> dict[str, NDArray[np.int64]]:
     if (options.group_column is None) != (options.prefix_column is None):
-        raise OptionError("--group-column and --prefix-column go together; give both, or neither")
+        raise OptionError("--group-column and --prefix-column go together. Give both, or neither.")
     if options.group_column is None:
         return {}
     if options.lengths is None:
-        raise OptionError("--group-column names a column of a file of lengths; give one")
+        raise OptionError("--group-column names a column of a file of lengths. Give one.")
     names = [str(name) for name in read_column(options.lengths, options.group_column)]
     tokens = read_lengths(options.lengths, column=options.prefix_column, minimum=0)
     return {"prefix_groups": np.unique(names, return_inverse=True)[1], "prefix_lengths": tokens}
@@ -189,13 +189,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="of the draw and of the mini-batches (0)")
     add("--group-column", metavar="NAME", help="key or column that is equal for sequences with a shared prefix")
     add("--prefix-column", metavar="NAME", help="key or column of the tokens of that prefix")
-    how = parser.add_argument_group("plan", "Defaults in brackets; for the folder of a run, what the run planned with.")
+    how = parser.add_argument_group("plan", "Defaults in brackets. A run's folder brings the arguments of its plans.")
     add = how.add_argument
     add("--ranks", type=_at_least_one, help=f"data-parallel ranks ({RANKS})")
     add("--mini-batches", type=_at_least_one, metavar="N", help=f"drawn at random ({MINI_BATCHES})")
     add("--max-tokens", type=_at_least_one, metavar="N", help="cap of a micro-batch (twice the longest sequence)")
     add("--model", type=Path, metavar="CONFIG", help="Hugging Face config.json or its folder (a 7B)")
-    add("--pipeline", type=_at_least_one, metavar="P", help="stages of a pipeline; each rank is one (no pipeline)")
+    add("--pipeline", type=_at_least_one, metavar="P", help="pipeline stages on each rank (no pipeline)")
     add("--virtual-stages", type=_at_least_one, metavar="V", help="chunks of layers on each stage (1)")
     picture = parser.add_argument_group("picture")
     picture.add_argument("--png", type=Path, help="Gantt charts before and after")

@@ -64,6 +64,6 @@ def _check_divides(lengths: NDArray[np.int64], divisor: int) -> None:
     if uneven.any():
         index = int(np.argmax(uneven))
         raise LengthError(
-            f"padded_lengths[{index}] is {lengths[index]}, not a multiple of 2*context_parallel={divisor}; "
-            "round lengths up to length_multiple(context_parallel, tensor_parallel) first"
+            f"padded_lengths[{index}] is {lengths[index]}, not a multiple of 2*context_parallel={divisor}. "
+            "Round lengths up to length_multiple(context_parallel, tensor_parallel) first."
         )

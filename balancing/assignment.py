@@ -72,7 +72,7 @@ def checked_steps(needed: int, fewest_on_a_rank: int, sequences: int, request: R
     if not request.allow_empty and steps > fewest_on_a_rank:
         raise CountError(
             f"a mini-batch of {sequences} sequences cannot fill {steps} micro-batches on each of "
-            f"{request.ranks} ranks; set allow_empty=True, or lower ranks, min_count or multiple_of"
+            f"{request.ranks} ranks. Set allow_empty=True, or lower ranks, min_count or multiple_of."
         )
     return steps
 
@@ -84,7 +84,7 @@ def deal(sizes: Integers, weights: Floats, request: Request) -> Schedule:
         schedule = schedule or from_longest_first(sizes, weights, request, steps)
         if schedule is not None:
             return schedule
-    raise RuntimeError("best-fit-decreasing found no place in its own number of micro-batches; this is a defect")
+    raise RuntimeError("best-fit-decreasing found no place in its own number of micro-batches. This is a defect.")
 
 
 def _steps_to_try(sizes: Integers, request: Request) -> Iterator[int]:

@@ -14,7 +14,7 @@ try:
 except Exception as problem:  # a broken installation may raise anything
     numba = None
     warnings.warn(
-        f"Numba cannot be imported ({type(problem).__name__}: {problem}); plans are the same but take longer to make",
+        f"Numba cannot be imported ({type(problem).__name__}: {problem}). Plans are the same but take longer to make.",
         RuntimeWarning,
         stacklevel=2,
     )

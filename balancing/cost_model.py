@@ -74,7 +74,7 @@ class _Fields:
     def integer(self, *names: str, default: int | None = None) -> int:
         value = self.get(*names)
         if value is None and default is None:
-            raise CostModelError(f"the model config has no {' or '.join(names)}; give CostModel(linear, quadratic)")
+            raise CostModelError(f"the model config has no {' or '.join(names)}. Give CostModel(linear, quadratic).")
         return int(default if value is None else value)  # type: ignore[arg-type]
 
 
@@ -152,7 +152,7 @@ class CostModel:
             if not np.isfinite(value) or value < 0:
                 raise CostModelError(f"{name}={value!r} of a CostModel must be finite and >= 0")
         if self.linear == 0 and self.quadratic == 0:
-            raise CostModelError("linear and quadratic of a CostModel are both 0; one must be positive")
+            raise CostModelError("linear and quadratic of a CostModel are both 0. One must be positive.")
         one_of(self.unit, "unit", ("FLOP", "token", "second"))
 
     def workload(self, lengths: ArrayLike) -> Floats:
@@ -199,7 +199,7 @@ class CostModel:
         """Fit as `fit`, from sum(L) and sum(L**2) of each micro-batch, the form in which a run records them."""
         columns = [weight_array(tokens, "tokens"), weight_array(squared_tokens, "squared_tokens")]
         if len(columns[0]) != len(columns[1]):
-            raise CostModelError("tokens and squared_tokens differ in length; pass one of each a micro-batch")
+            raise CostModelError("tokens and squared_tokens differ in length. Pass one of each a micro-batch.")
         return _fitted(np.column_stack([np.ones(len(columns[0])), *columns]), seconds)
 
 
@@ -221,25 +221,25 @@ class CostFit:
 def _fitted(terms: Floats, seconds: ArrayLike) -> CostFit:
     times = weight_array(seconds, "seconds")
     if len(terms) != len(times):
-        raise CostModelError(f"{len(terms)} micro-batches with {len(times)} seconds; pass one time for each")
+        raise CostModelError(f"{len(terms)} micro-batches with {len(times)} seconds. Pass one time for each.")
     if (times == 0).any():
-        raise CostModelError(f"seconds[{int(np.argmax(times == 0))}] is 0; a measured time is positive")
+        raise CostModelError(f"seconds[{int(np.argmax(times == 0))}] is 0. A measured time is positive.")
     if len(times) < FEWEST_MEASUREMENTS:
         raise CostModelError(
-            f"{len(times)} measurements are too few to fit three terms and estimate the error; "
-            f"pass at least {FEWEST_MEASUREMENTS}"
+            f"{len(times)} measurements are too few to fit three terms and estimate the error. "
+            f"Pass at least {FEWEST_MEASUREMENTS}."
         )
     relative = terms / times[:, None]
     condition = _condition(relative)
     if not condition <= HIGHEST_CONDITION:
         raise CostModelError(
             f"the measured micro-batches are too similar to separate overhead, linear and quadratic cost (condition "
-            f"{condition:.3g}, at most {HIGHEST_CONDITION:g}); measure small and large micro-batches, "
-            "of short sequences and of long ones"
+            f"{condition:.3g}, at most {HIGHEST_CONDITION:g}). Measure small and large micro-batches, "
+            "of short sequences and of long ones."
         )
     coefficients = _non_negative_least_squares(relative, np.ones(len(times)))
     if not coefficients[1:].any():
-        raise CostModelError("the measured seconds do not grow with tokens; measure micro-batches of more tokens")
+        raise CostModelError("the measured seconds do not grow with tokens. Measure micro-batches of more tokens.")
     error = float(np.sqrt(np.mean((terms @ coefficients / times - 1.0) ** 2)))
     overhead, linear, quadratic = coefficients.tolist()
     return CostFit(CostModel(linear, quadratic, "second"), overhead, error, len(times), condition)

@@ -77,8 +77,8 @@ class CountRule:
         if count > sequences:
             raise CountError(
                 f"{sequences} sequences cannot fill {count} micro-batches (the caps need {needed}, "
-                f"min_count={self.minimum}, multiple_of={self.multiple_of}); lower min_count or multiple_of, "
-                "or pass more sequences"
+                f"min_count={self.minimum}, multiple_of={self.multiple_of}). Lower min_count or multiple_of, "
+                "or pass more sequences."
             )
         return count
 

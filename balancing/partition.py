@@ -54,9 +54,9 @@ def partition(
     one_of(algorithm, "algorithm", tuple(_ALGORITHMS))
     sets = positive_integer(k, "k")
     if checked.size == 0:
-        raise WeightError("weights is empty; pass at least one weight")
+        raise WeightError("weights is empty. Pass at least one weight.")
     if sets > checked.size and not allow_empty:
-        raise CountError(f"k={sets} is more than the {checked.size} weights; lower k or set allow_empty=True")
+        raise CountError(f"k={sets} is more than the {checked.size} weights. Lower k or set allow_empty=True.")
     order = _heaviest_first(checked)  # so that, except for ties, the given order does not matter
     set_of = np.empty(checked.size, np.int64)
     set_of[order] = _ALGORITHMS[algorithm](checked[order], sets, equal_size)

@@ -54,7 +54,7 @@ class Pipeline:
         for name in ("stages", "virtual_stages"):
             object.__setattr__(self, name, positive_integer(getattr(self, name), name))
         if self.virtual_stages > 1 and self.stages == 1:
-            raise OptionError(f"virtual_stages={self.virtual_stages} with stages=1 changes nothing; raise stages")
+            raise OptionError(f"virtual_stages={self.virtual_stages} with stages=1 changes nothing. Raise stages.")
         for name in ("backward", "transfer", "overhead"):
             value = getattr(self, name)
             if not np.isfinite(value) or value < 0:
@@ -80,7 +80,7 @@ class Pipeline:
 def _scaled(shares: Sequence[float], parts: int) -> tuple[float, ...]:
     if len(shares) != parts:
         raise OptionError(
-            f"stage_shares holds {len(shares)} numbers; pass one for each of stages * virtual_stages = {parts} parts"
+            f"stage_shares holds {len(shares)} numbers. Pass one for each of stages * virtual_stages = {parts} parts."
         )
     if not all(np.isfinite(share) and share > 0 for share in shares):
         raise OptionError(f"stage_shares={tuple(shares)!r} must be finite and positive")
@@ -111,8 +111,8 @@ def check_count(pipeline: Pipeline, micro_batches: int) -> None:
     if micro_batches < 1 or micro_batches % pipeline.count_multiple:
         raise CountError(
             f"a pipeline with stages={pipeline.stages} and virtual_stages={pipeline.virtual_stages} needs a positive "
-            f"multiple of {pipeline.count_multiple} micro-batches, got {micro_batches}; "
-            "set multiple_of, or virtual_stages=1, which takes any number from 1"
+            f"multiple of {pipeline.count_multiple} micro-batches, got {micro_batches}. "
+            "Set multiple_of, or virtual_stages=1, which takes any number from 1."
         )
 
 

@@ -117,11 +117,11 @@ def micro_step_times(pipeline: Pipeline, times: ArrayLike) -> Floats:
     if array.ndim == 2 and array.size:
         array = array.max(axis=1)
     if array.ndim != 1 or array.size == 0:
-        raise WeightError(f"times has shape {np.shape(times)}; pass one for each micro-step, or [steps, ranks]")
+        raise WeightError(f"times has shape {np.shape(times)}. Pass one for each micro-step, or [steps, ranks].")
     bad = ~(np.isfinite(array) & (array >= 0))
     if bad.any():
         index = int(np.argmax(bad))
-        raise WeightError(f"times[{index}] is {array[index]}; every time must be finite and >= 0")
+        raise WeightError(f"times[{index}] is {array[index]}. Every time must be finite and >= 0.")
     return array + pipeline.overhead
 
 

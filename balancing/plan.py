@@ -152,7 +152,7 @@ class Settings:
         one_of(self.algorithm, "algorithm", ("karmarkar_karp", "none", *PUBLISHED))
         one_of(self.order, "order", ("descending", "small_ends", "makespan"))
         if self.order == "makespan" and (self.pipeline is None or self.algorithm != "karmarkar_karp"):
-            raise OptionError("order='makespan' plans for a pipeline; pass pipeline and algorithm='karmarkar_karp'")
+            raise OptionError("order='makespan' plans for a pipeline. Pass pipeline and algorithm='karmarkar_karp'.")
 
     def request(self, sequences: int) -> Request:
         multiple_of = lcm(self.multiple_of, self.pipeline.count_multiple if self.pipeline else 1)
@@ -348,10 +348,10 @@ def _checked_prefixes(
 ) -> SharedPrefixes | None:
     if groups is None and lengths is None:
         if any(each is not None for each in tree):
-            raise OptionError("tree_order and tree_depths are of groups; pass prefix_groups and prefix_lengths, too")
+            raise OptionError("tree_order and tree_depths are of groups. Pass prefix_groups and prefix_lengths, too.")
         return None
     if groups is None or lengths is None:
-        raise OptionError("prefix_groups and prefix_lengths go together; pass both, or neither")
+        raise OptionError("prefix_groups and prefix_lengths go together. Pass both, or neither.")
     if settings.layout == "padded":
         raise OptionError("prefix_lengths are shared with layout='packed' only")
     names = group_names(groups, "prefix_groups", len(tokens))
@@ -363,7 +363,7 @@ def _checked_prefixes(
         index = int(np.argmax(differs))
         raise LengthError(
             f"prefix_lengths[{index}] is {shared[index]}, but another of prefix_groups={names[index]} has "
-            f"{largest[names[index]]}; a group has one"
+            f"{largest[names[index]]}. A group has one."
         )
     # Only whole multiples: then padding a shared row once and padding each sequence keep the same cap.
     shared = shared - shared % settings.length_multiple
@@ -377,7 +377,7 @@ def _tree(
     if order is None and depths is None:
         return None
     if order is None or depths is None:
-        raise OptionError("tree_order and tree_depths go together; pass both, or neither")
+        raise OptionError("tree_order and tree_depths go together. Pass both, or neither.")
     places = group_names(order, "tree_order", len(tokens))
     shared = _shorter(depths, "tree_depths", tokens)
     shared = np.maximum(shared - shared % settings.length_multiple, prefixes)

@@ -20,18 +20,18 @@ def positive_integer(value: Any, name: str) -> int:
 
 def one_of(value: Any, name: str, choices: Sequence[str]) -> None:
     if value not in choices:
-        raise OptionError(f"{name}={value!r} is unknown; set {name} to one of {', '.join(map(repr, choices))}")
+        raise OptionError(f"{name}={value!r} is unknown. Set {name} to one of {', '.join(map(repr, choices))}.")
 
 
 def whole_numbers(values: ArrayLike, name: str, *, minimum: int, error: type[BalancingError] = LengthError) -> Integers:
     """Return int64 [n]. Raises `error` for the first entry that is not a whole number of at least `minimum`."""
     array = _one_dimensional(values, name, error)
     if array.dtype.kind not in "iuf":
-        raise error(f"{name} holds {array.dtype} values; pass whole numbers")
+        raise error(f"{name} holds {array.dtype} values. Pass whole numbers.")
     bad = ~np.isfinite(array) | (array != np.floor(array)) | (array < minimum) | (array > 2**53)
     if bad.any():
         index = int(np.argmax(bad))
-        raise error(f"{name}[{index}] is {array[index]}; every entry of {name} must be a whole number >= {minimum}")
+        raise error(f"{name}[{index}] is {array[index]}. Every entry of {name} must be a whole number >= {minimum}.")
     return array.astype(np.int64)
 
 
@@ -39,7 +39,7 @@ def sequence_lengths(lengths: ArrayLike) -> Integers:
     """Return int64 [n]. Raises LengthError unless n >= 1 and every length >= 1."""
     checked = whole_numbers(lengths, "lengths", minimum=1)
     if checked.size == 0:
-        raise LengthError("lengths is empty; pass the length of at least one sequence")
+        raise LengthError("lengths is empty. Pass the length of at least one sequence.")
     return checked
 
 
@@ -47,13 +47,13 @@ def weight_array(weights: ArrayLike, name: str, size: int | None = None) -> Floa
     """Return float64 [n]. Raises WeightError unless all are finite, >= 0, and `size` in number."""
     array = _one_dimensional(weights, name, WeightError)
     if array.dtype.kind not in "iufb":
-        raise WeightError(f"{name} holds {array.dtype} values; pass numbers")
+        raise WeightError(f"{name} holds {array.dtype} values. Pass numbers.")
     if size is not None and array.size != size:
-        raise WeightError(f"{name} holds {array.size} values for {size} sequences; pass one for each of lengths")
+        raise WeightError(f"{name} holds {array.size} values for {size} sequences. Pass one for each of lengths.")
     bad = ~(np.isfinite(array) & (array >= 0))
     if bad.any():
         index = int(np.argmax(bad))
-        raise WeightError(f"{name}[{index}] is {array[index]}; every entry of {name} must be finite and >= 0")
+        raise WeightError(f"{name}[{index}] is {array[index]}. Every entry of {name} must be finite and >= 0.")
     return array.astype(np.float64)
 
 
@@ -65,8 +65,8 @@ def check_fits(lengths: Integers, aligned: Integers, max_tokens: int) -> None:
     index = int(np.argmax(too_long))
     grown = f" ({aligned[index]} after alignment)" if aligned[index] != lengths[index] else ""
     raise OverCapError(
-        f"lengths[{index}] is {lengths[index]} tokens{grown}, above max_tokens={max_tokens}; "
-        f"raise max_tokens to at least {aligned.max()} or shorten the sequence"
+        f"lengths[{index}] is {lengths[index]} tokens{grown}, above max_tokens={max_tokens}. "
+        f"Raise max_tokens to at least {aligned.max()} or shorten the sequence."
     )
 
 
@@ -76,13 +76,13 @@ def loss_token_counts(loss_tokens: ArrayLike | None, lengths: Integers) -> Integ
         return lengths
     checked = whole_numbers(loss_tokens, "loss_tokens", minimum=0)
     if len(checked) != len(lengths):
-        raise LengthError(f"loss_tokens holds {len(checked)} values for {len(lengths)} lengths; pass one for each")
+        raise LengthError(f"loss_tokens holds {len(checked)} values for {len(lengths)} lengths. Pass one for each.")
     above = checked > lengths
     if above.any():
         index = int(np.argmax(above))
         raise LengthError(
-            f"loss_tokens[{index}] is {checked[index]}, above lengths[{index}]={lengths[index]}; "
-            "loss_tokens is the number of tokens of a sequence in the loss"
+            f"loss_tokens[{index}] is {checked[index]}, above lengths[{index}]={lengths[index]}. "
+            "loss_tokens is the number of tokens of a sequence in the loss."
         )
     return checked
 
@@ -91,7 +91,7 @@ def group_names(groups: ArrayLike, name: str, count: int) -> Integers:
     """Return int64 [n]. Raises LengthError unless each of `count` lengths has a whole number."""
     names = whole_numbers(groups, name, minimum=0)
     if len(names) != count:
-        raise LengthError(f"{name} holds {len(names)} values for {count} lengths; pass one for each")
+        raise LengthError(f"{name} holds {len(names)} values for {count} lengths. Pass one for each.")
     return names
 
 
@@ -106,14 +106,14 @@ def membership(mini_batches: Sequence[ArrayLike] | None, count: int) -> list[Int
     seen = np.zeros(count, np.int64)
     for number, rows in enumerate(members):
         if len(rows) == 0:
-            raise MiniBatchError(f"mini_batches[{number}] is empty; leave it out")
+            raise MiniBatchError(f"mini_batches[{number}] is empty. Leave it out.")
         if rows.max() >= count:
             raise MiniBatchError(f"mini_batches[{number}] holds index {rows.max()}, but there are {count} lengths")
         seen += np.bincount(rows, minlength=count)
     if (seen != 1).any():
         index = int(np.argmax(seen != 1))
         raise MiniBatchError(
-            f"index {index} is {seen[index]} times in mini_batches; every index of lengths must be in exactly one"
+            f"index {index} is {seen[index]} times in mini_batches. Every index of lengths must be in exactly one."
         )
     return members
 
@@ -124,5 +124,5 @@ def _one_dimensional(values: ArrayLike, name: str, error: type[BalancingError]) 
     except ValueError as ragged:
         raise error(f"{name} is not an array of numbers: {ragged}") from ragged
     if array.ndim != 1:
-        raise error(f"{name} has {array.ndim} dimensions; pass one number for each sequence")
+        raise error(f"{name} has {array.ndim} dimensions. Pass one number for each sequence.")
     return array.astype(np.int64) if array.size == 0 else array

@@ -124,7 +124,7 @@ class DataProto:
         entries |= {name: NonTensorStack(*map(NonTensorData, values)) for name, values in self.objects.items()}
         twice = sorted(entries.keys() & self.meta.keys())
         if twice:
-            raise DataError(f"{twice[0]!r} names a column and a key of the meta data; rename one")
+            raise DataError(f"{twice[0]!r} names a column and a key of the meta data. Rename one.")
         return TensorDict(entries | {name: NonTensorData(value) for name, value in self.meta.items()}, [len(self)])
 
     # --- sizes --------------------------------------------------------------------------------------------------------

@@ -214,7 +214,7 @@ def check_constant_length(section: str, aggregation: str, constant_length: int) 
     """Raise ConfigError if the aggregation needs `constant_length`. section: of the settings, with a dot at its end."""
     if aggregation == NORM and constant_length <= 0:
         raise ConfigError(
-            f"{section}aggregation={NORM} divides by {section}constant_length, which is {constant_length}; set it, "
+            f"{section}aggregation={NORM} divides by {section}constant_length, which is {constant_length}. Set it, "
             "such as to the tokens of the longest response."
         )
 

@@ -53,7 +53,7 @@ class RemoteBatch:
 
     def __getitem__(self, name: str) -> np.ndarray:
         if name not in self.columns:
-            raise DataError(f"this batch has no column {name!r}; it has {sorted(self.columns)}.")
+            raise DataError(f"this batch has no column {name!r}. It has {sorted(self.columns)}.")
         return self.columns[name]
 
     def select(self, indices: Any) -> "RemoteBatch":

@@ -88,7 +88,7 @@ PROBE = "probe"
 def cleaned(prompt: Any, where: str) -> Any:
     """Check a prompt and drop keys that are None, which Arrow adds. Raises DataError, naming the record `where`."""
     if not isinstance(prompt, (str, list)):
-        raise DataError(f"{where} has a prompt of type {type(prompt).__name__}; a string or chat messages are needed.")
+        raise DataError(f"{where} has a prompt of type {type(prompt).__name__}. A string or chat messages are needed.")
     if not prompt:
         raise DataError(f"{where} has an empty prompt.")
     return prompt if isinstance(prompt, str) else [_message(message, where) for message in prompt]
@@ -104,7 +104,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(content, str) and (content is not None or not found.get("tool_calls")):
         raise DataError(
             f"{where} has a chat message of role {message['role']!r} whose content is of type "
-            f"{type(content).__name__}; give it a text, which may be empty."
+            f"{type(content).__name__}. Give it a text, which may be empty."
         )
     return found
 
@@ -113,7 +113,7 @@ def _part(part: Any, where: str) -> dict[str, str]:
     part = {"type": "text", "text": part} if isinstance(part, str) else part
     if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        raise DataError(f"{where} has a chat message with a part of type {kind!r}; only parts of type 'text' are read.")
+        raise DataError(f"{where} has a chat message with a part of type {kind!r}. Only parts of type 'text' are read.")
     return {"type": "text", "text": part["text"]}
 
 
@@ -177,7 +177,7 @@ class Renderer:
             return {"add_generation_prompt": True}
         if not self.continue_last:
             raise DataError(
-                f"{where} ends with an assistant's message; set data.continue_last_message=true to have it continued, "
+                f"{where} ends with an assistant's message. Set data.continue_last_message=true to have it continued, "
                 "or leave it out."
             )
         return {"continue_final_message": True}
@@ -234,7 +234,7 @@ class Renderer:
         if self.vocabulary and max(ids, default=0) >= self.vocabulary:
             raise DataError(
                 f"{where} has token id {max(ids)}, {self.tokenizer.decode([max(ids)])!r}, outside the model's "
-                f"vocabulary of {self.vocabulary}; give the tokenizer that model.path was trained with."
+                f"vocabulary of {self.vocabulary}. Give the tokenizer that model.path was trained with."
             )
         return ids
 
@@ -248,4 +248,4 @@ def render_isolated(
         options = template.special_tokens | {"add_generation_prompt": not answered}
         ask(render, template.text, options, list(prompts), which, timeout_s=timeout_s, setting=TIMEOUT_SETTING)
     except NoAnswerError as error:
-        raise ConfigError(f"{which} {error} on the first {len(prompts)} prompts; mend the template.") from None
+        raise ConfigError(f"{which} {error} on the first {len(prompts)} prompts. Mend the template.") from None

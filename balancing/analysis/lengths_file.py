@@ -44,7 +44,7 @@ def read_lengths(
     """
     values = list(run_step(path, step).get("lengths", [])) if path.is_dir() else read_column(path, column)
     if not values:
-        raise LengthFileError(f"{path} holds no lengths; give a file with at least one")
+        raise LengthFileError(f"{path} holds no lengths. Give a file with at least one.")
     try:
         numbers = [_number(value) for value in values]
     except (TypeError, ValueError) as problem:
@@ -66,9 +66,9 @@ def read_column(path: Path, column: str | None) -> list[Any]:
     elif kind == ".csv":
         entries = _from_csv(path, column)
     else:
-        raise LengthFileError(f"{path} is of an unknown kind; give a folder, .json, .jsonl, .csv or .parquet")
+        raise LengthFileError(f"{path} is of an unknown kind. Give a folder, .json, .jsonl, .csv or .parquet.")
     if not isinstance(entries, list):
-        raise LengthFileError(f"{path} holds no list; give a list of lengths, or of objects with a length")
+        raise LengthFileError(f"{path} holds no list. Give a list of lengths, or of objects with a length.")
     return [_value(entry, column, f"{path}, entry {number}") for number, entry in enumerate(entries)]
 
 
@@ -81,10 +81,10 @@ def run_step(folder: Path, step: int | None = None) -> Mapping[str, Any]:
     """Return a run's record of a step (None is its last), empty without records. Raises as `read_lengths`."""
     path = folder / "lengths.jsonl"
     if not path.is_file():
-        raise LengthFileError(f"{path} is not there; the run has recorded no lengths, so give a file of them instead")
+        raise LengthFileError(f"{path} is not there. The run has recorded no lengths, so give a file of them instead.")
     steps = {record["step"]: record for _, record in json_records(path, has_step, check_lengths)}
     if step is not None and steps and step not in steps:
-        raise LengthFileError(f"{path} has no step {step}; its steps are {min(steps)} to {max(steps)}")
+        raise LengthFileError(f"{path} has no step {step}. Its steps are {min(steps)} to {max(steps)}.")
     return steps[max(steps) if step is None else step] if steps else {}
 
 
@@ -112,7 +112,7 @@ def recorded_arguments(record: Mapping[str, Any]) -> dict[str, Any]:
             shares = pipeline["stage_shares"]
             found["pipeline"] = Pipeline(**pipeline | {"stage_shares": shares and tuple(shares)})
     except (LookupError, TypeError, ValueError, AttributeError):
-        raise LengthFileError(f"the recorded plan of step {record['step']} is damaged; give another --step") from None
+        raise LengthFileError(f"the recorded plan of step {record['step']} is damaged. Give another --step.") from None
     return found | {"mini_batches": [np.flatnonzero(numbers == number) for number in range(int(numbers.max()) + 1)]}
 
 
@@ -128,7 +128,7 @@ def json_records(path: Path, *checks: Callable[[dict[str, Any]], object]) -> Ite
                 for check in checks:
                     check(record)
             except Exception:  # damage can look like anything
-                log.warning("%s:%d is not a record of a run; it is left out", path, number)
+                log.warning("%s:%d is not a record of a run. It is left out", path, number)
             else:
                 yield line, record
 
@@ -188,8 +188,8 @@ def _column(names: Sequence[str], column: str | None, place: str) -> str:
         if name in names:
             return name
     raise LengthFileError(
-        f"{place} has no column {' or '.join(map(repr, wanted))}, only {', '.join(map(repr, names))}; "
-        "name one with --column"
+        f"{place} has no column {' or '.join(map(repr, wanted))}, only {', '.join(map(repr, names))}. "
+        "Name one with --column."
     )
 
 

@@ -131,7 +131,7 @@ def test_v6_full_micro_batches_are_found_and_even():
         ([], 10, {}, LengthError, "lengths is empty"),
         ([3, 2.5], 10, {}, LengthError, r"lengths\[1\] is 2.5"),
         ([[1], [2, 3]], 10, {}, LengthError, "not an array"),
-        (["a"], 10, {}, LengthError, "pass whole numbers"),
+        (["a"], 10, {}, LengthError, "Pass whole numbers"),
         ([3, 12], 10, {}, OverCapError, r"lengths\[1\] is 12 tokens, above max_tokens=10"),
         ([3, 9], 10, {"length_multiple": 8}, OverCapError, r"9 tokens \(16 after alignment\).*at least 16"),
         ([3], 10, {"min_count": 2}, CountError, "1 sequences cannot fill 2 micro-batches"),

@@ -103,7 +103,7 @@ def test_counts_that_interleaving_cannot_take_are_refused():
         ({"stages": 2, "backward": -1.0}, "backward=-1.0 of a Pipeline must be finite"),
         ({"stages": 2, "transfer": float("inf")}, "transfer=inf"),
         ({"stages": 2, "overhead": float("nan")}, "overhead=nan"),
-        ({"stages": 2, "stage_shares": (1.0,)}, "stage_shares holds 1 numbers; pass one for each of .* = 2 parts"),
+        ({"stages": 2, "stage_shares": (1.0,)}, "stage_shares holds 1 numbers. Pass one for each of .* = 2 parts"),
         ({"stages": 2, "stage_shares": (1.0, 0.0)}, "must be finite and positive"),
     ],
 )

@@ -202,7 +202,7 @@ def test_of_a_beginning_whole_multiples_of_the_alignment_count():
         ({"prefix_lengths": None}, OptionError, "go together"),
         ({"layout": "padded"}, OptionError, "layout='packed'"),
         ({"prefix_lengths": [4, 4]}, LengthError, "not below"),
-        ({"prefix_lengths": [3, 2]}, LengthError, "a group has one"),
+        ({"prefix_lengths": [3, 2]}, LengthError, "A group has one"),
     ],
 )
 def test_contradictions_are_refused(arguments, error, text):

@@ -132,7 +132,7 @@ def test_of_depths_whole_multiples_count():
     ("arguments", "error", "message"),
     [
         ({"tree_depths": None}, OptionError, "tree_order and tree_depths go together"),
-        ({"prefix_groups": None, "prefix_lengths": None}, OptionError, "pass prefix_groups and prefix_lengths, too"),
+        ({"prefix_groups": None, "prefix_lengths": None}, OptionError, "Pass prefix_groups and prefix_lengths, too"),
         ({"tree_depths": [0, 4]}, LengthError, r"tree_depths\[1\] is 4, not below lengths\[1\]=4"),
         ({"tree_order": [0]}, LengthError, "tree_order holds 1 values for 2 lengths"),
     ],

@@ -158,7 +158,7 @@ def test_p15_p16_a_custom_loss_sees_columns_of_its_records_meta_data_and_old_ent
     _, tried, tokens, _ = loss_trial(finished.config, read_records("prompts.jsonl"))
     always = {"input_ids", "loss_mask", "prefix_hashes", "level", "source"}
     assert of_the_batch | always == {*tried, *tokens} | always
-    with pytest.raises(DataError, match=r"'source' holds no numbers; the loss finds it in predictions.objects"):
+    with pytest.raises(DataError, match=r"'source' holds no numbers. The loss finds it in predictions.objects"):
         seen[0]["source"]
 
 

@@ -384,7 +384,7 @@ class TrainingEngine:
 
     def _check_adapters(self, what: str) -> None:
         if not self.has_adapters:
-            raise ConfigError(f"an engine without adapters cannot {what}; set model.lora.rank")
+            raise ConfigError(f"an engine without adapters cannot {what}. Set model.lora.rank.")
 
     @cached_property
     def checkpointer(self) -> Checkpointer:

@@ -282,7 +282,7 @@ def _check_layers(packed: PackedModel) -> None:
     elif sum(map(len, owners)) > len(set().union(*owners)):
         problem = "has layers that share parameters"
     if problem:
-        raise UnsupportedModelError(f"{packed.name} {problem}, so it cannot be sharded by layer; take another model")
+        raise UnsupportedModelError(f"{packed.name} {problem}, so it cannot be sharded by layer. Take another model.")
 
 
 def _use_packed_attention(packed: PackedModel) -> None:
@@ -293,7 +293,7 @@ def _use_packed_attention(packed: PackedModel) -> None:
     elif not packed.takes_positions:
         problem = "takes no position_ids, so in a packed row positions would continue from one sequence to the next"
     if problem:
-        raise UnsupportedModelError(f"{packed.name} {problem}; set model.layout=padded")
+        raise UnsupportedModelError(f"{packed.name} {problem}. Set model.layout=padded.")
 
 
 def _use_own_attention(packed: PackedModel, setting: str) -> None:
@@ -311,7 +311,7 @@ def _use_own_attention(packed: PackedModel, setting: str) -> None:
         model.set_attn_implementation("eager")  # every family accepts it
     used = model.config._attn_implementation
     if used != wanted and setting != "auto":
-        raise UnsupportedModelError(f"{packed.name} computes its own attention ({used}), not {wanted}; set auto")
+        raise UnsupportedModelError(f"{packed.name} computes its own attention ({used}), not {wanted}. Set auto.")
 
 
 def _layers(model: PreTrainedModel) -> nn.ModuleList | None:
@@ -339,7 +339,7 @@ def load_tokenizer(path: str) -> Any:
 
 def _check_path(path: str) -> None:
     if path in ("", "???"):
-        raise ConfigError("model.path is not set; give a folder with a Hugging Face model and tokenizer")
+        raise ConfigError("model.path is not set. Give a folder with a Hugging Face model and tokenizer.")
 
 
 BACKEND = "inductor"  # CPU tests use a backend that only traces

@@ -185,7 +185,7 @@ def _built_in(packed: PackedModel) -> list[int]:
     for name, span in spans.items():
         if span > LONGEST_SPAN:
             raise UnsupportedModelError(
-                f"{packed.name} with {name}={span}, a length that the check at load cannot exceed; take another model."
+                f"{packed.name} with {name}={span}, a length that the check at load cannot exceed. Take another model."
             )
     return list(spans.values())
 
@@ -248,8 +248,8 @@ def _check_weights(packed: PackedModel) -> None:
         # A sum is read at the speed of memory and keeps NaN and infinity. It might overflow by itself.
         if not parameter.detach().sum().isfinite() and not parameter.detach().isfinite().all():
             raise ConfigError(
-                f"model.path={packed.model.name_or_path}: its weights contain NaN or infinity (first: {name}); take a "
-                "sound copy of the model"
+                f"model.path={packed.model.name_or_path}: its weights contain NaN or infinity (first: {name}). Take a "
+                "sound copy of the model."
             )
 
 
@@ -329,10 +329,10 @@ def _raise_if_different(
         changes.insert(0, "these to 1")
     elif "padded" not in settings:
         changes.insert(0, "model.layout=padded")
-    advice = f"set {' or '.join(changes)}, or take another model" if changes else "take another model"
+    advice = f"Set {' or '.join(changes)}, or take another model" if changes else "Take another model"
     raise UnsupportedModelError(
         f"{packed.name}: with {settings} {problem} from the model's own forward pass of one sequence at a time, which "
-        f"is more than rounding in {dtype}; {advice}"
+        f"is more than rounding in {dtype}. {advice}."
     )
 
 
@@ -363,7 +363,7 @@ def _own_attention(model: PreTrainedModel) -> Iterator[None]:
         model.set_attn_implementation("eager")
     if model.config._attn_implementation == ATTENTION_NAME:  # ours would be compared with itself
         raise UnsupportedModelError(
-            f"{described(model)} has no attention of its own to compare packed rows with; set model.layout=padded"
+            f"{described(model)} has no attention to compare packed rows with. Set model.layout=padded."
         )
     try:
         yield

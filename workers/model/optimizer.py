@@ -34,7 +34,7 @@ def make_schedule(optimizer: torch.optim.Optimizer, config: OptimizerConfig, tot
     if config.schedule != "constant" and last <= config.warmup_steps:
         raise ConfigError(
             f"policy.optimizer.schedule={config.schedule} ends after {last} steps, within the warm-up of "
-            f"{config.warmup_steps}; raise policy.optimizer.total_steps or lower policy.optimizer.warmup_steps"
+            f"{config.warmup_steps}. Raise policy.optimizer.total_steps or lower policy.optimizer.warmup_steps."
         )
     return LambdaLR(optimizer, lambda step: learning_rate_factor(step, config, last))
 

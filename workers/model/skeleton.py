@@ -139,7 +139,7 @@ def _shapes_of_file(file: Path, key: str) -> Shapes:
     except SafetensorError as error:
         with file.open("rb") as start:
             is_pointer = start.read(len(LFS_POINTER)) == LFS_POINTER
-        reason = "it is a pointer of Git LFS; run `git lfs pull`" if is_pointer else f"{error}; fetch it again"
+        reason = "it is a pointer of Git LFS. Run `git lfs pull`" if is_pointer else f"{error}. Fetch it again"
         raise ConfigError(f"{key}: {file} is not a whole safetensors file: {reason}.") from None
     except OSError as error:
         raise ConfigError(f"{key}: {file} cannot be read: {error.strerror or error}.") from None

@@ -89,7 +89,7 @@ class VllmEngineActor:
     def engine(self) -> "AsyncLLM":
         """Raises RolloutError before `start` and after `stop`."""
         if self._engine is None:
-            raise RolloutError(f"rollout replica {self.index} has no engine; call start first.")
+            raise RolloutError(f"rollout replica {self.index} has no engine. Call start first.")
         return self._engine
 
     async def start(self) -> None:

@@ -51,12 +51,12 @@ REFUSED = {
     "trust_remote_code": "code of a model is never run",
     "logprobs_mode": "the loss relies on log-probs of the distribution that the trainer computes",
     "logits_processors": "samples would come from another distribution than the one that the trainer computes",
-    "hf_overrides": "the engine would compute another model than the trainer; change the config.json of model.path",
-    "hf_config_path": "the engine would compute another model than the trainer; change the config.json of model.path",
+    "hf_overrides": "the engine would compute another model than the trainer. Change the config.json of model.path",
+    "hf_config_path": "the engine would compute another model than the trainer. Change the config.json of model.path",
     "enable_eplb": "experts that change their GPU cannot be followed by updates of weights",
-    "cpu_offload_gb": "weights in host memory cannot be followed by updates; raise rollout.gpu_memory_utilization "
+    "cpu_offload_gb": "weights in host memory cannot be followed by updates. Raise rollout.gpu_memory_utilization "
     "or rollout.tensor_parallel",
-    "offload_group_size": "weights in host memory cannot be followed by updates; raise rollout.gpu_memory_utilization "
+    "offload_group_size": "weights in host memory cannot be followed by updates. Raise rollout.gpu_memory_utilization "
     "or rollout.tensor_parallel",
 }
 """No setting may change them."""
@@ -78,7 +78,7 @@ def check_engine_options(options: Mapping[str, Any]) -> None:
     """Raise ConfigError for an option that is unknown, follows from another setting, or breaks weight updates."""
     for name, value in options.items():
         if name in OWNED:
-            raise ConfigError(f"rollout.engine.{name} follows from {OWNED[name]}; set that instead.")
+            raise ConfigError(f"rollout.engine.{name} follows from {OWNED[name]}. Set that instead.")
         if name in REFUSED:
             raise ConfigError(f"rollout.engine.{name} cannot be set: {REFUSED[name]}.")
         if name not in ALLOWED:
@@ -92,14 +92,14 @@ def _check_value(name: str, value: Any) -> None:
     if name == "quantization" and value is not None and value not in ONLINE_QUANTIZATION:
         raise ConfigError(
             f"rollout.engine.quantization={value} is for weights that were quantized beforehand, and the policy's are "
-            f"not; use one of {', '.join(ONLINE_QUANTIZATION)}."
+            f"not. Use one of {', '.join(ONLINE_QUANTIZATION)}."
         )
     if name == "speculative_config":
         method = value.get("method") if isinstance(value, Mapping) else None
         if method not in DRAFTS_WITHOUT_WEIGHTS:
             raise ConfigError(
                 f"rollout.engine.speculative_config: the draft model of method={method} gets no new weights, and fits "
-                f"the policy less with every step; use one of {', '.join(DRAFTS_WITHOUT_WEIGHTS)}."
+                f"the policy less with every step. Use one of {', '.join(DRAFTS_WITHOUT_WEIGHTS)}."
             )
         if extra := [key for key, part in value.items() if key != "method" and not isinstance(part, (int, float))]:
             raise ConfigError(f"rollout.engine.speculative_config.{extra[0]}: expected a number. Leave it out.")

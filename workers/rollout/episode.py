@@ -135,8 +135,8 @@ async def play(
             prompt_ids = conversation.opened(episode.ids, opening)
             if not episode.open(prompt_ids):
                 raise EpisodeError(
-                    f"reset made a prompt of {len(prompt_ids)} tokens, which leaves no room for a turn; raise "
-                    "rollout.max_episode_tokens"
+                    f"reset made a prompt of {len(prompt_ids)} tokens, which leaves no room for a turn. Raise "
+                    "rollout.max_episode_tokens."
                 )
             score = Score(0.0, "", turns=({"environment": as_text(opening)},) if opening else ())
             while True:

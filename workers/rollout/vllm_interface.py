@@ -164,7 +164,7 @@ def check_prompt(prompt_ids: np.ndarray, *, vocab_size: int, max_model_tokens: i
     if len(prompt_ids) >= max_model_tokens:
         raise DataError(
             f"the prompt of {len(prompt_ids)} tokens leaves no room for a response in rollout.max_model_tokens="
-            f"{max_model_tokens}; lower data.max_prompt_tokens or raise rollout.max_model_tokens."
+            f"{max_model_tokens}. Lower data.max_prompt_tokens or raise rollout.max_model_tokens."
         )
     outside = prompt_ids[(prompt_ids < 0) | (prompt_ids >= vocab_size)]
     if len(outside):

@@ -25,7 +25,7 @@ from workers.errors import ConfigError, named
 from workers.user_code.process import RAISED, NoAnswerError, ask
 
 TIMEOUT_SETTING = "resources.user_code_timeout_s"
-AS_A_PROGRAM = 'keep what only a program does behind `if __name__ == "__main__":`'
+AS_A_PROGRAM = 'Keep code for use as a program behind `if __name__ == "__main__":`'
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def _imported(function: str, key: str, name: str, timeout_s: float, *trial: Any)
     try:
         return ask(function, key, name, *trial, timeout_s=timeout_s, setting=TIMEOUT_SETTING)
     except NoAnswerError as error:
-        raise ConfigError(f"{key}={name!r}: its import {error}; {AS_A_PROGRAM}.") from None
+        raise ConfigError(f"{key}={name!r}: its import {error}. {AS_A_PROGRAM}.") from None
 
 
 def pickled(found: Any, *modules: ModuleType | None) -> bytes:
@@ -114,14 +114,14 @@ def describe(key: str, name: str) -> dict[str, Any]:
     except Exception as error:
         held = ", ".join(_not_picklable(module)) or "something"
         raise ConfigError(
-            f"{key}={name!r} cannot be sent to other processes, because {held} cannot be pickled ({named(error)}); "
-            "make it inside the function, at its first call."
+            f"{key}={name!r} cannot be sent to other processes, because {held} cannot be pickled ({named(error)}). "
+            "Make it inside the function, at its first call."
         ) from None
     methods = [method for method in dir(found) if callable(getattr(found, method, None))]
     try:
         signature = asdict(signature_of(found))
     except (TypeError, ValueError):
-        raise ConfigError(f"{key}={name!r} has no signature that can be read; name a Python function.") from None
+        raise ConfigError(f"{key}={name!r} has no signature that can be read. Name a Python function.") from None
     packed_text = base64.b64encode(packed).decode()
     return signature | {"is_class": isinstance(found, type), "methods": methods, "packed": packed_text}
 

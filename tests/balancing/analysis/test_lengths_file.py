@@ -44,7 +44,7 @@ def test_a_runs_folder_gives_its_last_step_or_the_one_asked_for(tmp_path):
     write(tmp_path, "lengths.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
     assert read_lengths(tmp_path).tolist() == [7]
     assert read_lengths(tmp_path, step=1).tolist() == [5, 6]
-    with pytest.raises(LengthFileError, match="no step 2; its steps are 1 to 12"):
+    with pytest.raises(LengthFileError, match=r"no step 2\. Its steps are 1 to 12"):
         read_lengths(tmp_path, step=2)
 
 
@@ -66,7 +66,7 @@ def test_parquet_is_read(tmp_path):
         ("a.json", "[5, ", r"a\.json is not JSON"),
         ("a.json", "5", "holds no list"),
         ("a.json", "[]", "holds no lengths"),
-        ("a.json", '[5, {"n": 7}]', "entry 1 has no column 'length' or .*, only 'n'; name one with --column"),
+        ("a.json", '[5, {"n": 7}]', "entry 1 has no column 'length' or .*, only 'n'. Name one with --column"),
         ("a.json", '[5, "many"]', "not a number: .*many"),
         ("a.json", "[5, null]", "not a number: None"),
         ("a.json", "[5, true]", "not a number: True"),
@@ -94,7 +94,7 @@ def test_lengths_below_one_or_broken_are_refused(tmp_path, text, words):
 def test_missing_files_records_and_text_are_named(tmp_path):
     with pytest.raises(LengthFileError, match=r"none\.csv cannot be read: No such file"):
         read_lengths(tmp_path / "none.csv")
-    with pytest.raises(LengthFileError, match=r"lengths\.jsonl is not there; the run has recorded no lengths"):
+    with pytest.raises(LengthFileError, match=r"lengths\.jsonl is not there. The run has recorded no lengths"):
         read_lengths(tmp_path)
     write(tmp_path, "lengths.jsonl", '{"step": 3}\n')
     with pytest.raises(LengthFileError, match="holds no lengths"):

@@ -79,9 +79,9 @@ def sharded(listed: dict[str, str], *written: str) -> Break:
 
 
 CASES = {
-    "empty": (cut(0), "fetch it again"),
-    "header cut": (cut(99), "fetch it again"),
-    "cut": (cut(99_999), "fetch it again"),
+    "empty": (cut(0), "Fetch it again"),
+    "header cut": (cut(99), "Fetch it again"),
+    "cut": (cut(99_999), "Fetch it again"),
     "LFS pointer": (pointer, "git lfs pull"),
     "not JSON": (lambda: WEIGHTS.write_bytes(bytes(64)), "not a whole safetensors file"),
     "other hidden size": (weights_of(hidden_size=128), "(32, 128) in the weight files and (32, 256)"),

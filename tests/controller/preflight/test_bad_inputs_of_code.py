@@ -116,7 +116,7 @@ LOSSES = (
         file("lost.py", "import os\nos._exit(9)\n\n\ndef mine(predictions, config): ...\n"),
     ),
     loss(
-        "with a tensor as statistic", "return L, {'kl': L.mean()}", "gave the statistic 'kl' as Tensor; wrap it by mean"
+        "with a tensor as statistic", "return L, {'kl': L.mean()}", "gave the statistic 'kl' as Tensor. Wrap it by mean"
     ),
     loss("with a number as statistic", "return L, {'kl': 1.0}", "gave the statistic 'kl' as float"),
     loss("without statistics", "return L", "tried on two sequences, raised ValueError"),

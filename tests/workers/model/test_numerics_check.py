@@ -65,9 +65,9 @@ def test_a_value_head_is_compared_though_a_new_one_gives_0(path):
     ("name", "layout", "message"),
     [
         ("louder", "packed", r"\(louder\): with model.layout=packed log-probs differ by up to [\d.]+ nats"),
-        ("louder", "padded", r"\(louder\): with model.layout=padded log-probs differ .*; take another model"),
-        ("leaking", "packed", r"\(leaking\): with model.layout=packed .*; set model.layout=padded"),
-        ("fading", "packed", r"\(fading\): with model.layout=packed .*; set model.layout=padded"),
+        ("louder", "padded", r"\(louder\): with model.layout=padded log-probs differ .*\. Take another model"),
+        ("leaking", "packed", r"\(leaking\): with model.layout=packed .*\. Set model.layout=padded"),
+        ("fading", "packed", r"\(fading\): with model.layout=packed .*\. Set model.layout=padded"),
         ("crashing", "packed", r"\(crashing\): model.layout=packed raises RuntimeError: view size is not compatible$"),
     ],
 )

@@ -82,11 +82,11 @@ class Backend:
     def obstacle(self, installed: Installed) -> str:
         if self.generation not in (0, installed.generation):
             return (
-                f"needs a card of compute capability {self.generation}, and this one has {installed.generation}; set "
+                f"needs a card of compute capability {self.generation}, and this one has {installed.generation}. Set "
                 "auto"
             )
         if self.package and self.package not in installed.packages:
-            return f"needs the package {self.package.replace('_', '-')}, which is not installed; set auto"
+            return f"needs the package {self.package.replace('_', '-')}, which is not installed. Set auto"
         return ""
 
 

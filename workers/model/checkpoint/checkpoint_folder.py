@@ -74,7 +74,7 @@ def check_free(path: Path) -> None:
         read_manifest(path)
     except CheckpointError:
         return
-    raise CheckpointError(f"{path} holds a complete checkpoint already; save under another name or remove it.")
+    raise CheckpointError(f"{path} holds a complete checkpoint already. Save under another name or remove it.")
 
 
 def commit(unfinished: Path, path: Path, manifest: Manifest) -> None:
@@ -82,7 +82,7 @@ def commit(unfinished: Path, path: Path, manifest: Manifest) -> None:
     for name, stored in manifest.files.items():
         if not (unfinished / name).is_file() or (unfinished / name).stat().st_size != stored.size:
             raise CheckpointError(
-                f"{unfinished / name} was written and is not seen here; use a folder all nodes share."
+                f"{unfinished / name} was written and is not seen here. Use a folder all nodes share."
             )
     with (unfinished / MANIFEST).open("w", encoding="utf-8") as file:
         content = asdict(manifest)

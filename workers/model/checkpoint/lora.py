@@ -59,7 +59,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
         if isinstance(layer, ParamWrapper):
             raise ConfigError(
                 f"model.lora.target_modules={config.target_modules} gives the fused experts {name} an adapter, which "
-                "cannot be merged into what engines get; name modules of attention alone, as in q_proj,v_proj."
+                "cannot be merged into what engines get. Name modules of attention alone, as in q_proj,v_proj."
             )
         layer.lora_A.to(base.dtype)
         layer.lora_B.to(base.dtype)
@@ -132,7 +132,7 @@ def _target_names(model: PreTrainedModel, setting: str) -> list[str]:
         if name not in known:
             raise ConfigError(
                 f"model.lora.target_modules={setting}: {type(model).__name__} has no linear module {name!r} that takes "
-                f"an adapter; it has {', '.join(sorted(known))}."
+                f"an adapter. It has {', '.join(sorted(known))}."
             )
     return names
 

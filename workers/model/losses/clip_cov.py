@@ -133,7 +133,7 @@ def _token_column(part: DataProto, name: str) -> Tensor:
         return part.tokens[name]
     if name in part.columns:
         return part.columns[name].repeat_interleave(part.lengths.to(part.columns[name].device))
-    raise DataError(f"the loss needs the column {name!r}; the batch has {sorted(part.tokens | part.columns)}")
+    raise DataError(f"the loss needs the column {name!r}. The batch has {sorted(part.tokens | part.columns)}.")
 
 
 def _loss_positions(parts: Sequence[DataProto], masks: Sequence[Tensor]) -> Tensor:

@@ -41,9 +41,11 @@ class PackedTokens:
     def __getitem__(self, name: str) -> Tensor:
         """Return a column [N]. Raises DataError if there is none."""
         if name in self.objects:
-            raise DataError(f"the column {name!r} holds no numbers; the loss finds it in predictions.objects[{name!r}]")
+            raise DataError(
+                f"the column {name!r} holds no numbers. The loss finds it in predictions.objects[{name!r}]."
+            )
         if name not in self.columns:
-            raise DataError(f"the loss needs the column {name!r}; the batch has {sorted(self.columns)}")
+            raise DataError(f"the loss needs the column {name!r}. The batch has {sorted(self.columns)}.")
         return self.columns[name]
 
     def __len__(self) -> int:

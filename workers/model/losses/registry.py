@@ -111,7 +111,7 @@ def make_policy_loss(config: LossConfig) -> "PolicyObjective":
         return PolicyObjective(_custom(config.function), config)
     if config.name not in POLICY_LOSSES:
         raise ConfigError(
-            f"algorithm.loss.name={config.name} is not a policy loss; known are custom and {sorted(POLICY_LOSSES)}"
+            f"algorithm.loss.name={config.name} is not a policy loss. Known are custom and {sorted(POLICY_LOSSES)}."
         )
     return PolicyObjective(POLICY_LOSSES[config.name], config)
 
@@ -139,13 +139,13 @@ class PolicyObjective:
         if losses.shape != predictions.log_probs.shape:
             raise DataError(
                 f"policy loss {config.function or config.name} gave losses of shape {tuple(losses.shape)} for "
-                f"{len(predictions)} tokens; it must give one a token"
+                f"{len(predictions)} tokens. It must give one a token."
             )
         for name, statistic in statistics.items():
             if not isinstance(statistic, Statistic):
                 raise DataError(
                     f"policy loss {config.function or config.name} gave the statistic {name!r} as "
-                    f"{type(statistic).__name__}; wrap it by mean(values) or total(value) of workers.model.losses"
+                    f"{type(statistic).__name__}. Wrap it by mean(values) or total(value) of workers.model.losses."
                 )
         statistics = statistics | {"entropy": mean(predictions.entropy), **rollout_mismatch(predictions)}
         weights, corrections = correction_weights(predictions, config.rollout_correction)

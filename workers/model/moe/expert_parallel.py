@@ -10,7 +10,7 @@
 With tensor parallelism the residual stream is split by tokens (`tensor_parallel.py`). A block of experts is then shared
 between dp_shard x cp x tp ranks: its router over all of them, its experts over ep first.
 
-No token is dropped. An expert sees the tokens of its whole ep group, so its gradient is already the group's sum; FSDP
+No token is dropped. An expert sees the tokens of its whole ep group, so its gradient is already the group's sum. FSDP
 adds the gradients of the ranks with the same expert. Dispatch and sharding are transformers' own, applied before FSDP2.
 A layer sends 2 T k H (ep - 1) / ep elements forward and as many backward.
 """
@@ -47,7 +47,7 @@ def _divided(model: PreTrainedModel, parallel: Parallel) -> dict[nn.Module, Devi
     if set(model.ep_plan.values()) != DISPATCHED:
         raise UnsupportedModelError(
             f"{described(model)} is not shared by policy.parallel.expert_parallel: transformers has no all-to-all for "
-            "its experts; set it to 1."
+            "its experts. Set it to 1."
         )
     mesh = _expert_mesh(parallel)
     named = getattr(model, "_expand_parallel_plan", dict)  # transformers 5.21 or later wants whole names, no patterns

@@ -74,7 +74,7 @@ class RouterReplay(RouterHook):
     def _follow_routers(self, packed: PackedModel) -> None:
         blocks = [(index, block) for index, layer in enumerate(packed.layers) for block in blocks_with_experts(layer)]
         if not blocks:
-            raise UnsupportedModelError(f"{packed.name} has no routed experts; set model.router_replay=none")
+            raise UnsupportedModelError(f"{packed.name} has no routed experts. Set model.router_replay=none.")
         for layer, block in blocks:
             block.forward = self._forward_of(block, layer, packed.name)  # type: ignore[method-assign]
 
@@ -87,8 +87,8 @@ class RouterReplay(RouterHook):
             return None
         if COLUMN not in micro_batch.tokens:
             raise DataError(
-                f"model.router_replay needs the column {COLUMN!r}, which comes with samples of an engine; "
-                f"the batch has {sorted(micro_batch.tokens)}."
+                f"model.router_replay needs the column {COLUMN!r}, which comes with samples of an engine. "
+                f"The batch has {sorted(micro_batch.tokens)}."
             )
         choices, source = micro_batch.tokens[COLUMN].cpu(), own_cells(rows.source, self._tensor)
         return torch.where((source < 0)[:, None, None], UNKNOWN, choices[source]).to(self._counts.device)
@@ -117,8 +117,8 @@ class RouterReplay(RouterHook):
                 result = compute(*given, **named)
             if top_k.found != 1:
                 raise UnsupportedModelError(
-                    f"{model} does not choose its experts by one top k of their scores, so its choice is not replayed; "
-                    "set model.router_replay=none"
+                    f"{model} does not choose its experts by one top k of their scores, so its choice is not replayed. "
+                    "Set model.router_replay=none."
                 )
             return result
 
@@ -190,8 +190,8 @@ class RouterLosses(RouterHook):
         blocks = blocks_with_experts(packed)
         if not blocks:
             raise UnsupportedModelError(
-                f"{packed.name} has no layer with routed experts; set model.router_aux_loss_coefficient and "
-                "model.router_z_loss_coefficient to 0"
+                f"{packed.name} has no layer with routed experts. Set model.router_aux_loss_coefficient and "
+                "model.router_z_loss_coefficient to 0."
             )
         for block in blocks:
             router = next(child for name, child in block.named_children() if name in ROUTERS)

@@ -209,7 +209,7 @@ def check_sequences(sequences: DataProto, vocabulary: int, positions: int | None
     """
     for name, dtype in COLUMN_TYPES.items():
         if name not in sequences.tokens:
-            raise DataError(f"the batch has no column of tokens {name!r}; it has {sorted(sequences.tokens)}")
+            raise DataError(f"the batch has no column of tokens {name!r}. It has {sorted(sequences.tokens)}.")
         if sequences.tokens[name].dtype != dtype:
             raise DataError(f"column {name!r} must be of {dtype}, it is of {sequences.tokens[name].dtype}")
     if not len(sequences):
@@ -220,7 +220,7 @@ def check_sequences(sequences: DataProto, vocabulary: int, positions: int | None
     if positions is not None and int(sequences.lengths[longest]) > positions:
         raise DataError(
             f"sequence {longest} has {int(sequences.lengths[longest])} tokens and the model takes {positions} "
-            "(max_position_embeddings); lower data.max_prompt_tokens or rollout.sampling.max_new_tokens."
+            "(max_position_embeddings). Lower data.max_prompt_tokens or rollout.sampling.max_new_tokens."
         )
     ids = sequences.tokens["input_ids"]
     outside = (ids < 0) | (ids >= vocabulary)

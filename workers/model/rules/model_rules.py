@@ -20,7 +20,7 @@ from workers.model.rules.families import (
 )
 from workers.model_config import CUDA_KERNELS, ModelConfig
 
-WITHOUT_LINEAR = "has no linear modules that take an adapter; set model.lora.rank=0."
+WITHOUT_LINEAR = "has no linear modules that take an adapter. Set model.lora.rank=0."
 
 
 def check_model(
@@ -52,11 +52,11 @@ def check_layout(features: Mapping[str, Any], layout: str, model: str, *, shared
     asked = uncomputed_features(features, layout)
     if not asked:
         return
-    advice = "take another model"
+    advice = "Take another model"
     if layout == "packed" and not uncomputed_features(features, "padded"):
-        advice = "set model.layout=padded" + " and policy.parallel to 1" * shared
+        advice = "Set model.layout=padded" + " and policy.parallel to 1" * shared
     raise UnsupportedModelError(
-        f"{model} with {', '.join(asked)}, which model.layout={layout} does not compute; {advice}."
+        f"{model} with {', '.join(asked)}, which model.layout={layout} does not compute. {advice}."
     )
 
 
@@ -64,11 +64,11 @@ def kernel_problem(kernel: str, layout: str, *, cuda: bool, half: bool) -> str:
     """Return why `model.attention=kernel` does not run on this device in this precision, or an empty string."""
     kernels = ("auto", *KERNEL_FEATURES[layout])
     if kernel not in kernels:
-        return f"is for padded rows that ranks do not share (policy.parallel); set one of {', '.join(kernels)}"
+        return f"is for padded rows that ranks do not share (policy.parallel). Set one of {', '.join(kernels)}"
     if kernel in CUDA_KERNELS and not cuda:
-        return "is a CUDA kernel and the run uses CPUs; set auto or sdpa"
+        return "is a CUDA kernel and the run uses CPUs. Set auto or sdpa"
     if kernel in CUDA_KERNELS and not half:
-        return "takes half precision only; set model.dtype=bfloat16, or attention=sdpa"
+        return "takes half precision only. Set model.dtype=bfloat16, or attention=sdpa"
     return ""
 
 
@@ -78,7 +78,7 @@ def check_kernel_features(kernel: str, layout: str, features: frozenset[str], mo
     if missing:
         raise UnsupportedModelError(
             f"{model} with {', '.join(sorted(missing))}, which model.attention={kernel} does not compute with "
-            f"model.layout={layout}; set model.attention=auto."
+            f"model.layout={layout}. Set model.attention=auto."
         )
 
 
@@ -94,17 +94,17 @@ def check_context_parallel(
         return
     if recurrent:
         raise UnsupportedModelError(
-            f"{model} carries a state from token to token, which ranks that share a sequence do not pass on; set "
+            f"{model} carries a state from token to token, which ranks that share a sequence do not pass on. Set "
             "policy.parallel.context_parallel=1."
         )
     if parallel.context_parallel_method == "ulysses" and heads is not None and heads % sharing:
         raise UnsupportedModelError(
             f"{model} has {heads} attention heads, which policy.parallel.context_parallel * tensor_parallel = "
-            f"{sharing} does not divide; set policy.parallel.context_parallel_method=ring."
+            f"{sharing} does not divide. Set policy.parallel.context_parallel_method=ring."
         )
     if parallel.context_parallel_method == "ring" and features:
         raise UnsupportedModelError(
-            f"{model} with {', '.join(sorted(features))}, and ring attention is causal only; set "
+            f"{model} with {', '.join(sorted(features))}, and ring attention is causal only. Set "
             "policy.parallel.context_parallel_method=ulysses."
         )
 
@@ -116,11 +116,11 @@ def check_ring_settings(parallel: ParallelConfig, kernel: str, *, cuda: bool, ha
     if kernel != "auto":
         raise ConfigError(
             f"model.attention={kernel} has no effect without policy.parallel.context_parallel_method=ulysses (ring "
-            "has kernels of its own); set that, or remove model.attention."
+            "has other kernels). Set that, or remove model.attention."
         )
     if cuda and not half:
         raise ConfigError(
-            "policy.parallel.context_parallel_method=ring needs half precision on GPUs; set model.dtype=bfloat16, or "
+            "policy.parallel.context_parallel_method=ring needs half precision on GPUs. Set model.dtype=bfloat16, or "
             "ulysses."
         )
 
@@ -133,7 +133,7 @@ def _sharing_problem(
     if max(settings.rows(forward=forward)[1] for forward in (False, True)) > 1:
         return "needs model.length_multiple=1, also of forward passes"
     if settings.attention not in ("auto", "varlen", "flash3"):
-        return f"needs the log-sum-exp, which model.attention={settings.attention} does not give; set auto"
+        return f"needs the log-sum-exp, which model.attention={settings.attention} does not give. Set auto"
     if settings.compile:
         return "does not go with model.compile"
     if recurrent:
@@ -141,7 +141,7 @@ def _sharing_problem(
     if features:
         return f"needs a model without {', '.join(sorted(features))}"
     if cuda and not half:
-        return "needs half precision on GPUs; set model.dtype=bfloat16"
+        return "needs half precision on GPUs. Set model.dtype=bfloat16"
     return ""
 
 
@@ -162,7 +162,7 @@ def check_value_head(parallel: ParallelConfig, role: str) -> None:
     if parallel.tensor_parallel > 1:
         raise ConfigError(
             f"policy.parallel.tensor_parallel={parallel.tensor_parallel} would share the {role}'s layers between "
-            "ranks, too, which a value head cannot; set it to 1, or use context_parallel."
+            "ranks, too, which a value head cannot. Set it to 1, or use context_parallel."
         )
 
 
@@ -184,7 +184,7 @@ def _check_router_losses(settings: ModelConfig, model: str, family: str) -> None
     if settings.has_router_losses and family not in ROUTER_LOSS_FAMILIES:
         raise UnsupportedModelError(
             f"{model}: model.router_aux_loss_coefficient and model.router_z_loss_coefficient are for "
-            f"{', '.join(ROUTER_LOSS_FAMILIES)}, whose routers choose by a softmax; set them to 0."
+            f"{', '.join(ROUTER_LOSS_FAMILIES)}, whose routers choose by a softmax. Set them to 0."
         )
 
 
@@ -209,8 +209,8 @@ def _check_pipeline_parallel(parallel: ParallelConfig, model: str, layers: int) 
     if layers < stages * virtual:
         parts = f" * virtual_stages={virtual}" * (virtual > 1)
         raise UnsupportedModelError(
-            f"{model} has {layers} layers, fewer than the parts of policy.parallel.pipeline_parallel={stages}{parts}; "
-            "lower it."
+            f"{model} has {layers} layers, fewer than the parts of policy.parallel.pipeline_parallel={stages}{parts}. "
+            "Lower it."
         )
 
 
@@ -224,15 +224,15 @@ def check_tensor_parallel(
     if family not in TENSOR_PARALLEL_FAMILIES:
         raise UnsupportedModelError(
             f"{model} is not shared by policy.parallel.tensor_parallel, which is for "
-            f"{', '.join(TENSOR_PARALLEL_FAMILIES)}; set it to 1."
+            f"{', '.join(TENSOR_PARALLEL_FAMILIES)}. Set it to 1."
         )
     if settings.lora.rank:  # too small to share
         raise ConfigError(
-            "adapters are not shared between ranks; set model.lora.rank=0 or policy.parallel.tensor_parallel=1."
+            "adapters are not shared between ranks. Set model.lora.rank=0 or policy.parallel.tensor_parallel=1."
         )
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         size = sizes.get(name)
         if size is not None and size % tp:
             raise UnsupportedModelError(
-                f"{model} has {name}={size}, which policy.parallel.tensor_parallel={tp} does not divide; set it to 1."
+                f"{model} has {name}={size}, which policy.parallel.tensor_parallel={tp} does not divide. Set it to 1."
             )

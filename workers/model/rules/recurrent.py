@@ -32,8 +32,8 @@ def check_mixers(layers: Sequence[nn.Module], config: Any) -> None:
         mixers, kind = find_mixers(layer), kinds[index] if index < len(kinds) else ""
         if layer in mixers or (kind in RECURRENT and not mixers):
             raise UnsupportedModelError(
-                f"layer {index}, {type(layer).__name__}, carries a state from token to token by no module of its own, "
-                "so that sequences of a packed row cannot be told apart; set model.layout=padded"
+                f"layer {index}, {type(layer).__name__}, carries a state from token to token by no separate module, "
+                "so that sequences of a packed row cannot be told apart. Set model.layout=padded."
             )
 
 

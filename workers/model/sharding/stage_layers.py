@@ -47,8 +47,8 @@ class Passing:
     def result(self) -> Tensor:
         if self.sent is None:
             raise UnsupportedModelError(
-                "the model does not run its list of layers in order, so it cannot be split into stages; "
-                "set policy.parallel.pipeline_parallel=1"
+                "the model does not run its list of layers in order, so it cannot be split into stages. "
+                "Set policy.parallel.pipeline_parallel=1."
             )
         return self.sent
 

@@ -30,7 +30,7 @@ def split_layers(costs: Sequence[float], last: float, parts: int) -> list[range]
     layers = len(costs)
     if layers < parts:
         raise ConfigError(
-            f"policy.parallel.pipeline_parallel asks for {parts} parts of a model that has {layers} layers; lower it."
+            f"policy.parallel.pipeline_parallel asks for {parts} parts of a model that has {layers} layers. Lower it."
         )
     sums = [0.0]
     for cost in costs:

@@ -74,7 +74,7 @@ class Form:
             if not name.startswith(known):
                 raise UnsupportedModelError(
                     f"{packed.name} has {name} outside embedding, layers, norm and output layer: it cannot be split "
-                    "into stages; set policy.parallel.pipeline_parallel=1"
+                    "into stages. Set policy.parallel.pipeline_parallel=1."
                 )
         return form
 

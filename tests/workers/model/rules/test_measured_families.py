@@ -41,13 +41,13 @@ def test_rows_of_either_layout_are_computed_as_sequences_alone(tmp_path, model_t
 @pytest.mark.parametrize(
     ("model_type", "changes", "reason"),
     [
-        ("mamba", {}, r"\(mamba\) takes no position_ids, .*; set model\.layout=padded"),
-        ("bart", {}, r"\(bart\) takes no position_ids, .*; set model\.layout=padded"),
+        ("mamba", {}, r"\(mamba\) takes no position_ids, .*\. Set model\.layout=padded"),
+        ("bart", {}, r"\(bart\) takes no position_ids, .*\. Set model\.layout=padded"),
         ("llama4_text", {}, r"with chunked_attention, attn_temperature_tuning, which model\.layout=packed does"),
         (
             "llama4_text",
             {"layer_types": ["full_attention"] * 2, "no_rope_layers": [1, 0], "floor_scale": 8192},
-            r"with attn_temperature_tuning, which model\.layout=packed does not compute; set model\.layout=padded",
+            r"with attn_temperature_tuning, which model\.layout=packed does not compute\. Set model\.layout=padded",
         ),
         ("doge", {"keep_window_size": 128}, r"DogeAttention uses attention_mask"),
     ],
