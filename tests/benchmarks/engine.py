@@ -35,7 +35,7 @@ from workers.model.rows.packing import pack, pad
 HEADER = """# Engine benchmark
 
 Written by `python -m tests.benchmarks.engine`: forward and backward in float32 on one core of an x86-64 processor with
-AVX2. Times are medians of CPU seconds, with the compared ways in turns. Read the ratios, because absolute times drift
+AVX2. Times are medians of CPU seconds, measured in turns. Read the ratios, because absolute times drift
 with the machine.
 """
 CPU = torch.device("cpu")
@@ -122,7 +122,7 @@ def part_layouts(repeats: int) -> str:
     ways = {
         "packed": (ours, [batch], packed),
         "transformers' packing (position_ids, sdpa, no cache)": (theirs, [batch], native),
-        f"padded, cut into {len(parts)} micro-batches of like length": (rows, parts, padded),
+        f"padded, cut into {len(parts)} micro-batches of similar length": (rows, parts, padded),
         "padded": (rows, [batch], padded),
     }
     times: dict[str, list[float]] = {name: [] for name in ways}

@@ -72,8 +72,8 @@ def _table(seconds: float, repeats: int) -> Table:
         ],
         [_row(*case, seconds, repeats) for case in CASES],
         "The plans of the first mini-batch of 8,192 sequences on 64 ranks (docs/balancing-benchmark.md), scaled to a "
-        f"predicted time of {seconds:g} s. Each stage waits on a pipe for what a pass needs, sleeps for as long as the "
-        f"plan predicts of its heaviest rank, and sends the result on. {repeats} runs of each. Worst: the run whose "
+        f"predicted time of {seconds:g} s. Each stage waits on a pipe for its input, sleeps for the predicted time "
+        f"of its heaviest rank, and sends the result on. {repeats} runs of each. Worst: the run whose "
         "time is farthest from the prediction. Stages have real-time priority where the system "
         "grants it, so that other programs do not delay them. Sleeping passes, unlike computing ones, do not slow each "
         "other down.",

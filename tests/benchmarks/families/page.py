@@ -11,8 +11,8 @@ Outcomes = dict[str, Outcome]
 
 HEADER = """# Models
 
-Written by `python -m tests.benchmarks.families`: each of the {families} families of causal language models in
-transformers {transformers}, as a tiny random model with layers of every kind that the family has, in float32 on a CPU.
+Written by `python -m tests.benchmarks.families`: a tiny random model of each of the {families} families of causal
+language models in transformers {transformers}, with layers of every kind that the family has, in float32 on a CPU.
 The training engine loads it as a run does, and its log-probs and gradients are compared with the model's own forward
 pass of one sequence at a time.
 
@@ -77,7 +77,7 @@ def markdown(found: dict[str, Outcomes]) -> str:
     not_built = {f"`{family}`": _first(outcomes["all"]) for family, outcomes in found.items() if "all" in outcomes}
     text = head + _table(["family", *columns], [row for row in rows if row[0] not in refused])
     text += _listed("Refused in every layout", refused)
-    return text + _listed("Not measured: transformers makes no text model of a tiny configuration", not_built) + "\n"
+    return text + _listed("Not measured, because transformers cannot build a tiny text model", not_built) + "\n"
 
 
 def _is_refused_alike(cells: list[str]) -> bool:
