@@ -194,7 +194,7 @@ def split_ranks(weights: Floats, rank_of: Integers, ranks: int, steps: int) -> I
 def repair_caps(
     sizes: Integers, weights: Floats, group_of: Integers, count: int, max_tokens: int, max_sequences: int
 ) -> Integers:
-    """Bring groups within the caps, none of them empty. Returns int64 [n], -1 for a sequence that fits nowhere.
+    """Bring non-empty groups within the caps. Returns int64 [n], -1 for a sequence that fits nowhere.
 
     Sequences above a cap move, longest first, to the lightest group with room. An empty group takes the lightest
     sequence of the group with most sequences. weights: descending.

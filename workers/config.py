@@ -37,7 +37,7 @@ class OptimizerConfig:
     warmup_steps: int = setting(0, "Optimiser steps of linear warm-up from 0.", minimum=0)
     total_steps: int = setting(
         0,
-        "Optimiser steps after which `linear` and `cosine` end; 0 derives it from run.steps and batch.",
+        "Optimiser steps after which `linear` and `cosine` end. 0 derives it from run.steps and batch.",
         minimum=0,
     )
     final_learning_rate_ratio: float = setting(
@@ -53,7 +53,7 @@ class OptimizerConfig:
 
 @dataclass
 class ParallelConfig:
-    """ranks = pipeline_parallel * dp * context_parallel * tensor_parallel; `workers.model` describes the methods."""
+    """ranks = pipeline_parallel * dp * context_parallel * tensor_parallel. `workers.model` describes the methods."""
 
     only_with = (
         (".context_parallel above 1", "context_parallel_method"),
@@ -125,13 +125,13 @@ class PolicyConfig:
         16384, "Cap on packed tokens of a training micro-batch. Twice the longest sequence is a good start.", minimum=1
     )
     forward_max_tokens_per_micro_batch: int = setting(
-        0, "Cap on packed tokens of a forward-only micro-batch; 0 uses policy.max_tokens_per_micro_batch.", minimum=0
+        0, "Cap on packed tokens of a forward-only micro-batch. 0 uses policy.max_tokens_per_micro_batch.", minimum=0
     )
     max_sequences_per_micro_batch: int = setting(
-        0, "Cap on sequences of a training micro-batch; 0 means unlimited. If set, use 2 or more.", minimum=0
+        0, "Cap on sequences of a training micro-batch. 0 means unlimited. If set, use 2 or more.", minimum=0
     )
     forward_max_sequences_per_micro_batch: int = setting(
-        0, "Cap on sequences of a forward-only micro-batch; 0 uses policy.max_sequences_per_micro_batch.", minimum=0
+        0, "Cap on sequences of a forward-only micro-batch. 0 uses policy.max_sequences_per_micro_batch.", minimum=0
     )
     min_micro_batches: int = setting(
         1,
@@ -145,7 +145,7 @@ class PolicyConfig:
     cpu_offload: bool = setting(False, "Keep parameters, gradients and optimiser state in host memory (FSDP2).")
     reshard_after_forward: bool = setting(True, "Free gathered parameters after each layer's forward pass (FSDP2).")
     threads: int = setting(
-        0, "CPU threads of a worker; 0 divides the node's cores among the role's workers.", minimum=0, maximum=10_000
+        0, "CPU threads of a worker. 0 divides the node's cores among the role's workers.", minimum=0, maximum=10_000
     )
     max_mismatch: float = setting(
         0.5,
@@ -160,7 +160,7 @@ class PolicyConfig:
 
 @dataclass
 class ReferenceConfig:
-    """Frozen policy of a KL penalty in the loss or reward; started only with such a penalty."""
+    """Frozen policy of a KL penalty in the loss or reward, started only with such a penalty."""
 
     only_with = (("own reference", "cpu_offload"), ("GPUs", "cpu_offload"))
 
@@ -168,19 +168,19 @@ class ReferenceConfig:
         "", "Model of the reference. If empty, model.path, or with model.lora the policy without its adapters."
     )
     forward_max_tokens_per_micro_batch: int = setting(
-        0, "Cap on packed tokens of a micro-batch; 0 uses policy.max_tokens_per_micro_batch.", minimum=0
+        0, "Cap on packed tokens of a micro-batch. 0 uses policy.max_tokens_per_micro_batch.", minimum=0
     )
     forward_max_sequences_per_micro_batch: int = setting(
-        0, "Cap on sequences of a micro-batch; 0 uses policy.max_sequences_per_micro_batch.", minimum=0
+        0, "Cap on sequences of a micro-batch. 0 uses policy.max_sequences_per_micro_batch.", minimum=0
     )
     cpu_offload: bool = setting(False, "Keep parameters in host memory (FSDP2).")
 
 
 @dataclass
 class SamplingConfig:
-    temperature: float = setting(1.0, "Softmax temperature; 0 is greedy (validation only).", minimum=0, maximum=100)
+    temperature: float = setting(1.0, "Softmax temperature. 0 is greedy (validation only).", minimum=0, maximum=100)
     top_p: float = setting(1.0, "Probability mass of nucleus sampling.", above=0, maximum=1)
-    top_k: int = setting(0, "Number of candidate tokens; 0 keeps all.", minimum=0)
+    top_k: int = setting(0, "Number of candidate tokens. 0 keeps all.", minimum=0)
     max_new_tokens: int = setting(1024, "Maximum response length, in tokens.", minimum=1)
 
     @property
@@ -208,7 +208,7 @@ class RolloutConfig:
 
     replicas: int = setting(
         0,
-        "Number of vLLM engines; 0 uses as many as fit on the placement's GPUs, and 1 on CPUs.",
+        "Number of vLLM engines. 0 uses as many as fit on the placement's GPUs, and 1 on CPUs.",
         minimum=0,
         maximum=100_000,
     )
@@ -223,7 +223,7 @@ class RolloutConfig:
     )
     max_staleness: int = setting(
         0,
-        "Generate groups up to this many steps ahead while the policy trains; they continue across weight updates. 0 "
+        "Generate groups up to this many steps ahead while the policy trains. They continue across weight updates. 0 "
         "generates each step's samples with the current weights (see docs/asynchronous.md). Above 0, ratios use the "
         "sampler's log-probs, unless algorithm.loss.rollout_correction is set.",
         minimum=0,
@@ -245,12 +245,12 @@ class RolloutConfig:
     )
     max_model_tokens: int = setting(
         0,
-        "Maximum prompt plus response that an engine accepts; 0 uses data.max_prompt_tokens + "
+        "Maximum prompt plus response that an engine accepts. 0 uses data.max_prompt_tokens + "
         "sampling.max_new_tokens, or + rollout.max_episode_tokens with an environment.",
         minimum=0,
     )
     max_concurrent: int = setting(
-        256, "Requests that one engine processes at the same time; others wait in the router.", minimum=1, maximum=10**6
+        256, "Requests that one engine processes at the same time. Others wait in the router.", minimum=1, maximum=10**6
     )
     gpu_memory_utilization: float = setting(
         0.5, "Share of a GPU's memory for an engine (weights and KV cache).", above=0, maximum=1
@@ -263,7 +263,7 @@ class RolloutConfig:
         "Arguments that other settings determine are refused.",
     )
     max_retries: int = setting(2, "How often a failed sample is retried before it is dropped and counted.", minimum=0)
-    threads: int = setting(0, "CPU threads of an engine; 0 uses all cores of the node.", minimum=0, maximum=10_000)
+    threads: int = setting(0, "CPU threads of an engine. 0 uses all cores of the node.", minimum=0, maximum=10_000)
     hang_timeout_s: float = setting(
         60.0,
         "After this many seconds without a finished sample, an engine is asked whether it is alive. If it does not "
@@ -305,17 +305,17 @@ class RewardModelConfig:
     )
     weight: float = setting(1.0, "Weight of its score in the reward.")
     max_tokens_per_micro_batch: int = setting(
-        0, "Cap on packed tokens of a micro-batch; 0 uses policy.max_tokens_per_micro_batch.", minimum=0
+        0, "Cap on packed tokens of a micro-batch. 0 uses policy.max_tokens_per_micro_batch.", minimum=0
     )
     max_sequences_per_micro_batch: int = setting(
-        0, "Cap on sequences of a micro-batch; 0 uses policy.max_sequences_per_micro_batch.", minimum=0
+        0, "Cap on sequences of a micro-batch. 0 uses policy.max_sequences_per_micro_batch.", minimum=0
     )
     cpu_offload: bool = setting(False, "Keep parameters in host memory (FSDP2).")
 
 
 @dataclass
 class CriticConfig:
-    """A model that predicts a value per token; started only with algorithm.advantage=gae. It uses the policy's ranks,
+    """A model that predicts a value per token, started only with algorithm.advantage=gae. It uses the policy's ranks,
     parallelism, threads and model settings, without adapters."""
 
     only_with = (("GPUs", "cpu_offload"),)
@@ -326,16 +326,16 @@ class CriticConfig:
         "at 0. Empty uses model.path.",
     )
     max_tokens_per_micro_batch: int = setting(
-        0, "Cap on packed tokens of a training micro-batch; 0 uses policy.max_tokens_per_micro_batch.", minimum=0
+        0, "Cap on packed tokens of a training micro-batch. 0 uses policy.max_tokens_per_micro_batch.", minimum=0
     )
     forward_max_tokens_per_micro_batch: int = setting(
-        0, "Cap on packed tokens of a forward-only micro-batch; 0 uses critic.max_tokens_per_micro_batch.", minimum=0
+        0, "Cap on packed tokens of a forward-only micro-batch. 0 uses critic.max_tokens_per_micro_batch.", minimum=0
     )
     max_sequences_per_micro_batch: int = setting(
-        0, "Cap on sequences of a training micro-batch; 0 uses policy.max_sequences_per_micro_batch.", minimum=0
+        0, "Cap on sequences of a training micro-batch. 0 uses policy.max_sequences_per_micro_batch.", minimum=0
     )
     forward_max_sequences_per_micro_batch: int = setting(
-        0, "Cap on sequences of a forward-only micro-batch; 0 uses critic.max_sequences_per_micro_batch.", minimum=0
+        0, "Cap on sequences of a forward-only micro-batch. 0 uses critic.max_sequences_per_micro_batch.", minimum=0
     )
     warmup_steps: int = setting(0, "Steps at the start of a run that train only the critic.", minimum=0)
     cpu_offload: bool = setting(False, "Keep parameters, gradients and optimiser state in host memory (FSDP2).")

@@ -112,7 +112,7 @@ def split_arguments(
     kwargs: dict[str, Any],
     put: Callable[[Any], Any],
 ) -> list[Arguments]:
-    """Arguments of every rank. `put` stores an object, once per dp rank. Raises DataError if they do not fit."""
+    """Return every rank's arguments. `put` stores an object, once per dp rank. Raises DataError if they do not fit."""
     if mode.split is Split.ALL:
         return [(args, kwargs)] * len(ranks)
     if len(args) < 2 or not isinstance(args[0], RemoteBatch) or not isinstance(args[1], Plan):
@@ -140,7 +140,7 @@ def join_tokens(
 
 
 def join_rows(plan: Plan, rows: int, parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Numbers in the order of the batch, from an array per dp rank. Raises as `join_tokens`."""
+    """Return numbers in the order of the batch, from an array per dp rank. Raises as `join_tokens`."""
     block, row = _places(plan, rows)
     starts = np.cumsum([0, *(len(part) for part in parts)])
     return np.concatenate(parts)[starts[block] + row]

@@ -1,4 +1,4 @@
-"""Reads JSON files that users give."""
+"""Read JSON files that users give."""
 
 import json
 from pathlib import Path

@@ -8,13 +8,13 @@ from workers.setting import setting
 
 @dataclass
 class SupervisedLossConfig:
-    """Negative log-likelihood of the tokens to learn; formulas: `workers.model.losses.supervised`."""
+    """Negative log-likelihood of the tokens to learn. Formulas: `workers.model.losses.supervised`."""
 
     only_with = ((".aggregation=sequence_mean_token_sum_norm", "constant_length"),)
 
     aggregation: str = setting(
         "token_mean",
-        "How token losses are aggregated; denominators count the whole step.",
+        "How token losses are aggregated. Denominators count the whole step.",
         choices=("token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "sequence_mean_token_sum_norm"),
     )
     constant_length: int = setting(
@@ -59,7 +59,7 @@ class RolloutCorrectionConfig:
 
 @dataclass
 class LossConfig:
-    """The policy loss; formulas: the functions in `workers.model.losses`."""
+    """The policy loss. Formulas: the functions in `workers.model.losses`."""
 
     only_with = (
         (".name=custom", "function, columns, old_entropies"),
@@ -75,7 +75,7 @@ class LossConfig:
     )
 
     name: str = setting(
-        "ppo_clip", "Policy loss; `custom` uses algorithm.loss.function.", choices=(*POLICY_LOSS_NAMES, "custom")
+        "ppo_clip", "Policy loss. `custom` uses algorithm.loss.function.", choices=(*POLICY_LOSS_NAMES, "custom")
     )
     function: str = setting(
         "",
@@ -114,7 +114,7 @@ class LossConfig:
     kl_cov_coefficient: float = setting(1.0, "Weight of kl_cov's penalty.", minimum=0)
     aggregation: str = setting(
         "auto",
-        "How token losses are aggregated; denominators count the whole mini-batch. `auto` follows the loss's paper.",
+        "How token losses are aggregated. Denominators count the whole mini-batch. `auto` follows the loss's paper.",
         choices=(
             "auto",
             "token_mean",
@@ -129,7 +129,7 @@ class LossConfig:
     )
     entropy_coefficient: float = setting(0.0, "Weight of the entropy bonus.", minimum=0)
     kl_coefficient: float = setting(
-        0.0, "Weight of the KL to the reference in the loss; 0 starts no reference.", minimum=0
+        0.0, "Weight of the KL to the reference in the loss. 0 starts no reference.", minimum=0
     )
     kl_estimator: str = setting("k3", "Estimator of the KL (Schulman 2020).", choices=("k1", "k2", "k3", "absolute"))
     kl_correction: str = setting(
@@ -144,23 +144,23 @@ class LossConfig:
 
 @dataclass
 class ValueLossConfig:
-    """The critic's loss; formulas: `workers.model.losses.value`."""
+    """The critic's loss. Formulas: `workers.model.losses.value`."""
 
     only_with = (("several updates", "clip"),)
 
     clip: float = setting(
-        0.2, "Values that moved further than this during the update give no gradient; 0 disables clipping.", minimum=0
+        0.2, "Values that moved further than this during the update give no gradient. 0 disables clipping.", minimum=0
     )
     aggregation: str = setting(
         "token_mean",
-        "How token losses are aggregated; denominators count the whole mini-batch.",
+        "How token losses are aggregated. Denominators count the whole mini-batch.",
         choices=("token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum"),
     )
 
 
 @dataclass
 class GaeConfig:
-    """Generalised advantage estimation; formulas: `workers.model.losses.returns`."""
+    """Generalised advantage estimation. Formulas: `workers.model.losses.returns`."""
 
     gamma: float = setting(1.0, "Discount per token.", minimum=0, maximum=1)
     lam: float = setting(
@@ -183,12 +183,12 @@ class KlInRewardConfig:
     only_with = ((".target above 0", "horizon"),)
 
     coefficient: float = setting(
-        0.0, "Weight of the penalty; with a target, the initial weight. 0 disables the penalty.", minimum=0
+        0.0, "Weight of the penalty. With a target, the initial weight. 0 disables the penalty.", minimum=0
     )
     estimator: str = setting("k1", "Estimator of the KL (Schulman 2020).", choices=("k1", "k2", "k3", "absolute"))
     target: float = setting(
         0.0,
-        "Target KL of a response, in nats; the weight is adapted to it at each step. 0 keeps the weight.",
+        "Target KL of a response, in nats. The weight is adapted to it at each step. 0 keeps the weight.",
         minimum=0,
     )
     horizon: int = setting(
@@ -222,6 +222,6 @@ def check_constant_length(section: str, aggregation: str, constant_length: int) 
 def undecorated(function: str) -> ConfigError:
     """Return the error about a custom loss, `module:function`, that is not registered by `policy_loss`."""
     return ConfigError(
-        f"algorithm.loss.function={function!r} does not state its normaliser; decorate it with "
+        f"algorithm.loss.function={function!r} does not state its normaliser. Decorate it with "
         "@policy_loss(NAME, aggregation=...)."
     )

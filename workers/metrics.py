@@ -46,7 +46,7 @@ class Metric:
         return Metric(Reduction.MIN, float(value))
 
     def result(self) -> float:
-        """The number to log, NaN for a mean over nothing."""
+        """Return the number to log, NaN for a mean over nothing."""
         if self.reduction is not Reduction.MEAN:
             return self.value
         return self.value / self.weight if self.weight else math.nan

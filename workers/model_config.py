@@ -1,4 +1,4 @@
-"""Settings of the model, which all training roles share; see `workers.config`."""
+"""Settings of the model, which all training roles share. See `workers.config`."""
 
 from dataclasses import dataclass, field, replace
 
@@ -14,7 +14,7 @@ class LoraConfig:
 
     only_with = ((".rank above 0", "alpha, target_modules"),)
 
-    rank: int = setting(0, "Rank of the adapters; 0 trains the whole model.", minimum=0, maximum=100_000)
+    rank: int = setting(0, "Rank of the adapters. 0 trains the whole model.", minimum=0, maximum=100_000)
     alpha: float = setting(32.0, "Adapters are scaled by alpha / rank.", above=0)
     target_modules: str = setting(
         "all-linear",
@@ -36,7 +36,7 @@ class ModelConfig:
     path: str = setting("???", "Folder with a Hugging Face model and tokenizer, or a name in the local hub cache.")
     dtype: str = setting(
         "auto",
-        "Parameter and compute type; `auto` is float32 on CPU and bfloat16 on GPU (parameters kept in float32).",
+        "Parameter and compute type. `auto` is float32 on CPU and bfloat16 on GPU (parameters kept in float32).",
         choices=("auto", "float32", "bfloat16"),
     )
     attention: str = setting(
@@ -59,11 +59,11 @@ class ModelConfig:
     )
     forward_layout: str = setting(
         "same",
-        "Layout of forward-only passes (log-probs, reference, values, scores); `same` is model.layout.",
+        "Layout of forward-only passes (log-probs, reference, values, scores). `same` is model.layout.",
         choices=("same", "packed", "padded"),
     )
     forward_length_multiple: int = setting(
-        0, "model.length_multiple of forward-only passes; 0 uses the same.", minimum=0
+        0, "model.length_multiple of forward-only passes. 0 uses the same.", minimum=0
     )
     share_prefixes: str = setting(
         "auto",
@@ -79,12 +79,12 @@ class ModelConfig:
         False, "Keep the layer inputs of gradient checkpointing in host memory until the backward pass (GPU)."
     )
     compile: bool = setting(
-        False, "Compile each decoder layer (torch.compile): fewer, larger kernels; the first step takes minutes (GPU)."
+        False, "Compile each decoder layer (torch.compile): fewer, larger kernels. The first step takes minutes (GPU)."
     )
     logprob_chunk_tokens: int = setting(
         0,
-        "Tokens whose logits exist at the same time; bounds the memory of log-probs (tokens x vocabulary). 0 means "
-        "2,048 on a GPU and 256 on a CPU. GPUs add to the output layer's gradient once per chunk.",
+        "Tokens whose logits exist at the same time. This bounds the memory of log-probs (tokens x vocabulary). 0 "
+        "means 2,048 on a GPU and 256 on a CPU. GPUs add to the output layer's gradient once per chunk.",
         minimum=0,
     )
     router_replay: str = setting(
@@ -134,7 +134,7 @@ class ModelConfig:
         return layout, self.forward_length_multiple or self.length_multiple
 
     def attention_layout(self, *, shared: bool = False) -> str:
-        """Return `packed` if our attention runs, over segments; `padded` if transformers' does, over rows."""
+        """Return `packed` if our attention runs, over segments, or `padded` if transformers' does, over rows."""
         # Transformers' does not support ranks that share sequences or layers.
         layouts = {self.rows(forward=forward)[0] for forward in (False, True)}
         ours = shared or "packed" in layouts or self.attention in CUDA_KERNELS

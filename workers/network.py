@@ -1,4 +1,4 @@
-"""Selects the network interface of collectives: the one with the address by which Ray knows this node.
+"""Select the network interface of collectives: the one with the address by which Ray knows this node.
 
 Left alone, gloo uses the address of the host name, often 127.0.1.1, and NCCL the first interface that is up. Ranks on
 two nodes would then wait for each other until they time out.
@@ -23,7 +23,7 @@ def use_rays_interface() -> None:
 
 
 def socket_variables(address: str, interfaces: Mapping[str, Iterable[str]], given: Container[str]) -> dict[str, str]:
-    """The variables to set, except those in `given`, or none if no interface has the address, as behind a NAT."""
+    """Return the variables to set, except those in `given`. Behind a NAT no interface has the address: none."""
     name = interface_of(address, interfaces)
     if name is None:
         return {}
@@ -48,7 +48,7 @@ def nccl_files(environment: Mapping[str, str]) -> list[Path]:
 
 
 def variables_in(files: Iterable[Path]) -> set[str]:
-    """Names that files with lines NAME=value set. Missing files set none."""
+    """Return the names that files with lines NAME=value set. Missing files set none."""
     lines = [line for file in files if file.is_file() for line in file.read_text().splitlines()]
     return {line.partition("=")[0].strip() for line in lines if "=" in line and not line.lstrip().startswith("#")}
 

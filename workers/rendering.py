@@ -36,7 +36,7 @@ class Template:
 
 
 def template_of(folder: Path) -> Template | None:
-    """The chat template, where transformers looks for it, or None. Raises ConfigError for invalid JSON or UTF-8."""
+    """Read the template where transformers looks for it, or None. Raises ConfigError for invalid JSON or UTF-8."""
     settings = _of_file(folder / "tokenizer_config.json")
     text: Any = settings.get("chat_template")
     if (folder / "chat_template.json").is_file():
@@ -195,7 +195,7 @@ class Renderer:
         return self._encoded(text, where, add_special_tokens=False)
 
     def marked(self, messages: Messages, where: str) -> tuple[list[int], np.ndarray]:
-        """Ids of messages, and which the template marks as the assistant's. Raises DataError, naming `where`."""
+        """Return ids of messages, and which the template marks as the assistant's. Raises DataError, naming `where`."""
         self.text(messages, where)
         options = {"return_dict": True, "return_assistant_tokens_mask": True}
         found = self._applied(in_form(messages, *self._forms), **options)

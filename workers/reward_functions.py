@@ -30,5 +30,5 @@ def format_tags(response: str) -> float:
 
 
 def length(response: str) -> float:
-    """Minus the response's length in thousands of characters. A small weight penalises long responses."""
+    """Return minus the response's length in thousands of characters, to penalise long responses."""
     return -len(response) / 1000

@@ -74,7 +74,7 @@ def add_environment(score: Score, environment: Score, *, has_functions: bool) ->
 
 
 def weighted(scores: Mapping[str, Score], weights: Mapping[str, float], response: str) -> Score:
-    """Weighted sum of rewards, with the functions' names before several functions' parts, and the first answer."""
+    """Return the weighted sum of rewards, the parts under functions' names if several, and the first answer."""
     if len(scores) == 1:
         ((name, score),) = scores.items()
         return Score(weights[name] * score.reward, response, score.parts, score.answer)

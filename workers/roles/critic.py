@@ -22,7 +22,7 @@ class CriticWorker(TrainedWorker):
     def advantages(
         self, batch: DataProto, plan: RankPlan, settings: GaeConfig, penalty: KlPenalty | None = None
     ) -> tuple[DataProto, Metrics]:
-        """Values before the update, and advantages and returns of the policy's tokens, 0 elsewhere: float32, ragged.
+        """Return values before the update, advantages and returns of the policy's tokens, 0 elsewhere: float32, ragged.
 
         batch: `input_ids`, `loss_mask`, `reward` [B] and, with a penalty, `old_log_probs` and `reference_log_probs`.
         """
@@ -40,5 +40,5 @@ class CriticWorker(TrainedWorker):
 
     @dispatch(Split.PLAN, Join.METRICS)
     def update(self, batch: DataProto, plan: RankPlan, loss: ValueLossConfig) -> Metrics:
-        """One optimiser step per mini-batch, towards `returns`. The batch also has `old_values`."""
+        """Take one optimiser step per mini-batch, towards `returns`. The batch also has `old_values`."""
         return self.train(batch, plan, make_value_loss(loss))

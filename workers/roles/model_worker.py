@@ -56,35 +56,35 @@ class ModelWorker(Worker):
 
     @dispatch(Split.ALL)
     def build(self) -> int:
-        """Load and shard the model. Return its number of parameters."""
+        """Load and shard the model. Returns its number of parameters."""
         self.engine = TrainingEngine(self._model, **self._engine_arguments)
         self.free_cached_memory()
         return self.engine.num_parameters
 
     @dispatch(Split.PLAN, Join.TOKENS, returns=("log_probs",))
     def log_probs(self, batch: DataProto, plan: RankPlan) -> tuple[DataProto, Metrics]:
-        """Forward-only pass: `log_probs` float32, ragged like `input_ids`, 0 where `loss_mask` is False."""
+        """Return `log_probs` of a forward-only pass, float32, ragged like `input_ids`, 0 where `loss_mask` is False."""
         log_probs, metrics = self.engine.log_probs(batch, micro_batches_of(plan))
         self.free_cached_memory()
         return token_block(batch, log_probs=log_probs), metrics
 
     @dispatch(Split.PLAN, Join.TOKENS, returns=("log_probs", "entropies"))
     def log_probs_and_entropies(self, batch: DataProto, plan: RankPlan) -> tuple[DataProto, Metrics]:
-        """Forward-only pass: `log_probs` and `entropies` (nats), in the form of `log_probs`."""
+        """Return `log_probs` and `entropies` (nats) of a forward-only pass, in the form of `log_probs`."""
         log_probs, entropies, metrics = self.engine.log_probs_and_entropies(batch, micro_batches_of(plan))
         self.free_cached_memory()
         return token_block(batch, log_probs=log_probs, entropies=entropies), metrics
 
     @dispatch(Split.PLAN, Join.ROWS)
     def sequence_log_probs(self, batch: DataProto, plan: RankPlan) -> np.ndarray:
-        """Forward-only pass: summed log-prob of each sequence's `loss_mask` tokens, float64 [B]."""
+        """Return from a forward-only pass the summed log-prob of each sequence's `loss_mask` tokens, float64 [B]."""
         summed = self.engine.sequence_log_probs(batch, micro_batches_of(plan))
         self.free_cached_memory()
         return summed.numpy()
 
     @dispatch(Split.PLAN, Join.ROWS)
     def kl(self, batch: DataProto, plan: RankPlan, estimator: str) -> np.ndarray:
-        """Estimated KL of each sequence, nats, float64 [B], from `old_log_probs` and `reference_log_probs`."""
+        """Estimate the KL of each sequence, nats, float64 [B], from `old_log_probs` and `reference_log_probs`."""
         return sequence_kl(batch, estimator).numpy()
 
     @dispatch(Split.ALL)
@@ -120,7 +120,7 @@ class TrainedWorker(ModelWorker):
 
     @dispatch(Split.ALL, Join.RANK_ZERO)
     def load_checkpoint(self, path: str) -> dict[str, Any]:
-        """Resume. Return the driver's `extra`. Raises CheckpointError for a broken or foreign checkpoint."""
+        """Resume, and return the driver's `extra`. Raises CheckpointError for a broken or foreign checkpoint."""
         return self.engine.load_checkpoint(path)
 
     @dispatch(Split.ALL)
@@ -141,7 +141,7 @@ class RewardModelWorker(ModelWorker):
 
     @dispatch(Split.PLAN, Join.ROWS)
     def score(self, batch: DataProto, plan: RankPlan) -> np.ndarray:
-        """Score of each sequence, prompt and response, read at its last token: float64 [B]."""
+        """Return the score of each sequence, prompt and response, read at its last token: float64 [B]."""
         scores = self.engine.scores(batch, micro_batches_of(plan))
         self.free_cached_memory()
         return scores.double().numpy()

@@ -20,7 +20,7 @@ from workers.rollout.weight_transfer import pack_weights
 class PolicyWorker(TrainedWorker):
     @dispatch(Split.PLAN, Join.METRICS)
     def update(self, batch: DataProto, plan: RankPlan, loss: LossConfig) -> Metrics:
-        """One optimiser step per mini-batch of the plan.
+        """Take one optimiser step per mini-batch of the plan.
 
         batch: `input_ids`, `loss_mask`, `advantages` ([B] or ragged). If the loss needs them `group_tokens` [B], and
         `old_log_probs`, `reference_log_probs` and `rollout_log_probs`, ragged.
@@ -31,7 +31,7 @@ class PolicyWorker(TrainedWorker):
     def token_advantages(
         self, batch: DataProto, plan: RankPlan, gamma: float, penalty: KlPenalty | None = None
     ) -> tuple[DataProto, Metrics]:
-        """REINFORCE++'s advantages of the policy's tokens, 0 elsewhere, float32 and ragged.
+        """Return REINFORCE++'s advantages of the policy's tokens, 0 elsewhere, float32 and ragged.
 
             A_t = whiten(G_t)        G_t: `discounted_returns` of `token_rewards`
 
@@ -51,13 +51,13 @@ class PolicyWorker(TrainedWorker):
 
     @dispatch(Split.ALL, Join.RANK_ZERO_REFERENCE)
     def export_weights(self) -> tuple[np.ndarray | None, Metrics]:
-        """All weights as safetensors bytes, uint8, on rank zero. Collective."""
+        """Return all weights as safetensors bytes, uint8, on rank zero. Collective."""
         packed = pack_weights(self.engine.named_weights(self.engine.dtype, keeper=0))
         return (packed if self.coordinates.index == 0 else None), {}
 
     @dispatch(Split.PLAN, Join.TOKENS, returns=("log_probs",))
     def reference_log_probs(self, batch: DataProto, plan: RankPlan) -> tuple[DataProto, Metrics]:
-        """`log_probs` without the adapters, the reference of LoRA. Raises ConfigError for a policy without adapters."""
+        """Return `log_probs` without the adapters, LoRA's reference. Raises ConfigError without adapters."""
         with self.engine.without_adapters():
             return self.log_probs(batch, plan)
 
@@ -93,17 +93,17 @@ class PolicyWorker(TrainedWorker):
 class OfflinePolicyWorker(PolicyWorker):
     @dispatch(Split.PLAN, Join.METRICS)
     def learn_tokens(self, batch: DataProto, plan: RankPlan, loss: SupervisedLossConfig) -> Metrics:
-        """One optimiser step per mini-batch, on the likelihood of `loss_mask` tokens."""
+        """Take one optimiser step per mini-batch, on the likelihood of `loss_mask` tokens."""
         return self.train(batch, plan, make_sft_loss(loss.aggregation, loss.constant_length))
 
     @dispatch(Split.PLAN, Join.METRICS)
     def learn_weighted(self, batch: DataProto, plan: RankPlan) -> Metrics:
-        """One optimiser step per mini-batch, on `weighted_log_probs` with the column `coefficient` [B]."""
+        """Take one optimiser step per mini-batch, on `weighted_log_probs` with the column `coefficient` [B]."""
         return self.train(batch, plan, weighted_log_probs)
 
     @dispatch(Split.PLAN, Join.METRICS)
     def measure_tokens(self, batch: DataProto, plan: RankPlan) -> Metrics:
-        """Forward-only pass: `loss`, the mean negative log-likelihood of `loss_mask` tokens, and `entropy`."""
+        """Return a forward-only pass's `loss`, the mean negative log-likelihood of `loss_mask` tokens, and `entropy`."""
         log_probs, metrics = self.engine.log_probs(batch, micro_batches_of(plan))
         self.free_cached_memory()
         total = -float(log_probs.double().sum())
@@ -111,6 +111,6 @@ class OfflinePolicyWorker(PolicyWorker):
 
     @dispatch(Split.PLAN, Join.ROWS)
     def reference_sequence_log_probs(self, batch: DataProto, plan: RankPlan) -> np.ndarray:
-        """`sequence_log_probs` without the adapters. Raises ConfigError for a policy without adapters."""
+        """Return `sequence_log_probs` without the adapters. Raises ConfigError for a policy that has none."""
         with self.engine.without_adapters():
             return self.sequence_log_probs(batch, plan)

@@ -43,7 +43,7 @@ class RewardWorker:
         return True
 
     def score(self, block: DataProto, requests: Sequence[ScoreRequest]) -> list[Score]:
-        """One Score per request, in order. `failure` says why scoring failed."""
+        """Return one Score per request, in order. `failure` says why scoring failed."""
         rows = [block.row(request.row) for request in requests]
         last = [row["input_ids"][last_turn(row["loss_mask"])] for row in rows]
         calls = [
@@ -80,7 +80,7 @@ def turns(loss_mask: np.ndarray) -> list[tuple[str, slice]]:
 
 
 def last_turn(loss_mask: np.ndarray) -> slice:
-    """Bounds of the policy's last turn: the last run of True in `loss_mask`."""
+    """Return the bounds of the policy's last turn: the last run of True in `loss_mask`."""
     marked = np.flatnonzero(loss_mask)
     breaks = np.flatnonzero(np.diff(marked) > 1)
     first = marked[breaks[-1] + 1] if len(breaks) else marked[0]

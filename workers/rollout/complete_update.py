@@ -208,4 +208,4 @@ class _FileEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemoryUpdateI
 
 
 class SharedMemoryWeightTransferEngine(CompleteUpdate, _FileEngine):
-    """Loads the whole model from one file, and refuses an incomplete one."""
+    """Load the whole model from one file, and refuse an incomplete one."""

@@ -1,4 +1,4 @@
-"""Registers vLLM's RMSNorm kernels for CPUs, which vLLM 0.32 has but offers to GPUs alone.
+"""Register vLLM's RMSNorm kernels for CPUs, which vLLM 0.32 has but offers to GPUs alone.
 
     x --contiguous, whole vectors, weight of its type?--> the kernel          one call
                                                      no --> vLLM's own way    eight calls of torch

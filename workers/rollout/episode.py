@@ -86,7 +86,7 @@ class Episode:
         return True
 
     def end(self, *, done: bool) -> str:
-        """Finish reason after the last turn: `length` (cut off), `stop` (`done`), `turns` (none left), or ""."""
+        """Return how the last turn ended: `length` (cut off), `stop` (`done`), `turns` (none left), or ""."""
         if self.turns[-1].finish_reason == LENGTH:
             return LENGTH
         if done:
@@ -94,7 +94,7 @@ class Episode:
         return TURNS if len(self.turns) == self._max_turns else ""
 
     def row(self) -> dict[str, np.ndarray]:
-        """Token columns: `input_ids` int32, `loss_mask` bool, `rollout_log_probs` float32, `weight_versions` int32.
+        """Return `input_ids` int32, `loss_mask` bool, `rollout_log_probs` float32, `weight_versions` int32.
 
         `weight_versions` is -1 where the policy sampled nothing. `routed_experts` (optional): int16 [n, layers, k], -1
         for unread tokens at the end.

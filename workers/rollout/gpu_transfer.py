@@ -1,4 +1,4 @@
-"""Sends new weights to engines on GPUs, device to device. CPU tests replace communicator and memory handles.
+"""Send new weights to engines on GPUs, device to device. CPU tests replace communicator and memory handles.
 
     sender = WeightSender("apart", engines, weights, metadata, rank=rank, ...)   # on every policy rank, once
     sender.send(version)                                                # on every policy rank, after every update

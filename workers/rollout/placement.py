@@ -7,7 +7,7 @@ BACKENDS = {"shared_memory": "shared_memory", "colocated": "ipc", "apart": "nccl
 
 
 def fits_device(placement: str, *, has_gpu: bool) -> bool:
-    """Whether an engine of this placement can run: `shared_memory` needs a CPU, `colocated` and `apart` a GPU."""
+    """Return whether an engine can run: `shared_memory` needs a CPU, `colocated` and `apart` a GPU."""
     return (placement == "shared_memory") != has_gpu
 
 
@@ -25,5 +25,5 @@ def check_placement(placement: str, *, has_gpu: bool) -> None:
 
 
 def ranks_of_engine(replica: int, tensor_parallel: int) -> range:
-    """Policy ranks whose GPUs a colocated engine shares: consecutive, engine after engine."""
+    """Return the policy ranks whose GPUs a colocated engine shares: consecutive, engine after engine."""
     return range(replica * tensor_parallel, (replica + 1) * tensor_parallel)

@@ -14,7 +14,7 @@ _ODD = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: multiples of it spr
 
 
 def hashed_places(tokens: int) -> np.ndarray:
-    """Response lengths that have hashes, int64, ascending and below `tokens`."""
+    """Return response lengths that have hashes, int64, ascending and below `tokens`."""
     places = list(range(1, min(tokens, EACH + 1)))
     while places and (following := places[-1] + max(1, places[-1] // 16)) < tokens:
         places.append(following)
@@ -22,7 +22,7 @@ def hashed_places(tokens: int) -> np.ndarray:
 
 
 def prefix_hashes(ids: np.ndarray, prompt_tokens: int) -> bytes:
-    """uint32 numbers, one per entry of `hashed_places`, the same in every process.
+    """Return uint32 numbers, one per entry of `hashed_places`, the same in every process.
 
     ids: int32 [n], a sample's tokens. A hash is the upper half of sum_j (x_j + 1) a_j mod 2^64 over the tokens x_j,
     with fixed a_j. Different prefixes collide with a probability of about 2^-32.

@@ -95,7 +95,7 @@ COUNTS = (
 
 @dataclass(frozen=True)
 class SampleResult:
-    """The result of one request.
+    """Hold the result of one request.
 
     response_tokens: the policy's. observation_tokens: the environment's. read_tokens: tokens before each turn, summed.
     `cached_tokens` of them were in the prefix cache. finish_reason: `stop` (end of sequence, or the environment was
@@ -155,7 +155,7 @@ def sample_seed(run_seed: int, step: int, uid: str, sample: int) -> int:
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """Seed of a sample's turn, counted from 0. The first turn uses the sample's seed."""
+    """Return the seed of a sample's turn, counted from 0. The first turn uses the sample's seed."""
     return _seed(f"{seed}/{turn}") if turn else seed
 
 

@@ -1,4 +1,4 @@
-"""Translates between us and vLLM: process environment, engine arguments and sampling parameters in, responses out."""
+"""Translate between Ballast and vLLM: environment, engine arguments and sampling parameters in, responses out."""
 
 import os
 from collections.abc import Sequence
@@ -57,7 +57,7 @@ def _cpu_environment(config: RolloutConfig) -> dict[str, str]:
 def engine_arguments(
     model: ModelConfig, config: RolloutConfig, *, placement: str, max_model_tokens: int, seed: int
 ) -> "AsyncEngineArgs":
-    """Engine arguments: log-probs are at the engine's temperature, before truncation if vLLM can.
+    """Return engine arguments: log-probs are at the engine's temperature, before truncation if vLLM can.
 
     See `SamplingConfig.log_probs_are_whole`. Raises ConfigError for a refused option in `rollout.engine`.
     """
@@ -189,7 +189,7 @@ def as_response(output: "RequestOutput") -> Response:
 
 
 def unfinished_responses(engine: "AsyncLLM") -> dict[str, Response]:
-    """Unfinished responses with tokens, by request name, from vLLM's output processor.
+    """Return unfinished responses with tokens, by request name, from vLLM's output processor.
 
     vLLM reports the versions of weights only with finished outputs.
     """

@@ -1,4 +1,4 @@
-"""Sends new weights to engines on CPUs: one array of safetensors bytes in shared memory.
+"""Send new weights to engines on CPUs: one array of safetensors bytes in shared memory.
 
     payload = pack_weights(policy.named_weights())        # policy rank 0, uint8 [bytes], a Ray object
     with private_file(payload) as path:                   # every rollout actor, in memory, mode 0600
@@ -30,7 +30,7 @@ ACTOR = "BALLAST_ROLLOUT_ACTOR"
 
 
 def mark_actor() -> None:
-    """Mark this process, with which processes end that inherit its environment."""
+    """Mark this process. Processes that inherit its environment end with it."""
     os.environ[ACTOR] = str(os.getpid())
 
 
@@ -80,7 +80,7 @@ def pack_weights(named_tensors: "Iterable[tuple[str, Tensor]]") -> np.ndarray:
 
 @contextmanager
 def private_file(payload: np.ndarray) -> Iterator[str]:
-    """Path to `payload` as a file in memory, for processes of this user, until the block ends."""
+    """Yield the path to `payload` as a file in memory, for processes of this user, until the block ends."""
     # Unlike a file in /dev/shm, it vanishes with a killed process, and a container's small /dev/shm does not limit it.
     with os.fdopen(os.memfd_create("ballast-weights"), "wb") as file:
         os.fchmod(file.fileno(), 0o600)

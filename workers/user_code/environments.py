@@ -123,7 +123,7 @@ def _call(process: Fork, timeout_s: float, method: str, argument: Any) -> Any:
 
 
 class Player:
-    """In the process: answers `reset` and `step`. Every `reset` makes a new environment."""
+    """Answer `reset` and `step` in the process. Every `reset` makes a new environment."""
 
     def __init__(self, packed: bytes) -> None:
         self._class, self._environment = cloudpickle.loads(packed), None

@@ -1,4 +1,4 @@
-"""Finds users' functions and classes: imported, described and pickled in another process, never in ours.
+"""Find users' functions and classes: imported, described and pickled in another process, never in ours.
 
     find_function(key, "module:function" or "path/file.py:function") --process--> import, signature, cloudpickle
         --> UserFunction(packed, signature), which only the processes that run it unpickle
@@ -45,14 +45,14 @@ class UserFunction:
 
 
 def find_function(key: str, name: str, *, timeout_s: float) -> UserFunction:
-    """The function `module:function` or `path/file.py:function` of a setting. Raises ConfigError."""
+    """Return the function `module:function` or `path/file.py:function` of a setting. Raises ConfigError."""
     found = _imported("workers.user_code.functions:describe", key, name, timeout_s)
     signature = Signature(tuple(found["names"]), tuple(found["required"]), found["takes_all"])
     return UserFunction(base64.b64decode(found["packed"]), signature)
 
 
 def find_class(key: str, name: str, methods: tuple[str, ...], *, timeout_s: float) -> bytes:
-    """The class of a setting, packed. Raises ConfigError, also if a method is missing."""
+    """Return the class of a setting, packed. Raises ConfigError, also if a method is missing."""
     found = _imported("workers.user_code.functions:describe", key, name, timeout_s)
     if not found["is_class"] or not set(methods) <= set(found["methods"]):
         raise ConfigError(f"{key}={name!r} must be a class with the methods {' and '.join(methods)}.")
@@ -65,7 +65,7 @@ def check_loss(key: str, name: str, *trial: Any, timeout_s: float) -> None:
 
 
 def call(packed: bytes, *arguments: Any, key: str, timeout_s: float) -> Any:
-    """A packed function's value, through JSON. Arrays and tensors become lists. Raises ConfigError."""
+    """Return a packed function's value, through JSON. Arrays and tensors become lists. Raises ConfigError."""
     run = "workers.user_code.functions:run"
     try:
         return ask(run, packed, arguments, key, timeout_s=timeout_s, setting=TIMEOUT_SETTING)
@@ -107,7 +107,7 @@ def _is_users(module: ModuleType) -> bool:
 
 
 def describe(key: str, name: str) -> dict[str, Any]:
-    """In the process: signature and methods of `name`, and its base-64 pickle `packed`."""
+    """Describe `name` in the process: signature, methods, and its base-64 pickle `packed`."""
     module, found = load(key, name)
     try:
         packed = pickled(found, module, sys.modules.get(found.__module__))
@@ -134,7 +134,7 @@ def run(packed: bytes, arguments: tuple[Any, ...], key: str) -> Any:
 
 
 def load(key: str, name: str) -> tuple[ModuleType, Callable[..., Any]]:
-    """The module and the function `name`. Raises ConfigError if it is missing or raises."""
+    """Return the module and the function `name`. Raises ConfigError if it is missing or raises."""
     place, separator, function_name = name.rpartition(":")
     if not separator:
         raise ConfigError(f"{key}={name!r} must be module:function or path/file.py:function.")

@@ -145,7 +145,7 @@ class UserProcess(Connection):
         self.send(arguments)
 
     def fork(self) -> "Fork":
-        """Raises NoAnswerError if the process cannot fork."""
+        """Fork the process. Raises NoAnswerError if it cannot."""
         return Fork(self._socket)
 
     @property
@@ -226,7 +226,7 @@ class Channel:
         os.register_at_fork(after_in_child=self._socket.close)
 
     def receive(self) -> tuple[Any, list[int]]:
-        """The next request, or None with a descriptor for a fork. Raises EOFError when the other side is gone."""
+        """Return the next request, or None with a fork's descriptor. Raises EOFError when the other side is gone."""
         header, descriptors, _, _ = socket.recv_fds(self._socket, HEADER, 1)
         if not header:
             raise EOFError

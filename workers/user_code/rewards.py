@@ -45,7 +45,7 @@ class Call:
 
 
 class RewardProcess:
-    """Runs reward functions on samples, restarted whenever a sample ends it."""
+    """Run reward functions on samples. A sample that ends the process restarts it."""
 
     def __init__(
         self, functions: Sequence[RewardFunction], *, timeout_s: float, concurrency: int, quiet: bool = False
@@ -56,7 +56,7 @@ class RewardProcess:
         self._process: UserProcess | None = None
 
     def run(self, calls: Sequence[Call]) -> dict[int, Score]:
-        """A score for every call, by number. Failures are in `failure`, never raised."""
+        """Return a score for every call, by number. Failures are in `failure`, never raised."""
         scores: dict[int, Score] = {}
         if len(calls) > 1:
             self._try(calls, scores)
@@ -145,7 +145,7 @@ class Scorer:
         return await self._result(function, {"response": call.response} | columns)
 
     async def _score_batch(self, function: RewardFunction, calls: list[Call]) -> list[Any]:
-        """One value or _FunctionError per call. If the batch fails, each call is tried alone."""
+        """Return one value or _FunctionError per call. If the batch fails, each call is tried alone."""
         columns = {name: [call.columns.get(name) for call in calls] for name in function.columns}
         try:
             values = await self._result(function, {"responses": [call.response for call in calls]} | columns)
