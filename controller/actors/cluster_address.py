@@ -42,7 +42,7 @@ def check_cluster(config: TrainingConfig) -> None:
     if address in (LOCAL, AUTO):
         return
     where = f"{_key(config)}={address}"
-    import grpc  # here, because it takes half a second
+    import grpc  # a late import, which takes half a second
 
     with grpc.insecure_channel(address) as channel:
         if error := _error(channel, HEALTH):

@@ -38,7 +38,7 @@ from workers.rollout.placement import ranks_of_engine
 from workers.rollout.requests import WeightLoad
 from workers.user_code.rewards import RewardFunction
 
-ANSWER_SECONDS = 5.0  # for facts that are only recorded
+ANSWER_SECONDS = 5.0  # seconds, for facts that are only recorded
 CLASSES: dict[str, type[Worker]] = {
     "policy": PolicyWorker,
     "reference": ReferenceWorker,
@@ -112,7 +112,7 @@ class WorkerGroups:
     def _with_engines(self, method: str, *args: Any) -> None:
         """Call a method of the policy in which ranks and engines wait for each other.
 
-        The transfer has no watchdog: a rank would wait for a dead engine for ever. So engines are polled meanwhile.
+        The transfer has no watchdog: a rank would wait forever for a dead engine. So engines are polled meanwhile.
         """
         deadline = time.monotonic() + self.transfer_timeout_s
 
@@ -127,7 +127,7 @@ class WorkerGroups:
         try:
             getattr(self.policy, method).remote(*args).result(meanwhile=poll)
         except WorkerError:
-            self.rollouts.check_alive()  # a dead engine is the cause, the error of a rank its consequence
+            self.rollouts.check_alive()  # a dead engine causes the rank's error
             raise
 
     def take_micro_step_times(self) -> dict[str, list[MicroStepTime]]:
@@ -184,7 +184,7 @@ def launch(
             replace(config.rollout, replicas=config.engines),
             budget or RestartBudget(config.run.max_restarts),
             live or LiveMetrics(),
-            replaceable=not between_gpus,  # sender and engines have met once and for all
+            replaceable=not between_gpus,  # sender and engines are connected for the whole run
             colocated=colocated,
             start_timeout_s=timeout_s,
             log=console.log,

@@ -1,7 +1,7 @@
 """Layout: the resources that a run asks of Ray, as data. `--dry-run` prints it, `controller.actors.launch` starts it.
 
     training pool    one bundle for each policy worker      policy i, reference i, critic i, ... share a bundle
-    rollout pool     one bundle for each engine             with its own GPUs if rollout.placement is apart
+    rollout pool     one bundle for each engine             with separate GPUs if rollout.placement is apart
                      none if colocated                      engine i shares the tp ranks from i*tp on
     no pool                                                 reward workers, wherever there is room
 
@@ -47,7 +47,7 @@ class RoleRequest:
 def training_pool(config: TrainingConfig) -> Pool:
     """Return one bundle per policy worker, shared by other roles' equal ranks and colocated engines."""
     parallel, (engines, engine_ranks) = config.policy.parallel, config.colocated_engines
-    # Every bundle has room for an engine's actor, though not each holds one: bundles must be equal.
+    # Every bundle has room for an engine's actor, because bundles must be equal.
     bundle = {"CPU": config.resources.cpus_per_worker * (len(config.training_roles) + (engines > 0))}
     tensor, context, expert = parallel.tensor_parallel, parallel.context_parallel, parallel.expert_parallel
     sharing = (tensor, tensor * context, *(math.lcm(tensor * context, expert),) * (expert > 1))

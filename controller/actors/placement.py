@@ -1,4 +1,4 @@
-"""Assigns ranks to bundles: ranks that communicate in every layer, and the GPUs of one engine, share a node.
+"""Assign ranks to bundles: ranks that communicate in every layer, and the GPUs of one engine, share a node.
 
     Pool --Ray reserves--> node of every bundle --bundle_of_rank--> bundle of every rank, the same for all roles
 

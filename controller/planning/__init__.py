@@ -1,1 +1,1 @@
-"""Which rank computes which sequence when: `planner` plans, `cost_model_fitting` fits its costs to measured times."""
+"""Assign sequences to ranks: `planner` plans, `cost_model_fitting` fits its costs to measured times."""

@@ -78,7 +78,7 @@ class CostModelFitter:
 
 
 def over_stages(times: Mapping[str, Sequence[MicroStepTime]]) -> list[MicroStepTime]:
-    """Return micro-steps. Parts of one micro-step on several pipeline stages are summed."""
+    """Return micro-steps, summed over pipeline stages."""
     stages: dict[str, list[Sequence[MicroStepTime]]] = {}
     for actor, found in times.items():
         stages.setdefault(actor.partition(" pp=")[0], []).append(found)

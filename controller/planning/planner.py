@@ -1,12 +1,12 @@
-"""Planner: which sequences share an optimiser step, and which rank computes each of them when.
+"""Planner: decide which sequences share an optimiser step, and which rank computes each sequence when.
 
     number of sequences, seed --draw_mini_batches--> mini-batches --Planner.plan--> Plan of every rank's micro-batches
 
     prompt_hash, prompt_tokens --> groups with a prefix                        plan_batch(prefix_groups, prefix_lengths)
     prefix_hashes --> order of each group's tree, depth of neighbours in it    plan_batch(tree_order, tree_depths)
 
-Balancing never changes mini-batches, which are drawn at random before. A plan deducts shared prefix tokens as a row
-does (workers/model/rows/prefix_rows.py), or fewer. So no row exceeds the plan.
+Balancing never changes mini-batches, which are drawn at random before. A plan deducts at most
+the prefix tokens that a row shares (workers/model/rows/prefix_rows.py), so no row exceeds the plan.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ def prefix_columns(
 ) -> dict[str, Integers]:
     """Return the arguments of `plan_batch` for shared prefixes of B samples, int64 [B] each.
 
-    prompts: int64 [B], equal for equal ones. prompt_tokens, lengths: int64 [B], of prompt and whole sample. hashes:
+    prompts: int64 [B], equal for equal prompts. prompt_tokens, lengths: int64 [B], of prompt and whole sample. hashes:
     objects [B], bytes from `workers.rollout.prefix_hashes`. minimum: `model.min_shared_tokens`.
     """
     own = lengths - prompt_tokens
@@ -72,7 +72,7 @@ def _depths(
         alike[rows[1:]] = equal.sum(axis=1)
     places = np.append(0, hashed_places(int(own.max())))
     largest = np.zeros(groups.max() + 1, np.int64)
-    np.maximum.at(largest, groups, fewest)  # of a group: depths of any two of its samples are minima of several
+    np.maximum.at(largest, groups, fewest)  # depths of any two samples of a group are minima of several
     depths: Integers = prompt_tokens + np.maximum(0, places[alike] - largest[groups] + 1)
     return depths
 

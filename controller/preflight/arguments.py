@@ -60,10 +60,10 @@ class Arguments:
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Raises ConfigError, one line, instead of printing argparse's usage and exiting."""
+    """Raises a one-line ConfigError instead of printing argparse's usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
-        """Called by argparse for wrong arguments."""
+        """Handle wrong arguments, for argparse."""
         raise ConfigError(f"{message}; {' '.join(self.format_usage().split())}")
 
 
@@ -81,7 +81,7 @@ def parse_arguments(argv: Sequence[str] | None = None, command: Command = FIT) -
     Raises ConfigError for an unknown option, without --config, for --cluster or --all without --dry-run, and for
     --no-measure without --cluster. SystemExit(0) after --help and --settings.
     """
-    # Intermixed: overrides may stand before, between and after options.
+    # Intermixed, so that overrides may come before, between and after options.
     parsed = _parser(command).parse_intermixed_args(argv)
     overrides = (*parsed.verbose, *parsed.overrides)
     if parsed.all and not parsed.dry_run:

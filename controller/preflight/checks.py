@@ -1,4 +1,4 @@
-"""Check a whole configuration: impossible combinations, settings without effect, missing files.
+"""Check a configuration for impossible combinations, settings without effect and missing files.
 
     check(config) --> nothing, or ConfigError: one line that names the settings and what to change
 

@@ -1,4 +1,4 @@
-"""Whether a run fits on a described cluster, by its requests to Ray, or on this machine.
+"""Check whether a run fits on a described cluster, by its requests to Ray, or on this machine.
 
     --cluster nodes=8,gpus=8,gpu_gib=80,cpus=96 --> Cluster --place--> Placement of every bundle --> fits, or why not
 

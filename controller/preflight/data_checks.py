@@ -18,7 +18,7 @@ seconds weight_version newest_weight_version reward greedy_reward advantages gro
 held_back
 """
 RESERVED = frozenset(_NAMES.split())
-"""The columns that a batch has of itself."""
+"""Columns that every batch has."""
 
 
 def check_data(config: Config, model: ModelFiles) -> None:

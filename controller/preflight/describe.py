@@ -130,7 +130,7 @@ def _cap_line(config: TrainingConfig, limits: Limits) -> str:
 
 
 def warnings(config: Config) -> list[str]:
-    """Also printed when a run starts."""
+    """Return warnings, which a run prints at its start too."""
     if read_model_files(config.model.path, "model.path").end_of_sequence:
         return []
     return [

@@ -7,7 +7,7 @@ from workers.config import SamplingConfig
 from workers.errors import ConfigError
 
 COLDEST = 0.01
-"""The lowest temperature that vLLM samples at."""
+"""Lowest temperature at which vLLM samples."""
 
 
 def response_limit(config: Config) -> str:
@@ -67,7 +67,7 @@ def check_lengths(config: Config) -> None:
         f"{response_limit(config)}={config.longest_response} = {longest} tokens"
     )
     check_caps(config, config.limits.values(), longest, parts)
-    if config.uses_reward_model and config.data.validation:  # it scores these too
+    if config.uses_reward_model and config.data.validation:  # it scores these sequences too
         key, response = "validation.sampling.max_new_tokens", config.rollout.response_limit(config.validation.sampling)
         validated = config.data.max_prompt_tokens + response
         parts = f"data.max_prompt_tokens={config.data.max_prompt_tokens} + {key}={response} = {validated} tokens"

@@ -5,7 +5,7 @@
 
 Roles compute in turn: during a pass, a GPU holds the pass and all roles' states. While engines sample, it holds what
 all roles keep, and an engine's share, rollout.gpu_memory_utilization, unless engines have their own GPUs.
-A tenth of a GPU is left free for what is not measured: CUDA contexts, NCCL buffers, kernel workspaces, fragmentation.
+A tenth of a GPU stays free for unmeasured memory: CUDA contexts, NCCL buffers, kernel workspaces, fragmentation.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ Parts = dict[str, float]
 class Memory:
     """Measured memory of all training roles.
 
-    roles: by role, as `workers.model.memory_trace.trace` returns. problem: why nothing, or not all, was measured.
+    roles: by role, as `workers.model.memory_trace.trace` returns. problem: why measurements are missing.
     """
 
     roles: dict[str, dict[str, Any]]
@@ -141,7 +141,7 @@ def _keep(file: Path, text: str) -> None:
         whole.write_text(text)
         whole.replace(file)
     except OSError:
-        pass  # without a home that can be written to it is measured every time
+        pass  # without a writable home, every run measures again
 
 
 def _measured(asked: Mapping[str, Any]) -> Memory:
@@ -184,7 +184,7 @@ def host_memory(config: Config, memory: Memory, ranks: int) -> Parts:
 
 @dataclass(frozen=True)
 class Engine:
-    """GiB that an engine takes of a GPU, and of these its weights. kv_tokens: tokens that fit into the rest."""
+    """GiB of a GPU that an engine takes, and its weights among them. kv_tokens: tokens that fit into the rest."""
 
     share: float
     weights: float

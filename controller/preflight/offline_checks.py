@@ -48,7 +48,7 @@ def _check_batch(config: OfflineConfig) -> None:
 
 
 def _check_schedule(config: OfflineConfig) -> None:
-    if total := config.policy.optimizer.total_steps or config.run.steps:  # else only the data tell
+    if total := config.policy.optimizer.total_steps or config.run.steps:  # otherwise it follows from the data
         check_warmup("policy", config.policy.optimizer, total, "run.steps")
 
 

@@ -35,7 +35,7 @@ def _is_installed(package: str) -> bool:
 
 
 def _check_wandb() -> None:
-    """W&B itself is asked for its key, because it reads variables, settings files and netrc."""
+    """Let W&B find its key, because it reads variables, settings files and netrc."""
     import wandb
     from pydantic import ValidationError
     from wandb.sdk import wandb_setup
@@ -81,7 +81,7 @@ def _wrong_with(address: str) -> str:
         port = parts.port
     except ValueError:  # unclosed brackets, or an invalid port
         return "is not an address, such as http://HOST:PORT"
-    scheme = parts.scheme.partition("+")[0]  # of a database also the driver, as in mysql+pymysql
+    scheme = parts.scheme.partition("+")[0]  # with a database also the driver, as in mysql+pymysql
     if "/" not in address and address.rpartition(":")[2].isdigit():
         return "names no protocol. Put http:// before it"
     if scheme in ("http", "https"):

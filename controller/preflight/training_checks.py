@@ -1,4 +1,4 @@
-"""Checks of every training command: run, model files, caps, counts, kernels, warm-up."""
+"""Check settings of every training command: run, model files, caps, counts, kernels, warm-up."""
 
 import os
 import re
@@ -16,7 +16,7 @@ from workers.config import OptimizerConfig
 from workers.errors import CheckpointError, ConfigError, clause
 from workers.model.rules.model_rules import kernel_problem
 
-LONGEST_FILE_NAME = 255  # NAME_MAX of every usual file system
+LONGEST_FILE_NAME = 255  # NAME_MAX of common file systems
 
 
 def check_run(config: TrainingConfig) -> None:
@@ -159,7 +159,7 @@ def check_model_files(config: TrainingConfig) -> ModelFiles:
 
 
 OPTIMIZER_STEPS = "run.steps * batch.mini_batches * batch.epochs"
-"""The settings that the optimiser steps of a run follow from."""
+"""Settings that determine a run's optimiser steps."""
 
 
 def check_counts(config: Config) -> None:
