@@ -38,7 +38,7 @@ from workers.rollout.placement import ranks_of_engine
 from workers.rollout.requests import WeightLoad
 from workers.user_code.rewards import RewardFunction
 
-ANSWER_SECONDS = 5.0  # seconds, for facts that are only recorded
+ANSWER_SECONDS = 5.0  # for facts that are only recorded
 CLASSES: dict[str, type[Worker]] = {
     "policy": PolicyWorker,
     "reference": ReferenceWorker,
