@@ -103,11 +103,7 @@ class OfflinePolicyWorker(PolicyWorker):
 
     @dispatch(Split.PLAN, Join.METRICS)
     def measure_tokens(self, batch: DataProto, plan: RankPlan) -> Metrics:
-<<<<<<< HEAD
         """Return `loss`, the mean negative log-likelihood of `loss_mask` tokens, and `entropy`."""
-=======
-        """Return a forward pass's `loss`, the mean negative log-likelihood of `loss_mask` tokens, and `entropy`."""
->>>>>>> 28136ef (A docstring of the policy worker fits its line)
         log_probs, metrics = self.engine.log_probs(batch, micro_batches_of(plan))
         self.free_cached_memory()
         total = -float(log_probs.double().sum())
