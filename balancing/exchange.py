@@ -234,7 +234,7 @@ def _best_exchange(
         give = _bundles(groups, heavy, largest)
         light, ascending = -1, counts[:0]
         for position in range(min(partners, len(loads))):
-            if position == PARTNERS:  # the first few mostly suffice, from here on sorting pays
+            if position == PARTNERS:  # mostly the first few suffice, beyond them sorting pays
                 ascending = np.argsort(loads, kind="mergesort")
             if position < PARTNERS:
                 light = _next_lightest(loads, light)

@@ -40,7 +40,7 @@ def pack(
     """Group sequences into the fewest micro-batches that the caps allow, with workloads as equal as possible.
 
     lengths: n whole numbers >= 1. max_tokens: cap of a micro-batch (of a context-parallel group: cap of a rank times
-    cp). workloads: n numbers >= 0. None balances tokens. length_multiple: lengths are rounded up to a multiple.
+    cp). workloads: n numbers >= 0, or None for tokens. length_multiple: lengths are rounded up to a multiple.
     algorithm: `load_balance`, or `none`, which cuts the given order.
     Returns int64 arrays, heaviest micro-batch first, or for `none` in given order, indices ascending.
     Raises LengthError, WeightError, OptionError for bad values, OverCapError for a sequence above the cap, and

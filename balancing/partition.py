@@ -57,7 +57,7 @@ def partition(
         raise WeightError("weights is empty. Pass at least one weight.")
     if sets > checked.size and not allow_empty:
         raise CountError(f"k={sets} is more than the {checked.size} weights. Lower k or set allow_empty=True.")
-    order = _heaviest_first(checked)  # so that, except for ties, the given order does not matter
+    order = _heaviest_first(checked)  # except for ties, the given order then does not matter
     set_of = np.empty(checked.size, np.int64)
     set_of[order] = _ALGORITHMS[algorithm](checked[order], sets, equal_size)
     return Grouping(set_of, sets).members()

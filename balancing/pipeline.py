@@ -36,8 +36,8 @@ class Pipeline:
     """A model's division over stages, and the cost of its parts.
 
     stages: ranks in a row. virtual_stages: chunks of layers on each (interleaved 1F1B above 1, for at least 2 stages).
-    backward: backward cost / forward cost. 0 plans passes without gradients.
-    stage_shares: positive cost of each of the stages * virtual_stages parts. None is equal parts.
+    backward: backward cost / forward cost, 0 for passes without gradients.
+    stage_shares: positive cost of each of the stages * virtual_stages parts, or None for equal parts.
     transfer: time of one transfer between stages. overhead: fixed cost of a micro-batch over all parts
     (`CostFit.overhead_seconds`). Both in the unit of the cost model.
     Raises OptionError for values out of range.

@@ -280,12 +280,12 @@ def plan_batch(
 
     lengths: n whole numbers >= 1, the real tokens of each sequence.
     ranks: number of data-parallel ranks. It need not divide n.
-    mini_batches: index arrays that together contain every index once. None is one mini-batch.
+    mini_batches: index arrays that together contain every index once, or None for one mini-batch.
     max_tokens: cap on tokens of a micro-batch (of a context-parallel group: `alignment.group_cap`). Twice the longest
     sequence is a good choice.
-    loss_tokens: n whole numbers, 0 <= loss_tokens <= lengths. None takes lengths.
+    loss_tokens: n whole numbers, 0 <= loss_tokens <= lengths, or None for `lengths`.
     min_count, multiple_of: each rank's micro-batches in a mini-batch are at least the first, a multiple of the second.
-    cost_model: the workload to balance. None is tokens.
+    cost_model: the workload to balance, or None for tokens.
     algorithm: `karmarkar_karp` is largest differencing, refined under the caps (schedule.py). `none` keeps the given
     order with equal counts per rank, cut at the caps. `verl`, `roll` and `mindspeed_rl` plan rank by rank as these
     systems do, but keep the caps (baselines.py).

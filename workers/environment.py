@@ -29,7 +29,7 @@ class Observation:
     """An environment's answer to one turn.
 
     text: the policy's next input, unused if `done`. In a chat, messages or one user message's text. reward: of this
-    turn. An episode sums them. parts: numbers to log. An episode's last value counts.
+    turn, summed over an episode. parts: numbers to log, of which an episode's last value counts.
     """
 
     text: Text = ""

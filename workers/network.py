@@ -27,7 +27,7 @@ def socket_variables(address: str, interfaces: Mapping[str, Iterable[str]], give
     name = interface_of(address, interfaces)
     if name is None:
         return {}
-    variables = {GLOO: name, NCCL: f"={name}"}  # without "=" NCCL would take eth10 for eth1 too
+    variables = {GLOO: name, NCCL: f"={name}"}  # without "=" NCCL would match eth10, too
     return {variable: value for variable, value in variables.items() if variable not in given}
 
 

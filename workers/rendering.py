@@ -24,7 +24,7 @@ from workers.json_file import read_json
 from workers.user_code.functions import TIMEOUT_SETTING
 from workers.user_code.process import NoAnswerError, ask
 
-DEFAULT = "default"  # of several templates, the one for prompts without tools
+DEFAULT = "default"  # name of the template for prompts without tools
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def template_of(folder: Path) -> Template | None:
 def time_limit(seconds: float, setting: str) -> Iterator[None]:
     """Raise TimeoutError, naming `setting`, after `seconds` of Python code in the main thread."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # without a limit: signals reach the main thread alone
+        yield  # no limit: only the main thread receives signals
         return
 
     def stop(*_: object) -> None:
@@ -224,7 +224,7 @@ class Renderer:
 
     def _encoded(self, text: str, where: str, **options: bool) -> list[int]:
         try:
-            text.encode()  # tokenizers say less about half a character
+            text.encode()  # tokenizers' errors say less about half a character
         except UnicodeEncodeError as error:
             raise DataError(f"{where} cannot be encoded as Unicode: {named(error)}.") from None
         return self.checked(self.tokenizer(text, **options)["input_ids"], where)

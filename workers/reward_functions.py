@@ -18,7 +18,7 @@ def math(response: str, answer: str) -> dict[str, float | str]:
 
     found = parse(response)
     wanted = parse(answer) or parse(f"${answer}$")
-    # Voting needs one text for equal answers: the parsed expression's, not the one that was written.
+    # Voting needs one text for equal answers: the parsed expression's, not the response's.
     return {"reward": float(verify(wanted, found)), "answer": str(found[0]) if found else ""}
 
 

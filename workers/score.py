@@ -17,7 +17,7 @@ class Score:
     """The reward of one sample.
 
     response: the text, with all its turns. parts: further numbers to log. answer: equal ones vote together in
-    validation. failure: why there is no score. The reward is then 0. turns: of an episode, the texts after the record's
+    validation. failure: why there is no score, with a reward of 0. turns: of an episode, the texts after the record's
     prompt, as {"policy": text} or {"environment": text}.
     """
 
@@ -29,7 +29,7 @@ class Score:
     turns: tuple[dict[str, str], ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "turns", tuple(self.turns))  # JSON has lists alone
+        object.__setattr__(self, "turns", tuple(self.turns))  # JSON has only lists
         numbers = {"reward": self.reward, **self.parts}
         bad = next((f"{name} is {number}" for name, number in numbers.items() if not is_finite(number)), "")
         if bad:

@@ -19,7 +19,7 @@ def try_loss(
     key: str, name: str, config: LossConfig, columns: dict[str, Any], tokens: tuple[str, ...], meta: dict[str, Any]
 ) -> None:
     """Compute the gradient of a policy loss on two sequences, and on none. columns: [2] each. Raises ConfigError."""
-    load(key, name)  # first, so that every error of the import is ours, and need not wait for torch
+    load(key, name)  # first, so that import errors are raised before torch is loaded
     if "workers.model.losses.registry" not in sys.modules:  # where the decorator is
         raise undecorated(name)
     import torch

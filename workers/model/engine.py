@@ -72,7 +72,7 @@ class TrainingEngine:
     """Train or evaluate one model, sharded over the ranks. Without an optimiser it is frozen.
 
     total_steps: optimiser steps of the run, for the schedule. temperature: divides the logits, as in the rollouts.
-    parallel: how ranks share sequences and layers. None shards parameters over all of them. head: `lm` for log-probs,
+    parallel: how ranks share sequences and layers, or None to shard parameters over all. head: `lm` for log-probs,
     `value` for a critic's values (`value_head.py`). check_numerics: compare with the model's own forward pass.
 
     Raises ConfigError or UnsupportedModelError, on every rank, if the model cannot be loaded or packed.
@@ -346,7 +346,7 @@ class TrainingEngine:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield whole weights under the names and in the shapes of the model's files, on `device`. Collective.
 
-        dtype: None is the parameters'. keeper: the only rank that gets them. None is every rank. `lm_head.weight` is
+        dtype: None keeps the parameters'. keeper: the only rank that gets them, or None for all. `lm_head.weight` is
         included even if tied: vLLM keeps a packed copy of the output layer, which would stay old.
         """
         reshard(self.module)
@@ -364,7 +364,7 @@ class TrainingEngine:
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
-        """Inside, the engine is the base model: with LoRA, the policy's own reference. Raises ConfigError without
+        """Inside, the engine is the base model: with LoRA, the reference. Raises ConfigError without
         adapters.
         """
         self._check_adapters("be its own reference")

@@ -160,10 +160,10 @@ def fake_gpus(ranks: int, rank: int = 0) -> Iterator[FakeGpu]:
     """Inside, this process is `rank` of `ranks` ranks, each with a fake GPU. Collectives do nothing."""
     backend = Backend()
     _setup_privateuseone_for_python_backend(DEVICE, backend)
-    torch.accelerator.current_stream = backend.current_stream  # FSDP2 asks there for layers that it gathered in vain
+    torch.accelerator.current_stream = backend.current_stream  # FSDP2 asks there for layers gathered in vain
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     stand_in()
-    # One kernel on CUDA. For a backend without one torch composes it of many, with 2 T b f more at the peak.
+    # CUDA has one kernel. For other backends torch composes many, with 2 T b f more at the peak.
     torch.library.impl("aten::silu_backward", "PrivateUse1", torch.ops.aten.silu_backward.default)
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=...) makes it on the CPU and copies it
     gpu = FakeGpu()
@@ -201,7 +201,7 @@ def stand_in() -> None:
     else:
         experts.EpDispatchExpertsParallel._dispatch_tokens = _dispatch_evenly
     torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
-    # Every rank says what this one says, and every stage has as many layers.
+    # Every rank gives this one's answer, and every stage has as many layers.
     dist.broadcast_object_list = lambda *_, **__: None
     dist.all_gather_object = _all_say_the_same
     dist.batch_isend_irecv = lambda operations: []

@@ -1,4 +1,4 @@
-"""From a micro-batch to the model's input on one rank.
+"""Lay out a micro-batch as the model's input on one rank.
 
     DataProto --pack--> PackedRow --attention, cut--> this rank's ModelInput --model--> values --whole--> [N]
               --pack_shared--> SharedRow, where sequences begin with the same tokens
@@ -30,7 +30,7 @@ from workers.model.sharding.parallel import Parallel
 class RowLayout:
     """Lay out the micro-batches of one engine. parallel: None for a process without a process group.
 
-    shared_from: shortest prefix that sequences share. 0 shares none. Raises ConfigError or UnsupportedModelError if
+    shared_from: shortest prefix that sequences share, 0 for none. Raises ConfigError or UnsupportedModelError if
     model, layout, attention kernel and parallelism are incompatible.
     """
 

@@ -62,7 +62,7 @@ class _Head:
         return logits if self.temperature == 1.0 else logits.div_(self.temperature)
 
     def slope(self, logits: Tensor) -> Tensor | float | None:
-        """Return the derivative of `logits` by the raw logits. None means 1."""
+        """Return the derivative of `logits` by the raw logits, or None for 1."""
         slope = self.factor / self.temperature
         if self.softcap is None:
             return None if slope == 1.0 else slope
@@ -118,7 +118,7 @@ class _LinearLogProbs(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy)
         ctx.head, ctx.chunk_tokens = head, chunk_tokens
         ctx.set_materialize_grads(False)
-        return log_probs.clone(), entropy.clone()  # autograd would have both share the memory of one
+        return log_probs.clone(), entropy.clone()  # otherwise autograd would keep one memory for both
 
     @staticmethod
     @once_differentiable
@@ -145,7 +145,7 @@ class _LinearLogProbs(torch.autograd.Function):
                 grad_logits.mul_(slope)
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
-            # In the compute type from here on: the two products below are most of the cost.
+            # Use the compute type below: these two products are most of the cost.
             grad_logits = grad_logits.to(hidden.dtype)
             if grad_hidden is not None:
                 grad_hidden[rows] = grad_logits @ weight

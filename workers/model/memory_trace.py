@@ -96,7 +96,7 @@ def _result(jobs: list[dict[int, Future[dict[str, float]]]], layers: int) -> dic
 
 @contextmanager
 def _pools(ranks: int, parallel: ParallelConfig, stages: list[int], jobs: int) -> Iterator[list[ProcessPoolExecutor]]:
-    """For each stage, processes that are its first rank."""
+    """Yield for each stage processes that act as its first rank."""
     workers, fork = min(jobs, len(os.sched_getaffinity(0))), multiprocessing.get_context("fork")
     of_a_stage = ranks // parallel.pipeline_parallel
     pools = [ProcessPoolExecutor(workers, fork, _become, (ranks, stage * of_a_stage)) for stage in stages]

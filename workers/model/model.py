@@ -1,4 +1,4 @@
-"""From a Hugging Face folder to a causal LM that reads packed or padded rows.
+"""Load a Hugging Face folder as a causal LM that reads packed or padded rows.
 
 config.json --check_layout--> safetensors --> HF model + ballast_packed --> PackedCausalLM     packed layout
                                           --> HF model + its own attention --> PackedCausalLM  padded layout
@@ -72,7 +72,7 @@ class PackedModel(nn.Module):
         self.required_features = required_features(model.config, names)
         self.softcap = final_softcap(model.config)
         self.logit_factor = logit_factor(model.config)
-        # Families that know positions by their distance alone (ALiBi) take none.
+        # Families that use only distances of positions (ALiBi) take none.
         self.takes_positions = "position_ids" in inspect.signature(decoder_of(model).forward).parameters
 
     @property
@@ -186,7 +186,7 @@ def read_pretrained(
                 config=hf_config,
                 dtype=dtype,
                 local_files_only=True,
-                # transformers does not pass it to its search for adapters: without a network that takes 24 s
+                # transformers does not pass it on when it looks for adapters: 24 s without a network
                 adapter_kwargs={"local_files_only": True},
                 trust_remote_code=False,
                 output_loading_info=True,
@@ -261,7 +261,7 @@ def read_rows(packed: Packed, config: ModelConfig) -> Packed:
         split_by_segment(packed.layers)
     else:
         _use_own_attention(packed, config.attention)
-    # Dropout is never active: the policy that learns must be the policy that was sampled.
+    # Dropout is never active: the trained policy must be the sampled policy.
     packed.eval()
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -45,7 +45,7 @@ LENGTH = re.compile(
 """Names, in configurations and modules, of lengths beyond which a model computes something else."""
 SHORT = 8  # these lengths, in tokens, for the probe
 BUILT_IN = ("window_size", "block_size", "rel_extent", "chunk_size", "mamba_chunk_size")  # of buffers and kernels
-LONGEST_SPAN = 1024  # of those that are built in, the longest that the probe exceeds
+LONGEST_SPAN = 1024  # the longest built-in length that the probe exceeds
 BEYOND_SPAN = 8
 
 GRADIENT_TOLERANCE = 1e-2
@@ -97,7 +97,7 @@ Expected = tuple[Outputs, Difference]
 
 
 def check_numerics(packed: PackedModel, config: ModelConfig) -> Difference:
-    """Check a model from `LOADERS` in this process: on the CPU, in float32, unsharded. It is not changed.
+    """Check a model from `LOADERS` in this process: on the CPU, in float32, unsharded. The model is unchanged.
 
     Raises as `check_against_reference` and `own_outputs` do.
     """
@@ -153,7 +153,7 @@ def _engine_outputs(engine: Any, probe: Probe, forward: bool) -> Outputs:
     for parameter in engine.module.parameters():
         parameter.grad = None
     reshard(engine.module)
-    engine.clock.take()  # neither times nor routers' metrics of the run know the probe
+    engine.clock.take()  # keep the probe out of the run's times and router metrics
     engine.routing.take()
     values = engine.stage.from_last(found[0] if found else None)
     return Outputs(values, engine.stage.from_stage(0, _flat(gradient)))
@@ -292,7 +292,7 @@ def _flat(gradient: Tensor | None) -> Tensor | None:
 def compare(actual: Outputs, expected: Outputs) -> Difference:
     """Return the difference of two outputs. NaN on either side counts as infinite."""
     scale = torch.ones(expected.values.shape[1])
-    if len(scale) > 1:  # values and hidden states have other units, log-probs are in nats
+    if len(scale) > 1:  # values and hidden states in their units, log-probs in nats
         scale[0], scale[1:] = _size(expected.values[:, :1]), _size(expected.values[:, 1:])
     distance = ((actual.values - expected.values).abs() / scale).nan_to_num(nan=torch.inf)
     relative, gradient = 0.0, expected.gradient
@@ -359,9 +359,9 @@ def _head_inputs(packed: PackedModel) -> Iterator[list[Tensor]]:
 @contextmanager
 def _own_attention(model: PreTrainedModel) -> Iterator[None]:
     before = model.config._attn_implementation
-    with suppress(ValueError):  # of a family without `eager`, which keeps the attention that it has
+    with suppress(ValueError):  # a family without `eager` keeps its attention
         model.set_attn_implementation("eager")
-    if model.config._attn_implementation == ATTENTION_NAME:  # ours would be compared with itself
+    if model.config._attn_implementation == ATTENTION_NAME:  # our attention would be compared with itself
         raise UnsupportedModelError(
             f"{described(model)} has no attention to compare packed rows with. Set model.layout=padded."
         )

@@ -57,7 +57,7 @@ class MicroStepClock:
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self._measured: deque[MicroStep] = deque(maxlen=MOST_KEPT)
-        self._origin: tuple[float, Any] | None = None  # wall clock and mark of one moment, to which all others relate
+        self._origin: tuple[float, Any] | None = None  # wall clock and mark of the moment that others are measured from
 
     @contextmanager
     def micro_step(self, name: str, lengths: Tensor) -> Iterator[MicroStep]:

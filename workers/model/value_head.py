@@ -20,7 +20,7 @@ from workers.model.model import PackedModel, Shapes, check_complete, described, 
 from workers.model.rows.packing import ModelInput
 from workers.model.sharding.stage_layers import Passing
 
-HEAD = "score"  # what transformers calls the head of sequence classification, in every family
+HEAD = "score"  # transformers' name for the head of sequence classification, in every family
 
 
 class PackedValueModel(PackedModel):

@@ -15,7 +15,7 @@ from workers.errors import ConfigError
 from workers.model.sharding.parallel import process_group_backend
 from workers.network import use_rays_interface
 
-# glibc's names, and the bytes of each: see mallopt(3).
+# glibc's option names and sizes in bytes: see mallopt(3).
 M_TRIM_THRESHOLD, KEPT_BYTES = -1, 2**29
 M_MMAP_THRESHOLD, LARGEST_KEPT_BYTES = -3, 2**25
 
@@ -26,7 +26,7 @@ class Worker:
     def __init__(
         self, role: str, coordinates: RankCoordinates, world_size: int, *, device: str = "cpu", threads: int = 0
     ) -> None:
-        """threads: of the CPU. 0 divides the node's cores by the role's ranks. Raises ConfigError without a GPU."""
+        """threads: of the CPU, or 0 for an equal share of the node's cores. Raises ConfigError without a GPU."""
         self.role = role
         self.coordinates = coordinates
         self.world_size = world_size
@@ -79,7 +79,7 @@ def keep_freed_memory() -> None:
 
 @cache
 def _meeting_point(address: str, port: int) -> torch.distributed.TCPStore:
-    # On this address alone: by itself torch listens on all interfaces. Kept, because groups use it after their start.
+    # Bind this address, since torch listens on all interfaces by default. Keep it: groups use it after their start.
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     try:
         listener.bind((address, port))

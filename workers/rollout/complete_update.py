@@ -44,7 +44,7 @@ def left_out(model: nn.Module) -> list[str]:
     missing = []
     for prefix, module in model.named_modules():
         info = get_layerwise_info(module)
-        if not info.can_load() or is_deferred_attention_layer(module):  # not asked for anything, or complete
+        if not info.can_load() or is_deferred_attention_layer(module):  # needs no weights, or is complete
             continue
         sizes = {
             name: get_tensor_load_numel(parameter)
@@ -53,7 +53,7 @@ def left_out(model: nn.Module) -> list[str]:
         }
         loaded = {name for name, _ in info.loaded_weights}
         missing += [f"{prefix}.{name}" for name in sizes if name not in loaded]
-        # Other layers may be padded beyond what a checkpoint holds.
+        # Other layers may be padded beyond a checkpoint's size.
         plain = isinstance(getattr(module, "quant_method", None), (UnquantizedLinearMethod, UnquantizedFusedMoEMethod))
         if plain and sizes.keys() <= loaded and info.load_numel < sum(sizes.values()):
             missing += [f"a part of {prefix}.{name}" for name in sizes]
@@ -75,7 +75,7 @@ def _take_kernels(model: nn.Module) -> list[tuple[Any, Any]]:
 
 @dataclass
 class _Translated:
-    """Stands for a model, and renames or drops weights before the model loads them."""
+    """Stand for a model, and rename or drop weights before the model loads them."""
 
     model: Any
     translate: Callable[[Any, str, Tensor], Iterator[tuple[str, Tensor]]]
@@ -86,13 +86,13 @@ class _Translated:
 
 
 def _tied(model: Any, name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """For a model that computes its output by the embedding alone and refuses `lm_head.weight` (Gemma 2)."""
+    """Drop `lm_head.weight`, which a model with tied output (Gemma 2) refuses."""
     if name != OUTPUT_LAYER:
         yield name, weight
 
 
 def _gpt_oss(model: Any, name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """For gpt-oss, whose stacked experts and sinks vLLM writes past the loaders by which it reloads.
+    """Adapt gpt-oss, whose stacked experts and sinks vLLM writes without the loaders that it reloads with.
 
     Its loaders take one expert at a time, as `...mlp.experts.NUMBER.NAME`. The sinks' loader exists but is not called.
     """
@@ -182,7 +182,7 @@ class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
 
 
 class _FileEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemoryUpdateInfo]):
-    """Loads whole models from a file, layer by layer: a bare `load_weights` cannot write vLLM's packed CPU weights."""
+    """Load whole models from a file, layer by layer: a bare `load_weights` cannot write vLLM's packed CPU weights."""
 
     init_info_cls = SharedMemoryInitInfo
     update_info_cls = SharedMemoryUpdateInfo

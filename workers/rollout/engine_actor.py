@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 FLUSH_SECONDS = 0.25
 STOP_SECONDS = 10.0
-ALIVE_SECONDS = 1.0  # between checks that an engine which has not answered is alive
+ALIVE_SECONDS = 1.0  # between checks that a silent engine is alive
 Row = dict[str, np.ndarray]
 Sample = tuple[SampleResult, Row | None]
 
@@ -76,7 +76,7 @@ class VllmEngineActor:
         self._placement, self._max_model_tokens, self._seed = placement, max_model_tokens, seed
         self._engine: AsyncLLM | None = None
         self._numbers = itertools.count()
-        self._under_way: dict[str, SampleRequest] = {}  # by the name that vLLM knows it by
+        self._under_way: dict[str, SampleRequest] = {}  # by vLLM's name of the request
         self._environments = EnvironmentPool(environment, environment_timeout_s) if environment else None
         self._renderer: Renderer | None = None
         self._update_began = 0.0

@@ -39,7 +39,7 @@ class EngineClient:
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         infos = [init_info] * len(self._engines)
         if "rank_offset" in init_info:
-            # vLLM gives all replicas one offset, right for one engine with data-parallel ranks. Ours are engines apart.
+            # vLLM gives all replicas one offset, right for one engine with data-parallel ranks. Ours are separate.
             offsets = itertools.count(init_info["rank_offset"], self._tensor_parallel)
             infos = [info | {"rank_offset": offset} for info, offset in zip(infos, offsets, strict=False)]
         call_replicas(self._engines, "init_transfer", [(info,) for info in infos])

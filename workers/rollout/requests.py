@@ -14,9 +14,9 @@ from workers.score import Score
 
 STOP, LENGTH, TURNS, ERROR = "stop", "length", "turns", "error"
 
-# "Steps" of samples that no step trains on, for their seeds. All samplings of one kind have the same.
-VALIDATION_STEP = -1  # so that validations differ by the policy alone
-PROOF_STEP = -2  # samples that engines and trainer are compared on
+# "Steps" for the seeds of samples that no step trains on, one for each kind of sampling.
+VALIDATION_STEP = -1  # validations then differ only by the policy
+PROOF_STEP = -2  # of the comparison between engines and trainer
 GENERATION_STEP = -3  # of `controller.generate`
 
 

@@ -45,9 +45,9 @@ def _cpu_environment(config: RolloutConfig) -> dict[str, str]:
         # Pages of 2 MiB for tensors of that size: with 4 KiB a KV cache has a fault at the first use of each page, and
         # the activations of prompts have them at every use.
         "THP_MEM_ALLOC_ENABLE": os.environ.get("THP_MEM_ALLOC_ENABLE", "1"),
-        # Eager either way. Without this vLLM compiles a helper at the first request, for ten seconds.
+        # Both ways are eager. Without this vLLM compiles a helper at the first request, for ten seconds.
         "TORCHDYNAMO_DISABLE": "1",
-        # vLLM's own switch. Where it is 0 the engine is a thread of its actor: see workers.rollout.engine_thread.
+        # vLLM's switch. With 0 the engine is a thread of its actor: see workers.rollout.engine_thread.
         "VLLM_ENABLE_V1_MULTIPROCESSING": os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         if config.tensor_parallel == 1
         else "1",
@@ -82,7 +82,7 @@ def engine_arguments(
         use_tqdm_on_load=False,
         max_num_batched_tokens=max(PREFILL_TOKENS, config.max_concurrent, max_model_tokens if on_cpu else 0),
         weight_transfer_config=WeightTransferConfig(backend=ENGINE_OF_BACKEND[BACKENDS[placement]]),
-        # Left to itself vLLM would choose Ray here, and look for its placement groups.
+        # By default vLLM would choose Ray here, and look for its placement groups.
         distributed_executor_backend="uni" if config.tensor_parallel == 1 else "mp",
         **device,
     )

@@ -40,7 +40,7 @@ def end_with_actor() -> None:
         end_with_parent()
 
 
-# The engine's side of each backend, by the name that vLLM knows it by: module and class.
+# The engine's side of each backend, by vLLM's name: module and class.
 ENGINES = {
     "shared_memory": ("workers.rollout.complete_update", "SharedMemoryWeightTransferEngine"),
     "complete_ipc": ("workers.rollout.complete_update", "CompleteIPCWeightTransferEngine"),
@@ -49,7 +49,7 @@ ENGINES = {
 ENGINE_OF_BACKEND = dict(zip(BACKENDS.values(), ENGINES, strict=True))
 
 
-@functools.cache  # vLLM may load a plugin more than once in a process, and its factory refuses a name that it knows
+@functools.cache  # vLLM may load a plugin twice in a process, and its factory refuses a known name
 def register() -> None:
     """Register our engines with vLLM. Its processes call this entry point at start."""
     end_with_actor()

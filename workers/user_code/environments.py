@@ -88,7 +88,7 @@ class EnvironmentPool:
     def _end_source(self) -> None:
         source, self._source = self._source, None
         if source is not None:
-            source.end()  # its forks die with it
+            source.end()  # this also ends its forks
 
 
 @dataclass(frozen=True)

@@ -245,7 +245,7 @@ class Channel:
 def main() -> None:
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    descriptor, target = int(sys.argv.pop()), sys.argv.pop()  # which users' code does not see
+    descriptor, target = int(sys.argv.pop()), sys.argv.pop()  # hidden from users' code
     channel = Channel(descriptor)
     with suppress(EOFError):
         arguments, _ = channel.receive()

@@ -172,4 +172,4 @@ class Scorer:
 
 
 class _FunctionError(Exception):
-    """Why a function returned no score."""
+    """State why a function returned no score."""

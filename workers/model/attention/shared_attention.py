@@ -3,7 +3,7 @@
     a call a level     level 0: every run, causal over itself. Level n: the runs that continue a prefix, over it. Merged
                        by their log-sum-exp (`flash_kernels.py`)
     a call a path      every run over the cells before it on its path, and causal over itself. Keys are copied
-    a call a tree      a run and its continuations, with a mask that hides from a cell what is not on its path
+    a call a tree      a run and its continuations, with a mask that hides cells off its path
 
 On CUDA a level is one flash kernel call, and so are all paths of a row together: short rows, which the host slows down,
 use paths, others levels. On a CPU a level is one call a run. Trees are faster for short runs, although they also

@@ -123,7 +123,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def _check_listing(path: Path, manifest: Manifest) -> None:
-    # No other file either, so that no foreign one is opened.
+    # Refuse any other file, so that no foreign one is opened.
     found = {entry.name: entry.stat().st_size for entry in path.iterdir() if entry.name != MANIFEST}
     wanted = {name: stored.size for name, stored in manifest.files.items()}
     for name in sorted(found.keys() | wanted.keys()):

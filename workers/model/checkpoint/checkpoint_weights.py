@@ -41,7 +41,7 @@ def loading_rules(model: PreTrainedModel) -> list[WeightTransform]:
     """Return the conversions by which transformers loaded `model`, or its family's usual ones."""
     rules = getattr(model, "_weight_conversions", None)
     if rules is None:
-        # As in transformers' `revert_weight_conversion`: only the files show whether there was a prefix.
+        # As in transformers' `revert_weight_conversion`: only the files show whether names had a prefix.
         rules = get_model_conversion_mapping(model, add_legacy=False)
         rules = [rule for rule in rules if not isinstance(rule, PrefixChange)]
     return rules
@@ -103,7 +103,7 @@ class CheckpointWeights:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield whole weights by name. Collective: every rank runs the iterator to its end.
 
-        dtype: of floats. None keeps theirs. keeper: the only rank that gets weights. None is every rank.
+        dtype: of floats, None keeps theirs. keeper: the only rank that gets weights, or None for all.
         """
         shards = self._current_shards()
         for conversion in plan:

@@ -29,7 +29,7 @@ from workers.model.sharding.raise_on_all_ranks import raise_on_all_ranks
 
 def write_weights(weights: Mapping[str, Tensor], file: Path) -> None:
     """Write contiguous tensors. Raises as `safetensors.torch.save_file` does."""
-    file.touch()  # for its mode: the library makes files that only their owner reads, whatever the umask
+    file.touch()  # for its mode: the library ignores the umask and makes files that only their owner reads
     mode = file.stat().st_mode & 0o777
     save_file(dict(weights), file, metadata={"format": "pt"})
     file.chmod(mode)
@@ -104,7 +104,7 @@ def _replaced(path: Path) -> Iterator[Path]:
         _on_rank_zero(finish, path)
     finally:
         if dist.get_rank() == 0:
-            shutil.rmtree(unfinished, ignore_errors=True)  # there if something failed
+            shutil.rmtree(unfinished, ignore_errors=True)  # exists if something failed
 
 
 def _write_round(

@@ -71,7 +71,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """Inside, `model` computes exactly as the base model: the adapters' outputs are multiplied by 0."""
-    # peft's own switch would also make FSDP believe that nothing is trainable.
+    # peft's switch would also make FSDP treat every parameter as frozen.
     layers = _adapted_layers(model)
     for layer in layers.values():
         layer.set_scale(ADAPTER, 0.0)
@@ -126,7 +126,7 @@ def _target_names(model: PreTrainedModel, setting: str) -> list[str]:
     if not known:
         raise UnsupportedModelError(f"{described(model)} {WITHOUT_LINEAR}")
     if setting == ALL_LINEAR:
-        return sorted(known)  # peft's own default includes an MoE's router and fused experts
+        return sorted(known)  # peft's default includes an MoE's router and fused experts
     names = [name.strip() for name in setting.split(",")]
     for name in names:
         if name not in known:

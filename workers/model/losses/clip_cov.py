@@ -42,7 +42,7 @@ def hold_back(
         kl_cov     the covariance_fraction * N tokens with the highest Cov_t, of those with Cov_t > 0
 
     At least one candidate is chosen, and all ties with the last one. groups: together the data-parallel ranks, all of
-    which call, none for one process. Raises DataError without `old_log_probs` or `advantages`.
+    which call, or none for one process. Raises DataError without `old_log_probs` or `advantages`.
     """
     masks = [part.tokens["loss_mask"] for part in parts]
     log_probs = _loss_tokens(parts, masks, "old_log_probs")

@@ -65,7 +65,7 @@ def _importance(predictions: Predictions, log_ratio: Tensor, config: RolloutCorr
         )
     if config.weights == "sequence":
         log_ratio = predictions.sequence_sum(log_ratio)
-    # Truncated before the exponential, which a long sequence would overflow.
+    # Truncate before the exponential, which would overflow for a long sequence.
     return log_ratio.clamp(max=math.log(config.cap)).exp()
 
 

@@ -1,4 +1,4 @@
-"""Policy losses by importance ratios r_t = pi(y_t) / pi_old(y_t), and REINFORCE, which has none.
+"""Policy losses with importance ratios r_t = pi(y_t) / pi_old(y_t), and REINFORCE without.
 
     ppo_clip    hard clip of the surrogate: clipped tokens have no gradient
     cispo       hard clip of the weight: every token keeps a gradient

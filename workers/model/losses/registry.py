@@ -1,4 +1,4 @@
-"""From `LossConfig` to the function that the engine calls for every micro-batch.
+"""Build from `LossConfig` the function that the engine calls for every micro-batch.
 
     Predictions --policy loss--> [N] --* rollout correction--> + KL - entropy --aggregate by Denominators--> loss
 

@@ -76,7 +76,7 @@ def gae(
     ends = np.cumsum(lengths)
     advantages = np.zeros(len(rewards))
     next_value, next_advantage = np.zeros(len(lengths)), np.zeros(len(lengths))
-    # From the last token to the first, all long enough sequences at once.
+    # From the last token to the first, in all long enough sequences at once.
     for step in range(1, int(lengths.max(initial=0)) + 1):
         rows = np.flatnonzero(lengths >= step)
         t = ends[rows] - step
@@ -100,7 +100,7 @@ def whiten(values: Tensor, groups: Sequence[dist.ProcessGroup] = (), device: tor
 
     Uses two passes, because a variance from sums of squares loses digits if the mean is far from 0. The deviation is
     the population's (n), as in OpenRLHF (in verl the sample's, n - 1).
-    groups: together the data-parallel ranks, which all call, none for one process. device: where they add up sums.
+    groups: together the data-parallel ranks, which all call, or none for one process. device: where they add up sums.
     """
     values = values.double()
     total, count = _over_ranks(torch.stack([values.sum(), values.new_tensor(len(values))]), groups, device)

@@ -78,7 +78,7 @@ def explained_variance(metrics: Mapping[str, Metric]) -> float:
         return metrics[f"{name}_square"].result() - metrics[name].result() ** 2
 
     of_returns = variance("returns")
-    # Equal returns leave a little variance by rounding.
+    # Rounding leaves a little variance in equal returns.
     if of_returns <= 1e-12 * metrics["returns_square"].result():
         return math.nan
     return 1 - variance("value_error") / of_returns

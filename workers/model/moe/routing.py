@@ -66,7 +66,7 @@ class RouterReplay(RouterHook):
         self.active, self._replaces = setting != "none", setting == "replay"
         self._layers = len(packed.layers)
         self._tensor = parallel.tensor
-        # Choices that are compared, and among these the ones that the router does not make.
+        # Compared choices, and among them the router's different ones.
         self._counts = torch.zeros(2, dtype=torch.float64, device=device)
         if self.active:
             self._follow_routers(packed)
@@ -133,7 +133,7 @@ class RouterReplay(RouterHook):
 
 
 class _TopK(TorchFunctionMode):
-    """Inside, the top k of a router's scores [C, E] is taken at `choice` [C, k]. None changes nothing.
+    """Inside, the top k of a router's scores [C, E] is taken at `choice` [C, k], or unchanged for None.
 
     Every family has its own router, which calls torch.topk over the experts. found: the number of such calls.
     """

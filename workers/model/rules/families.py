@@ -116,7 +116,7 @@ def required_features(config: Any, parameter_names: list[str]) -> frozenset[str]
 
 
 def expected_window(config: Any, layer_index: int) -> int | None:
-    """Return the tokens that each token sees in a layer, itself included. None is all before it."""
+    """Return the tokens that each token sees in a layer, itself included, or None for all before it."""
     layer_types = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)
     if layer_types:
@@ -155,7 +155,7 @@ def _is_unknown_cap(name: str, value: Any) -> bool:
 
 
 def _rotary_tables(features: Mapping[str, Any]) -> list[dict[str, Any]]:
-    # One for all layers, or one for each type of layer. Older files name it rope_scaling.
+    # One table for all layers, or one for each type of layer. Older files name it rope_scaling.
     parameters = features.get("rope_parameters") or features.get("rope_scaling") or {}
     return [parameters, *(table for table in parameters.values() if isinstance(table, dict))]
 

@@ -75,7 +75,7 @@ def process_group_backend(device: torch.device) -> str:
 
 
 def make_parallel(device: torch.device, config: ParallelConfig | None = None) -> Parallel:
-    """Arrange all ranks of the process group on the mesh. Without one, create an in-memory group of one rank.
+    """Arrange all ranks of the process group on the mesh, or create an in-memory group of one rank.
 
     Raises ConfigError if `config` does not divide the ranks.
     """
@@ -158,7 +158,7 @@ def shard_model(
     reshard = reshard_after_forward and mesh.size() > 1
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=mixed_precision, offload_policy=offload, reshard_after_forward=reshard)
-    # The root's own parameters (embedding, norm, output layer) end the forward pass and begin the backward.
+    # The root's parameters (embedding, norm, output layer) end the forward pass and begin the backward.
     fully_shard(root, mesh=mesh, mp_policy=mixed_precision, offload_policy=offload, reshard_after_forward=False)
     for module in fsdp_modules(root):
         module.set_gradient_divide_factor(1.0)

@@ -73,7 +73,7 @@ def own_vocabulary(head: nn.Module) -> dict[str, Any]:
     if not isinstance(weight, DTensor):
         return {"weight": weight, "bias": bias}
     mesh, vocabulary = weight.device_mesh, weight.shape[0]
-    rows = -(-vocabulary // mesh.size())  # on all ranks but the last ones, which get the rest
+    rows = -(-vocabulary // mesh.size())  # on all ranks except the last ones, which get the rest
     return {
         "weight": weight.to_local(),
         "bias": None if bias is None else bias.to_local(),
