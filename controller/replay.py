@@ -120,7 +120,7 @@ def start_before(folder: Path, step: int, resume: str) -> Start:
 def _check_recorded(folder: Path, step: int, steps: range) -> None:
     there = recorded_steps(folder)
     if step not in there:
-        kept = f"it has those of steps {there[0]} to {there[-1]}" if there else "run.record_samples=true keeps them"
+        kept = f"it has steps {there[0]} to {there[-1]}" if there else "run.record_samples=true keeps them"
         raise DataError(f"{folder} has no samples of step {step}; {kept}.")
     for missing in sorted(set(steps) - set(there))[:1]:
         raise DataError(

@@ -79,8 +79,8 @@ def _token() -> tuple[str, str]:
     if mode.lower() != "token":
         return "", f"RAY_AUTH_MODE={mode} sends none" if mode else "without RAY_AUTH_MODE none is sent"
     if token := os.environ.get("RAY_AUTH_TOKEN"):
-        return token.strip(), "that of RAY_AUTH_TOKEN is another"
+        return token.strip(), "RAY_AUTH_TOKEN holds another"
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
     if path.is_file():
-        return path.read_text(encoding="utf-8").strip(), f"that of {path} is another"
+        return path.read_text(encoding="utf-8").strip(), f"{path} holds another"
     return "", "there is none here"

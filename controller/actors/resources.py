@@ -37,7 +37,7 @@ class Reservation:
 
 
 def reserve(pool: Pool, timeout_s: float) -> Reservation:
-    """Reserve the pool's bundles and assign them to ranks. Raises ResourceError, naming what is missing."""
+    """Reserve the pool's bundles and assign them to ranks. Raises ResourceError, naming missing resources."""
     group = _placed(pool, timeout_s)
     try:
         return Reservation(group, bundle_of_rank(pool, nodes_of(group)))

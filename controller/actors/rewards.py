@@ -72,7 +72,7 @@ class RewardPool:
             if score.failure and self._on_failure == "stop":
                 raise WorkerError(
                     f"the reward of sample {result.sample} of prompt {result.uid} failed ({score.failure}). "
-                    "reward.on_failure=zero or drop would go on without it."
+                    "reward.on_failure=zero or drop would continue without it."
                 )
             found[result.key] = score
         return found

@@ -46,7 +46,7 @@ class CheckpointWriter:
                 write_more(path, progress)
         except OutputError as error:
             self.failures += 1
-            self._log(f"{clause(error)}. The run goes on.")
+            self._log(f"{clause(error)}. The run continues.")
         for role, group in self._roles.trained.items():
             save = group.save_checkpoint
             arguments = str(role_path(path, role)), progress.step, progress.to_json()
@@ -78,7 +78,7 @@ class CheckpointWriter:
             self.failures += 1
             left = next(iter(checkpoints_at(self._folder)), None)
             resumed = f"it can be resumed from {left}" if left else "there is no checkpoint yet to resume it from"
-            self._log(f"{clause(error)}. The run goes on; {resumed}.")
+            self._log(f"{clause(error)}. The run continues, and {resumed}.")
             return False
         return True
 

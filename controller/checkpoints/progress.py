@@ -83,6 +83,6 @@ def refuse_other_data(path: Path, now: dict[str, Any], then: dict[str, Any]) -> 
     found = differences(now, then)
     if found:
         raise ConfigError(
-            f"run.resume: {path} was trained on other data: {'; '.join(found)}. Set that back, or go on with the new "
-            "data by run.on_data_change=restart (from its first prompt) or keep_place."
+            f"run.resume: {path} was trained on other data: {'; '.join(found)}. Set that back, or continue with "
+            "the new data by run.on_data_change=restart (from its first prompt) or keep_place."
         )

@@ -34,7 +34,7 @@ def check_folder_is_free(config: TrainingConfig) -> None:
     """Raise ConfigError if the run's folder holds a run and run.resume is not `auto`."""
     if config.run.resume != "auto" and holds_run(config.run_folder):
         raise ConfigError(
-            f"run.name: {config.run_folder} holds a run already. Choose another name, remove it, or go on with it by "
+            f"run.name: {config.run_folder} holds a run already. Choose another name, remove it, or resume it by "
             "run.resume=auto."
         )
 

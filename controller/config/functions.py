@@ -82,7 +82,7 @@ def requested_columns(signature: Signature, record: Mapping[str, Any], name: str
     if "completions" in signature.required:
         raise ConfigError(
             f"reward.function={name!r} takes 'completions', as rewards of TRL do. Here it takes 'responses', the texts "
-            "of all samples, or 'response', that of one, and returns a number for each (see docs/migration.md)."
+            "of all samples, or 'response', a single text, and returns a number for each (see docs/migration.md)."
         )
     if len(names & RESPONSES) != 1 and not signature.takes_all:
         raise ConfigError(

@@ -188,6 +188,6 @@ def about_copy(path: str) -> str:
     if Path(path).is_absolute() or not is_job_copy(Path.cwd()):
         return ""
     return (
-        ". This Ray job works in a copy of its --working-dir, without what git ignores: give an absolute path that "
-        "every node has"
+        ". This Ray job works in a copy of its --working-dir, without files that git ignores: give an absolute path "
+        "that every node has"
     )

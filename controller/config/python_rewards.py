@@ -91,7 +91,7 @@ def pickled_function(name: str, function: Callable[..., Any]) -> UserFunction:
         return UserFunction(pickled(function, module), signature, _version(function))
     except Exception as error:  # objects that it holds may raise anything
         raise ConfigError(
-            f"{name} cannot be sent to other processes ({named(error)}). Make what cannot be pickled inside the "
+            f"{name} cannot be sent to other processes ({named(error)}). Create such objects inside the "
             "function, at its first call."
         ) from None
 

@@ -41,8 +41,8 @@ class BaseRunConfig:
     )
     resume: str = setting(
         "never",
-        "`auto` resumes from the last complete checkpoint of run.name, or starts anew if there is none. A path "
-        "resumes from that checkpoint, or from the last one of that run, under a new name. `never` starts anew.",
+        "`auto` resumes from the last complete checkpoint of run.name, or starts from scratch if there is none. A path "
+        "resumes from that checkpoint, or from the last one of that run, under a new name. `never` never resumes.",
     )
     on_data_change: str = setting(
         "refuse",

@@ -140,7 +140,7 @@ def finished(config: TrainingConfig, last_step: int, setting: str) -> bool:
     steps = RunFolder(config.run_folder).finished_steps if config.run.resume == "auto" else 0
     if steps < last_step:
         return False
-    print(f"{config.run_folder} has ended after step {steps}. Raise {setting} to go on with it")
+    print(f"{config.run_folder} has ended after step {steps}. Raise {setting} to continue it")
     return True
 
 
@@ -170,12 +170,12 @@ def recovering(
             return attempt(config, budget)
         except LostError as error:
             if not config.run.checkpoint_every:
-                raise LostError(f"{clause(error)}; a run with run.checkpoint_every above 0 would go on.") from error
+                raise LostError(f"{clause(error)}; a run with run.checkpoint_every above 0 would continue.") from error
             if budget.left <= 0:
                 raise LostError(f"{clause(error)}; all of run.max_restarts={budget.limit} are used up.") from error
             budget.recoveries += 1
             config = resuming(config)
-            log(f"{clause(error)}; starting all roles anew")
+            log(f"{clause(error)}; restarting all roles")
 
 
 def resuming(config: Settings) -> Settings:
@@ -191,8 +191,8 @@ def what_is_left(config: TrainingConfig) -> str:
     models = sorted(path.parent.name for path in config.run_folder.glob("model*/config.json"))
     kept = f"saved are {', '.join(models)}" if models else "no model is saved"
     if not checkpoints:
-        return f"there is no checkpoint to go on from, and {kept}"
-    return f"run.resume=auto goes on from {checkpoints[0]}, and {kept}"
+        return f"there is no checkpoint to resume from, and {kept}"
+    return f"run.resume=auto resumes from {checkpoints[0]}, and {kept}"
 
 
 @contextmanager

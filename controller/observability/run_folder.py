@@ -85,7 +85,7 @@ class Tracker:
         """Show `rows`, texts and numbers by column, as the step's table `name`."""
 
     def close(self, *, succeeded: bool) -> None:
-        """Write what is pending, and report how the run ended."""
+        """Write pending data, and report how the run ended."""
 
 
 class RunWriter:

@@ -115,9 +115,7 @@ def _parser(command: Command) -> argparse.ArgumentParser:
     parser.add_argument(
         "--dry-run", action="store_true", help=f"{command.tries}, print what would run and where, and start nothing"
     )
-    parser.add_argument(
-        "--all", action="store_true", help="with --dry-run: print every setting, not only what differs from its default"
-    )
+    parser.add_argument("--all", action="store_true", help="with --dry-run: print every setting, not only changed ones")
     if command.describes_clusters:
         parser.add_argument(
             "--cluster", default="", metavar="NODES", help=f"with --dry-run: placement and memory on {FORM}"

@@ -75,6 +75,6 @@ def check_lengths(config: Config) -> None:
     if config.max_model_tokens < config.needed_model_tokens:
         raise ConfigError(
             f"rollout.max_model_tokens={config.max_model_tokens} is below the {config.needed_model_tokens} tokens that "
-            f"data.max_prompt_tokens and {response_limit(config)} (or that of validation.sampling) allow. Raise it or "
+            f"data.max_prompt_tokens and {response_limit(config)} (or validation.sampling) allow. Raise it or "
             "leave it at 0."
         )

@@ -243,8 +243,8 @@ def check_memory(config: Config, memory: Memory, host: Parts, cluster: Cluster) 
     generating = _total(_generating(config, memory, engine))
     if generating > room:
         raise ConfigError(
-            f"generation needs {engine.share:.1f} GiB of a GPU for an engine beside {generating - engine.share:.1f} of "
-            f"training states, and {room:.1f} are to be used. Lower rollout.gpu_memory_utilization, share the states "
+            f"generation needs {engine.share:.1f} GiB of a GPU for an engine and {generating - engine.share:.1f} for "
+            f"training states, but {room:.1f} are to be used. Lower rollout.gpu_memory_utilization, share the states "
             "over more ranks (policy.data_parallel), or set rollout.placement=apart."
         )
     if cluster.memory_gib and _total(host) > cluster.memory_gib:

@@ -75,7 +75,7 @@ def _parser(schema: type[SamplerConfig]) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--config", type=Path, metavar="FILE", help="YAML file of settings (those of --model's run)")
+    add("--config", type=Path, metavar="FILE", help="YAML file of settings (default: from --model's run)")
     add("--model", default="", metavar="PATH", help="a model, a run, or a checkpoint of a run (model.path)")
     add("--trust-run", action="store_true", help="run functions that the settings of --model's run name")
     add("--output", type=Path, metavar="FOLDER", help="folder for samples, which are not made again if they are there")

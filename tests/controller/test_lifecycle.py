@@ -140,7 +140,7 @@ def test_an_engine_or_a_rank_that_is_lost_costs_the_steps_since_the_last_checkpo
     overrides = (f"rollout.placement={placement}", "rollout.replicas=2", "run.steps=4", "run.checkpoint_every=1")
     finished = run(*overrides, "data.validation=''")
     assert finished.outcome.last_step == 4
-    assert any("was lost" in said and "starting all roles anew" in said for said in finished.said)
+    assert any("was lost" in said and "restarting all roles" in said for said in finished.said)
     recorded = [json.loads(line)["step"] for line in (finished.config.run_folder / "metrics.jsonl").open()]
     assert recorded == [0, 1, 2, 3, 4]
 

@@ -213,7 +213,7 @@ def test_a_run_that_began_at_another_runs_checkpoint_is_replayed_from_there(tmp_
     ("steps", "step", "resume", "message"),
     [
         ((), 1, "never", r"has no samples of step 1; run.record_samples=true keeps them"),
-        ((1, 2), 3, "never", r"has no samples of step 3; it has those of steps 1 to 2"),
+        ((1, 2), 3, "never", r"has no samples of step 3; it has steps 1 to 2"),
         ((2, 3), 3, "never", r"has no samples of step 1, and no checkpoint between it and step 3"),
         ((1, 2), 2, "elsewhere", r"began at run.resume=elsewhere, where there is no checkpoint before step 2"),
     ],

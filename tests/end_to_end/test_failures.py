@@ -103,7 +103,7 @@ def test_a_rank_killed_repeats_the_steps_since_the_last_checkpoint(
     given = overrides(settings, f"kill-{role}-{before}", *SETTINGS[name])
     run = run_with(given, {4: faults.kill_rank(role)}, before=before)
     assert run.last["restarts/recoveries"] == 1
-    assert any("was lost in" in text and "starting all roles anew" in text for text in run.said), run.said
+    assert any("was lost in" in text and "restarting all roles" in text for text in run.said), run.said
     assert any("going on from" in text and "step-2" in text for text in run.said), run.said
     assert len(run.outcome.steps) == 2  # steps 3 and 4
     assert differences(run, usual[name]) == []

@@ -121,7 +121,7 @@ def test_a_full_disk_costs_checkpoints_and_no_step(start) -> None:
     usual = resource.prlimit(worker, resource.RLIMIT_FSIZE)
     resource.prlimit(worker, resource.RLIMIT_FSIZE, (100_000, usual[1]))  # files of more bytes cannot be written
     said = run.until("could not be saved")
-    assert said.count("\n") == 1 and "The run goes on" in said
+    assert said.count("\n") == 1 and "The run continues" in said
     assert len(run.checkpoints()) == 1
     resource.prlimit(worker, resource.RLIMIT_FSIZE, usual)
     assert run.end() == 0, run.lines
@@ -164,7 +164,7 @@ def test_engines_of_a_lost_node_start_elsewhere(start, cluster) -> None:
     nodes.add_node(1)
     for process in [*first.children(recursive=True), first]:
         process.kill()
-    run.until("rollout replica 0 was lost.*starting a new one|starting all roles anew")
+    run.until("rollout replica 0 was lost.*starting a new one|restarting all roles")
     assert run.end() == 0, run.lines
     assert run.steps() == list(range(31))
 

@@ -84,7 +84,7 @@ def test_a_local_run_listens_on_this_machine_alone(resumed: Resumed) -> None:
 def check_stopped(found: Stopped, folder: Path, last_said: str) -> None:
     assert found.code == 1, found.errors
     stopped_at = [
-        line for line in found.errors.splitlines() if line.startswith("stopped: run.resume=auto goes on from ")
+        line for line in found.errors.splitlines() if line.startswith("stopped: run.resume=auto resumes from ")
     ]
     assert len(stopped_at) == 1, found.errors
     assert re.match(last_said + r"  .*reward \d\.\d+", found.said[-1])

@@ -99,8 +99,8 @@ def test_an_address_where_no_ray_answers_is_named(
     [
         ({}, "there is none here"),
         ({"RAY_AUTH_MODE": ""}, "without RAY_AUTH_MODE none is sent"),
-        ({"RAY_AUTH_TOKEN": "e" * 64}, "that of RAY_AUTH_TOKEN is another"),
-        ({"RAY_AUTH_TOKEN_PATH": "token"}, "that of token is another"),
+        ({"RAY_AUTH_TOKEN": "e" * 64}, "RAY_AUTH_TOKEN holds another"),
+        ({"RAY_AUTH_TOKEN_PATH": "token"}, "token holds another"),
         ({"RAY_AUTH_TOKEN": TOKEN, "RAY_AUTH_MODE": "disabled"}, "RAY_AUTH_MODE=disabled sends none"),
     ],
 )

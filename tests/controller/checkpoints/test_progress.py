@@ -160,7 +160,7 @@ def test_a_checkpoint_is_saved_though_what_is_beside_it_is_not(tmp_path: Path) -
 
     writer.begin(Progress(step=1), full)
     assert (names(tmp_path), writer.failures) == (["step-1"], 1)
-    assert said == ["step-1 of step 1 has no room. The run goes on."]
+    assert said == ["step-1 of step 1 has no room. The run continues."]
 
 
 def test_samples_stay_with_the_checkpoints_that_they_belong_to(tmp_path: Path) -> None:

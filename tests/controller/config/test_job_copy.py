@@ -8,7 +8,7 @@ from controller.config import load
 from controller.preflight.checks import check
 from tests.controller.config_workspace import refusal, write_workspace
 
-COPY = "this Ray job works in a copy of its --working-dir"
+COPY = "This Ray job works in a copy of its --working-dir"
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def test_a_job_says_that_it_works_in_a_copy(copy: Path, tmp_path: Path) -> None:
     absolute = f"run.dir={tmp_path / 'runs'}"
     check(load("config.yaml", [absolute]))
     for missing in ("model.path=models/gone", "data.train=gone.jsonl"):
-        assert f"{COPY}, without what git ignores: give an absolute path" in refusal(absolute, missing)
+        assert f"{COPY}, without files that git ignores: give an absolute path" in refusal(absolute, missing)
     assert COPY not in refusal(absolute, "model.path=/models/gone")
     assert f"run.dir: runs/test is relative, and {COPY} that Ray removes" in refusal()
 

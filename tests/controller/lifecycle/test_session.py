@@ -44,7 +44,7 @@ def test_only_a_run_with_steps_left_goes_on(
     assert begun == ([] if ended else ["inputs"])
     if ended:
         steps = json.loads(summary)["steps"]
-        told = f"runs/test has ended after step {steps}. Raise run.steps=10 to go on with it\n"
+        told = f"runs/test has ended after step {steps}. Raise run.steps=10 to continue it\n"
         assert tuple(capsys.readouterr()) == (told, "")
 
 
@@ -92,7 +92,7 @@ def test_a_loss_is_made_good_by_another_attempt_that_resumes(tmp_path: Path) -> 
     budget = recovering(attempts, config_for(tmp_path), said.append)
     assert attempts.resumed == ["never", "auto", "auto"]
     assert budget.recoveries == 2
-    assert said[0] == "policy dp=1 was lost; starting all roles anew"
+    assert said[0] == "policy dp=1 was lost; restarting all roles"
 
 
 def test_before_its_first_checkpoint_a_run_begins_again_as_it_began(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_a_local_ray_listens_on_this_machine_alone_and_its_death_is_told_in_one_
     run.communicate()
     assert all_end(environment[MARK], 30) == []
     assert "Ray's raylet ended with signal 9" in told
-    assert "no checkpoint to go on from" in told
+    assert "no checkpoint to resume from" in told
     assert len(found["listening"]) >= 5
     assert {address for _, address in found["listening"]} <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
     assert found["modes"] == ["1777", "0700"]

@@ -72,8 +72,8 @@ def test_tensorboards_folder_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("checkpoints", "models", "left"),
     [
-        ([2, 4], ["model-best", "model-4"], "run.resume=auto goes on from {4}, and saved are model-4, model-best."),
-        ([], [], "there is no checkpoint to go on from, and no model is saved."),
+        ([2, 4], ["model-best", "model-4"], "run.resume=auto resumes from {4}, and saved are model-4, model-best."),
+        ([], [], "there is no checkpoint to resume from, and no model is saved."),
     ],
 )
 def test_a_run_that_a_full_disk_stops_says_what_it_leaves(

@@ -126,4 +126,4 @@ def test_a_finished_run_is_left_as_it_is(
     Path("mine.yaml").write_text("run: {name: done, resume: auto}\n")
     settings = [*SETTINGS, *OF_COMMAND["sft"], "batch.sequences_per_step=12", *length]
     assert sft.main(["--config", "mine.yaml", *settings]) == 0
-    assert capsys.readouterr().out == f"runs/done has ended after step 4. Raise {setting} to go on with it\n"
+    assert capsys.readouterr().out == f"runs/done has ended after step 4. Raise {setting} to continue it\n"

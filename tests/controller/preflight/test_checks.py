@@ -290,7 +290,7 @@ def test_a_run_that_is_there_is_not_written_over(workspace: Path) -> None:
     config.run_folder.mkdir(parents=True)
     check(config)
     (config.run_folder / "config.yaml").touch()
-    with pytest.raises(ConfigError, match=r"holds a run already. Choose another name, remove it, or go on"):
+    with pytest.raises(ConfigError, match=r"holds a run already. Choose another name, remove it, or resume it"):
         check(config)
 
 

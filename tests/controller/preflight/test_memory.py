@@ -149,7 +149,7 @@ def test_what_is_not_measured_says_why(
 ) -> None:
     arguments = ["--config", "config.yaml", "resources.device=auto", "--dry-run"]
     assert main([*arguments, "--no-measure"]) == 2
-    assert "add --dry-run --cluster" in capsys.readouterr().err
+    assert "Add --dry-run --cluster" in capsys.readouterr().err
     assert main([*arguments, "--cluster", "nodes=1,gpus=2,gpu_gib=80,cpus=8", "--no-measure"]) == 0
     assert "\nnot measured: --no-measure\n" in capsys.readouterr().out
     memory = Memory({"policy": {"sizes": SIZES, "problem": "no"}}, "policy: no")
