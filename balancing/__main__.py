@@ -158,11 +158,11 @@ def _headline(batch: Batch) -> str:
     others = [f"{k}={v}" for k, v in batch.arguments.items() if k not in shown and v != defaults[k]]
     counts = f"ranks: {batch.arguments['ranks']}, mini-batches: {len(batch.arguments['mini_batches'])}"
     plan = ", ".join([counts, f"max_tokens={batch.arguments['max_tokens']:,}", *others])
-    stages = f"; stages: {batch.pipeline.stages}" if batch.pipeline else ""
+    stages = f", stages: {batch.pipeline.stages}" if batch.pipeline else ""
     if batch.pipeline and batch.pipeline.virtual_stages > 1:
         stages += f" of {batch.pipeline.virtual_stages} virtual stages"
     tokens = f"{batch.lengths.sum():,} tokens (longest {batch.lengths.max():,})"
-    return f"{len(batch.lengths):,} sequences, {tokens}; {plan}{stages}"
+    return f"{len(batch.lengths):,} sequences, {tokens}, {plan}{stages}"
 
 
 def _chart(batch: Batch, outcome: Outcome) -> Chart:

@@ -87,14 +87,14 @@ def _headline(plan: Plan) -> str:
         f"Imbalance: {numbers['imbalance_before/micro_steps']:.2%} in the given order, "
         f"{numbers['imbalance_karmarkar_karp/micro_steps']:.2%} after Karmarkar-Karp alone, without caps, "
         f"{over:.2%} as planned.\n"
-        f"The step takes {over:.2%} longer than if no rank ever waited{compared}; ranks wait "
+        f"The step takes {over:.2%} longer than if no rank ever waited{compared}. Ranks wait "
         f"{numbers['idle_share']:.2%} of the time."
     )
     if pipeline := plan.settings.pipeline:
         virtual = f" of {pipeline.virtual_stages} virtual stages each" if pipeline.virtual_stages > 1 else ""
         text += (
             f"\nOn a pipeline of {_count(pipeline.stages, 'stage')}{virtual}: bubble {numbers['pipeline/bubble']:.2%} "
-            f"of the stages' time; predicted time {numbers['pipeline/over_bound']:.2%} above a lower bound for all "
+            f"of the stages' time. Predicted time: {numbers['pipeline/over_bound']:.2%} above a lower bound for all "
             "plans with as many micro-steps. With light micro-steps at both ends, the published order, these would "
             f"take {numbers['pipeline/small_ends']:.2%} longer."
         )
@@ -149,10 +149,10 @@ def _why(step: MicroStep, loads: Floats, place: str, plan: Plan) -> tuple[str, s
         return "a long sequence", f"sequence {longest} of {plan.lengths[longest]:,} tokens is {share}"
     lighter = [rows for rows, load in zip(step.ranks, loads, strict=True) if load < mean]
     if all(len(rows) == how.max_sequences for rows in lighter):
-        return "the cap on sequences", f"lighter micro-batches hold max_sequences={how.max_sequences} already; {uneven}"
+        return "the cap on sequences", f"lighter micro-batches hold max_sequences={how.max_sequences}, and {uneven}"
     smallest = sizes[heaviest].min()
     if all(computed_tokens(np.append(sizes[rows], smallest), plan.layout) > plan.max_tokens for rows in lighter):
-        return "the cap on tokens", f"lighter micro-batches are full at max_tokens={plan.max_tokens:,}; {uneven}"
+        return "the cap on tokens", f"lighter micro-batches are full at max_tokens={plan.max_tokens:,}, and {uneven}"
     return "a remainder that no exchange evens out", f"{uneven}, of {sum(counts)} sequences"
 
 
@@ -165,14 +165,14 @@ def _about_count(plan: Plan) -> str:
     if part.steps == needed:
         reason = f"the fewest that max_tokens={plan.max_tokens:,} allows"
     elif part.steps == asked:
-        reason = f"as min_count={how.min_count} and multiple_of={how.multiple_of} ask; the caps need {needed}"
+        reason = f"as min_count={how.min_count} and multiple_of={how.multiple_of} ask, while the caps need {needed}"
     else:
         reason = f"where the caps need at least {needed}"
     if how.order == "makespan" and part.steps > max(needed, asked):
         reason += ", because more of them fill and drain the pipeline sooner"
     fill = part.predicted_times(sizes.astype(np.float64), plan.layout).mean()
     return (
-        f"Mini-batch {most} takes {_count(part.steps, 'micro-step')}, {reason}; its micro-batches fill "
+        f"Mini-batch {most} takes {_count(part.steps, 'micro-step')}, {reason}. Its micro-batches fill "
         f"{fill / plan.max_tokens:.1%} of the cap on average."
     )
 

@@ -65,7 +65,7 @@ def test_lengths_come_from_files_and_costs_from_a_model_config(tmp_path, capsys)
     arguments = [str(tmp_path / "a.jsonl"), "--column", "n", "--model", str(tmp_path), "--max-tokens", "200"]
     assert main(arguments) == 0
     printed = words(capsys.readouterr().out)
-    assert "64 sequences, 2,656 tokens (longest 73); ranks: 8, mini-batches: 4, max_tokens=200" in printed
+    assert "64 sequences, 2,656 tokens (longest 73), ranks: 8, mini-batches: 4, max_tokens=200" in printed
     (tmp_path / "config.json").write_text("[1]")
     assert main(arguments) == 2
     assert "is not a model config" in capsys.readouterr().err
@@ -153,9 +153,9 @@ def test_options_come_before_what_a_run_planned_with(tmp_path, capsys):
     record = {"step": 1, "lengths": [300] * 16} | plan_record(plan)
     (tmp_path / "lengths.jsonl").write_text(json.dumps(record) + "\n")
     assert main([str(tmp_path), "--ranks", "4", "--mini-batches", "2"]) == 0
-    assert "ranks: 4, mini-batches: 2, max_tokens=1,024; stages: 2" in words(capsys.readouterr().out)
+    assert "ranks: 4, mini-batches: 2, max_tokens=1,024, stages: 2" in words(capsys.readouterr().out)
     assert main([str(tmp_path), "--pipeline", "4"]) == 0
-    assert "ranks: 2, mini-batches: 1, max_tokens=1,024; stages: 4" in words(capsys.readouterr().out)
+    assert "ranks: 2, mini-batches: 1, max_tokens=1,024, stages: 4" in words(capsys.readouterr().out)
 
 
 def test_a_run_without_recorded_plans_is_planned_by_the_defaults_and_that_is_said(tmp_path, capsys):

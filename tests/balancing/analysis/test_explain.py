@@ -89,12 +89,12 @@ def test_an_even_plan_is_explained_in_few_words():
     assert text == (
         "8 sequences of 56 tokens on 4 ranks: 1 mini-batch, 1 micro-step.\n"
         "Imbalance: 0.00% in the given order, 0.00% after Karmarkar-Karp alone, without caps, 0.00% as planned.\n"
-        "The step takes 0.00% longer than if no rank ever waited (at best 0.00% in as many micro-steps); "
-        "ranks wait 0.00% of the time.\n"
+        "The step takes 0.00% longer than if no rank ever waited (at best 0.00% in as many micro-steps). "
+        "Ranks wait 0.00% of the time.\n"
         "\n"
         "Why:\n"
-        "- Mini-batch 0 takes 1 micro-step, the fewest that max_tokens=14 allows; "
-        "its micro-batches fill 100.0% of the cap on average.\n"
+        "- Mini-batch 0 takes 1 micro-step, the fewest that max_tokens=14 allows. "
+        "Its micro-batches fill 100.0% of the cap on average.\n"
         "\n"
         "What would help, planned and compared:\n"
         "- not twice the cap: max_tokens=28 saves less than 0.1% of the step time\n"
@@ -135,7 +135,7 @@ def test_waiting_by_cause_adds_up_to_the_plans_idle_share(lengths, ranks, parts,
         ([5] * 5, {"ranks": 2, "max_tokens": 10, "min_count": 3}, "empty micro-batches", 1 / 6, "min_count=3"),
         ([9, 9, 1, 1], {"ranks": 2, "max_tokens": 20, "algorithm": "none"}, 'algorithm="none"', 8 / 18, "80.00% over"),
         ([8, 7, 7, 1], {"ranks": 2, "max_tokens": 100, "max_sequences": 2}, "the cap on sequences", 2.5 / 14,
-         f"max_sequences=2 already; in micro-step 0 of mini-batch 0 the heaviest rank is {14 / 11.5 - 1:.2%} over"),
+         f"max_sequences=2, and in micro-step 0 of mini-batch 0 the heaviest rank is {14 / 11.5 - 1:.2%} over"),
         ([7, 5, 5, 5, 4], {"ranks": 2, "max_tokens": 14, "cost_model": SQUARES}, "the cap on tokens", None,
          "full at max_tokens=14"),
         ([6, 5, 5, 5], {"ranks": 3, "max_tokens": 20}, "a remainder that no exchange evens out", 3 / 10, "over the"),
@@ -154,8 +154,8 @@ def test_each_cause_of_waiting_is_named_with_its_evidence(lengths, arguments, ca
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({}, "takes 2 micro-steps, the fewest that max_tokens=30 allows; its micro-batches fill 100.0% of the cap"),
-        ({"min_count": 3, "multiple_of": 2}, "4 micro-steps, as min_count=3 and multiple_of=2 ask; the caps need 2"),
+        ({}, "takes 2 micro-steps, the fewest that max_tokens=30 allows. Its micro-batches fill 100.0% of the cap"),
+        ({"min_count": 3, "multiple_of": 2}, "as min_count=3 and multiple_of=2 ask, while the caps need 2"),
         ({"pipeline": Pipeline(2)}, "because more of them fill and drain the pipeline sooner"),
     ],
 )
