@@ -30,7 +30,7 @@ from workers.config import LossConfig, ValueLossConfig
 from workers.metrics import Metric, Metrics, merge, results
 from workers.model.losses.returns import KlPenalty
 from workers.remote_batch import RemoteBatch
-from workers.rollout.requests import PROOF_STEP
+from workers.rollout.requests import NUMERICS_CHECK_STEP
 
 # Values before the update, which have not seen the returns.
 CRITIC_METRICS = ("loss", "value_clip_fraction", "grad_norm", "learning_rate", "skipped_steps")
@@ -258,6 +258,6 @@ def _check_changed_weights(run: Run) -> None:
     sampling = config.rollout.sampling
     sampling = replace(sampling, max_new_tokens=min(COMPARED_TOKENS, sampling.max_new_tokens))
     prompts = run.buffer.prompts.take(0, config.batch.prompts_per_step)
-    batch = run.buffer.roll_out(prompts, config.rollout.samples_per_prompt, sampling, PROOF_STEP).batch
+    batch = run.buffer.roll_out(prompts, config.rollout.samples_per_prompt, sampling, NUMERICS_CHECK_STEP).batch
     passed = run.roles.policy.log_probs(batch, run.planner.forward_plan(batch, "policy.log_probs"))
     run.logprob_check.compare(run.number, passed.metrics, AtEqualWeights.CHANGED)

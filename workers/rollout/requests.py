@@ -16,7 +16,7 @@ STOP, LENGTH, TURNS, ERROR = "stop", "length", "turns", "error"
 
 # "Steps" for the seeds of samples that no step trains on, one for each kind of sampling.
 VALIDATION_STEP = -1  # validations then differ only by the policy
-PROOF_STEP = -2  # of the comparison between engines and trainer
+NUMERICS_CHECK_STEP = -2  # of the comparison between engines and trainer
 GENERATION_STEP = -3  # of `controller.generate`
 
 

@@ -199,19 +199,20 @@ def test_whole_gradients_are_measured_where_their_reduction_is_put_off(documenta
     ("overrides", "at_least"),
     [
         (("policy.parallel.replicate=2",), 1.1),
-        (("policy.parallel.tensor_parallel=2", "policy.data_parallel=4"), 0.0),
-        (("policy.parallel.pipeline_parallel=2", "policy.parallel.virtual_stages=2", "policy.data_parallel=4"), 0.0),
-        (("policy.parallel.context_parallel=2", "policy.parallel.context_parallel_method=ring"), 0.0),
+        (("policy.parallel.tensor_parallel=2", "policy.data_parallel=4"), 0.3),
+        (("policy.parallel.pipeline_parallel=2", "policy.parallel.virtual_stages=2", "policy.data_parallel=4"), 0.3),
+        (("policy.parallel.context_parallel=2", "policy.parallel.context_parallel_method=ring"), 0.3),
         (("policy.reshard_after_forward=false",), 1.01),
         (("model.gradient_checkpointing=false",), 1.5),
-        (("policy.max_tokens_per_micro_batch=32768",), 1.5),
+        (("policy.max_tokens_per_micro_batch=32768",), 1.2),
     ],
     ids=lambda given: given[0].partition("=")[0] if isinstance(given, tuple) else "",
 )
 def test_every_layout_is_measured(documentation_workspace: Path, overrides: tuple[str, ...], at_least: float) -> None:
     """at_least: times what the plain layout takes."""
     plain = gib_of(small("policy.data_parallel=8"))
-    assert gib_of(small("policy.data_parallel=8", *overrides)) > at_least * plain > 0
+    assert gib_of(small("policy.data_parallel=8", *overrides)) > at_least * plain
+    assert plain > 0
 
 
 @pytest.mark.slow
