@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from controller import step as parts
 from controller.config import Config, load
+from controller.engines.staleness_schedule import Staleness
 from controller.fit import read_inputs, training
 from controller.observability.console import Console
 from controller.observability.metric_table import LIVE, METRICS, SECTIONS, Kind, spec_of
 from controller.observability.timeline import write_trace
 from controller.preflight.checks import check
-from controller.rollout.async_buffer import staleness
 from controller.rollout.samples import RolloutBatch
 from controller.training_loop import Outcome, train
 from tests.controller.observability import trace_format
@@ -88,7 +88,9 @@ def test_samples_are_made_ahead_and_groups_without_signal_replaced(ray_session, 
     overrides += ["rollout.max_staleness=4", "algorithm.zero_variance_groups=replace"]
     overrides += ["algorithm.max_sampling_rounds=4", "rollout.sampling.top_k=8", "rollout.sampling.top_p=0.9"]
     run = run_loop(overrides)
-    steps, bound = run.outcome.steps, staleness(run.config).max_age
+    rollout = run.config.rollout
+    schedule = Staleness(run.config.batch.prompts_per_step, rollout.max_staleness, rollout.out_of_order_window)
+    steps, bound = run.outcome.steps, schedule.max_age
     learned = [step["rollout/samples"] > step["rollout/samples_left_out"] for step in steps]
     assert ["policy/loss" in step for step in steps] == learned
     assert [step["rollout/weight_version"] for step in steps] == list(itertools.accumulate(learned))

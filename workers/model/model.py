@@ -311,7 +311,7 @@ def _use_own_attention(packed: PackedModel, setting: str) -> None:
         model.set_attn_implementation("eager")  # every family accepts it
     used = model.config._attn_implementation
     if used != wanted and setting != "auto":
-        raise UnsupportedModelError(f"{packed.name} computes its own attention ({used}), not {wanted}. Set auto.")
+        raise UnsupportedModelError(f"model.attention={wanted}: {packed.name} computes its own ({used}). Set auto.")
 
 
 def _layers(model: PreTrainedModel) -> nn.ModuleList | None:
