@@ -79,7 +79,6 @@ class Run(TrainingRun[Config]):
         super().save(name)
 
     def save_beside(self, checkpoint: Path, progress: Progress) -> None:
-        """Write untrained samples."""
         if progress.active:
             self.buffer.save(samples_path(checkpoint), progress.active)
         remove_old_samples(self.folder, progress.step)

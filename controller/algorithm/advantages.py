@@ -51,7 +51,7 @@ def estimator(name: str, *, columns: tuple[str, ...] = (), options: tuple[str, .
 
 
 def estimate(name: str, batch: Mapping[str, np.ndarray], **options: Any) -> np.ndarray:
-    """One advantage a sequence by the estimator `name`, float64 [B].
+    """Return an advantage per sequence by the estimator `name`, float64 [B].
 
     batch: `reward`, `group_number` and the estimator's columns. options: settings of all estimators. Raises
     ConfigError for an unknown name, DataError for a missing column.
@@ -226,7 +226,7 @@ def has_signal(rewards: np.ndarray, uids: np.ndarray) -> np.ndarray:
 
 
 def share_without_signal(rewards: np.ndarray, uids: np.ndarray) -> float:
-    """Share of groups whose rewards are all equal (TRL's `frac_reward_zero_std`)."""
+    """Return the share of groups whose rewards are all equal (TRL's `frac_reward_zero_std`)."""
     first = np.unique(uids, return_index=True)[1]
     return float(1 - has_signal(rewards, uids)[first].mean())
 
@@ -246,14 +246,14 @@ def adapted_kl_weight(coefficient: float, kl: float, sequences: int, settings: K
 
 
 def sequence_advantages(algorithm: AlgorithmConfig, batch: RemoteBatch, rewards: np.ndarray) -> np.ndarray:
-    """One advantage a sequence by `algorithm.advantage`, float32 [B]."""
+    """Return an advantage per sequence by `algorithm.advantage`, float32 [B]."""
     columns = batch.columns | {"reward": rewards, "tokens": batch["response_tokens"]}
     options = {"normalize_by_std": algorithm.normalize_by_std, "k": algorithm.pass_k}
     return estimate(algorithm.advantage, columns, **options).astype(np.float32)
 
 
 def value_metrics(metrics: Metrics) -> dict[str, float]:
-    """Metrics of a critic before its update, from merged `value_statistics`."""
+    """Return a critic's metrics before its update, from merged `value_statistics`."""
     measured = results(metrics)
     explained = {"explained_variance": explained_variance(metrics)}
     return {name: measured[name] for name in ("values", "returns")} | explained

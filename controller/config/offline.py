@@ -130,7 +130,6 @@ class OfflineConfig(TrainingConfig):
 
     @property
     def sequences_per_record(self) -> int:
-        """Sequences that a record becomes."""
         return 1
 
     @property

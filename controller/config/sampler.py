@@ -42,7 +42,6 @@ class SamplerConfig(Config):
 
     @property
     def rewarded(self) -> bool:
-        """Whether anything scores the samples."""
         return bool(self.reward.weights or self.rollout.environment or self.uses_reward_model)
 
     @property

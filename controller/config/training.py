@@ -84,7 +84,6 @@ class TrainingConfig:
 
     @property
     def mini_batches(self) -> int:
-        """Mini-batches of a step."""
         return 1
 
     @property
@@ -94,7 +93,6 @@ class TrainingConfig:
 
     @property
     def longest_sequence(self) -> int:
-        """Maximum tokens of a training sequence."""
         raise NotImplementedError
 
     @property
@@ -124,7 +122,6 @@ class TrainingConfig:
 
     @property
     def uses_reference(self) -> bool:
-        """Whether the reference's log-probs are needed."""
         return False
 
     @property

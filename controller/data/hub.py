@@ -49,7 +49,7 @@ def check_split(key: str, path: str) -> None:
 
 
 def hub_records(path: str, dataset: HubDataset) -> Iterator[tuple[str, Any]]:
-    """Every record and its name, for messages. Raises DataError, with advice, if the data set cannot be read."""
+    """Yield every record and its name, for messages. Raises DataError, with advice, if the data set cannot be read."""
     for number, record in enumerate(_loaded(path, dataset), start=1):
         yield f"{path} record {number}", record
 

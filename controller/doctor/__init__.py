@@ -34,7 +34,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def examine(options: Namespace, report: Report) -> None:
-    """Add every finding to the report."""
     config = configuration(options, report)
     with looking_at("loading torch, Ray and vLLM"):
         from controller.doctor.cluster_checks import check_cluster, check_this_machine

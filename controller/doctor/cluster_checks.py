@@ -128,7 +128,6 @@ def _object_store_gib(node: Node) -> float:
 
 
 def total(nodes: Sequence[Node], name: str) -> float:
-    """Sum a Ray resource over nodes."""
     return float(sum(node["Resources"].get(name, 0.0) for node in nodes))
 
 

@@ -53,7 +53,6 @@ class Report:
         self.findings: list[Finding] = []
 
     def add(self, *findings: Finding) -> None:
-        """Print and keep findings."""
         for finding in findings:
             print(finding.line, flush=True)
         self.findings += findings

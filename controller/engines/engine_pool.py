@@ -167,7 +167,7 @@ class EnginePool(RolloutEngines):
             generation.router.replica_lost(replica, begun)
 
     def partial_responses(self) -> dict[int, Response]:
-        """Unfinished responses by seed, from engines that answer in time."""
+        """Return unfinished responses by seed, from engines that answer in time."""
         asked = [self.actors[replica].partial_responses.remote() for replica in self.fleet.serving]
         return _read(asked, timeout_s=ANSWER_SECONDS)
 
@@ -176,7 +176,7 @@ class EnginePool(RolloutEngines):
         return sum(generation.router.waiting for generation in self._generations)
 
     def take_idle_seconds(self) -> float:
-        """Seconds without requests since the last call, mean over engines."""
+        """Return seconds without requests since the last call, mean over engines."""
         self._count_idle()
         idle, self._idle_s = self._idle_s, 0.0
         return idle / len(self.actors)

@@ -21,8 +21,6 @@ FRUITLESS_DEATHS = 2
 
 
 class State(Enum):
-    """State of an engine."""
-
     STARTING = "loading its process or its model"
     STALE = "up, without the current weights: it serves nothing"
     CURRENT = "serving, with the current weights"
@@ -83,15 +81,15 @@ class Fleet:
         return self.in_state(State.CURRENT)
 
     def started(self, replica: int) -> None:
-        """The engine is up, with version 0."""
+        """Record that the engine is up, with version 0."""
         self._move(replica, self._with_weights(0), State.STARTING)
 
     def updated(self, replica: int, version: int) -> None:
-        """The engine has loaded `version`, which may be outdated."""
+        """Record that the engine has loaded `version`, which may be outdated."""
         self._move(replica, self._with_weights(version), State.STALE)
 
     def new_version(self, version: int) -> None:
-        """The policy has new weights, which no engine has yet. Raises ValueError if `version` falls."""
+        """Record new weights, which no engine has yet. Raises ValueError if `version` falls."""
         if version < self.version:
             raise ValueError(f"weights of version {version} after those of version {self.version}")
         self.version = version
@@ -105,15 +103,15 @@ class Fleet:
         self._move(replica, State.CURRENT, State.DRAINING)
 
     def sleep(self, replica: int) -> None:
-        """The engine drops its weights and KV cache."""
+        """Record that the engine drops its weights and KV cache."""
         self._move(replica, State.ASLEEP, *UP)
 
     def wake(self, replica: int) -> None:
-        """The engine has memory for weights again, but no weights."""
+        """Record that the engine has memory for weights again, but no weights."""
         self._move(replica, State.STALE, State.ASLEEP)
 
     def finished_samples(self, replica: int) -> None:
-        """The engine has finished samples, even if it is now dead."""
+        """Record that the engine has finished samples, even if it is now dead."""
         self._finished.add(replica)
 
     def lost(self, replica: int) -> None:
@@ -137,7 +135,6 @@ class Fleet:
         return State.CURRENT if version == self.version else State.STALE
 
     def _move(self, replica: int, state: State, *allowed: State) -> None:
-        """Move from one of the `allowed` states."""
         before = self._states[replica]
         if before not in allowed:
             names = " or ".join(each.name.lower() for each in allowed)

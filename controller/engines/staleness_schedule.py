@@ -29,8 +29,6 @@ from math import ceil, floor
 
 
 class GroupState(Enum):
-    """State of an active group."""
-
     RUNNING = "its samples are generated or scored"
     READY = "all its samples are there"
     TRAINING = "a step has taken it; the engines have no new weights yet"
@@ -100,7 +98,7 @@ class StalenessSchedule:
         del self._states[group]
 
     def take(self) -> list[int]:
-        """Groups of the next step, oldest first, or empty while fewer than P can be taken."""
+        """Take the next step's groups, oldest first, or none while fewer than P are ready."""
         size, running = self.settings.prompts_per_step, self.in_state(GroupState.RUNNING)
         ready = self.in_state(GroupState.READY)
         if running:  # the window cannot move beyond the oldest of them

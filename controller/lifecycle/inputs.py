@@ -191,7 +191,6 @@ def _tokens_line(dataset: PromptDataset) -> str:
 
 
 def read_inputs(config: Config, log: Log = print, given: GivenFunctions = NONE_GIVEN) -> Inputs:
-    """Read, try and tokenize the inputs."""
     return tokenized(config, try_inputs(config, log, given), log)
 
 

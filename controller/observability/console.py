@@ -218,7 +218,6 @@ class Console:
             self.kept = None
 
     def log(self, text: str) -> None:
-        """Print one line."""
         self._print(text)
 
     def note(self, text: str) -> None:
@@ -333,7 +332,6 @@ class Console:
         self._keep(labelled(times + cells(metrics, lambda label: True)))
 
     def validation(self, step: int, scores: Mapping[str, float]) -> None:
-        """Print a validation's line."""
         self.log(f"validation at step {step}  " + "  ".join(f"{name} {score:.3f}" for name, score in scores.items()))
 
     def completions(

@@ -52,7 +52,6 @@ class LiveMetrics:
             self._export(f"phase/{self._phases[-1]}", float(entered))
 
     def engine_state(self, replica: int, state: Enum) -> None:
-        """Export an engine's state."""
         for known in type(state):
             self._gauge(f"engine/state/{replica}/{known.name.lower()}", float(known is state))
 

@@ -26,7 +26,6 @@ paragraph."""
 
 
 def page() -> str:
-    """Write the whole page in Markdown."""
     return INTRODUCTION + "".join(f"\n## {title}\n{_table(title, specs)}" for title, specs in SECTIONS.items())
 
 

@@ -27,7 +27,6 @@ class Command:
 
     @property
     def usage(self) -> str:
-        """Options in one line."""
         dry_run = (
             "--dry-run [--all] [--cluster NODES [--no-measure]]" if self.describes_clusters else "--dry-run [--all]"
         )

@@ -30,7 +30,6 @@ def describe(config: TrainingConfig, *, everything: bool = False) -> str:
 
 
 def settings_page(schema: type[TrainingConfig] = Config) -> str:
-    """Write the page of `--settings`."""
     blocks = []
     for section, found in groupby(settings(schema()), key=lambda setting: setting.key.partition(".")[0]):
         blocks.append(f"== {section} ==")

@@ -98,7 +98,7 @@ class AsyncRolloutBuffer(RolloutBuffer):
         write_samples(path, StoredSamples(finished, self._partial({group.prompt.uid for group in groups})))
 
     def _partial(self, uids: Collection[str]) -> dict[int, Response]:
-        """Unfinished responses to these prompts, by seed."""
+        """Return unfinished responses to these prompts, by seed."""
         now = self.roles.rollouts.partial_responses()
         requests = [request for request in self._generation.router.unfinished if request.uid in uids]
         found = {request.seed: now.get(request.seed, request.begun) for request in requests}
@@ -125,7 +125,6 @@ class AsyncRolloutBuffer(RolloutBuffer):
         return replace(rollout, trained=with_record_columns(batch, by_uid, self.config.loss_columns))
 
     def read(self) -> None:
-        """Read all finished results, without waiting."""
         self._read(0.0)
 
     def _read(self, timeout_s: float) -> None:
@@ -165,7 +164,7 @@ class AsyncRolloutBuffer(RolloutBuffer):
         return bool(advantages.has_signal(batch["reward"], batch["uid"]).any())
 
     def _rollout(self, groups: Sequence[Group]) -> RolloutBatch:
-        """Samples of these groups, in prompt order. Raises RolloutError if there are none."""
+        """Return samples of these groups, in prompt order. Raises RolloutError if there are none."""
         ordered = sorted(groups, key=lambda group: int(group.prompt.uid))
         finished = [group.finished[key] for group in ordered for key in sorted(group.finished)]
         scores = {key: score for group in ordered for key, score in group.scores.items()}
@@ -174,7 +173,7 @@ class AsyncRolloutBuffer(RolloutBuffer):
         return self.shaped(self.assembled(finished, scores, dropped, self._retried - before))
 
     def _restored(self) -> StoredSamples:
-        """The checkpoint's samples, or None if its file is missing or broken."""
+        """Return the checkpoint's samples, or None if its file is missing or broken."""
         if not self._saved:
             return StoredSamples()
         try:

@@ -19,12 +19,11 @@ HELD_OUT_SHARE = 8  # one problem in eight is never trained on
 
 
 def ones_first(number: int) -> str:
-    """The digits of `number`, ones first."""
     return str(number)[::-1]
 
 
 def prompt(a: int, b: int) -> str:
-    """The problem as the policy reads it."""
+    """Return the problem as the policy reads it."""
     return f"{ones_first(a)}+{ones_first(b)}="
 
 
@@ -39,7 +38,7 @@ def working(a: int, b: int) -> str:
 
 
 def solution(a: int, b: int) -> str:
-    """The full response: working, `#`, sum."""
+    """Return the full response: working, `#`, sum."""
     return f"{working(a, b)}#{ones_first(a + b)}"
 
 
@@ -74,5 +73,4 @@ def write(path: Path, count: int, *, seed: int, held_out: bool) -> None:
 
 
 def write_records(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """JSONL, a record a line."""
     path.write_text("".join(json.dumps(record) + "\n" for record in records))

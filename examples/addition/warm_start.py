@@ -66,7 +66,7 @@ def create_model(
 
 
 def records(seed: int) -> Iterator[dict[str, str]]:
-    """Prompts with responses in the order of training: right ones first, then some with wrong digits."""
+    """Return prompts with responses in training order: right responses, then some with wrong digits."""
     rng = random.Random(seed)
     for step in range(STEPS):
         corruption = 0.0 if step < CLEAN_SHARE * STEPS else CORRUPTION
@@ -76,7 +76,7 @@ def records(seed: int) -> Iterator[dict[str, str]]:
 
 
 def pairs(count: int, seed: int, *, held_out: bool) -> Iterator[dict[str, str]]:
-    """Pairs for `controller.preferences`: the right response, and one with wrong digits."""
+    """Return pairs for `controller.preferences`: the right response, and a response with wrong digits."""
     rng = random.Random(seed)
     for _ in range(count):
         a, b = data.problem(rng, held_out=held_out)
@@ -87,7 +87,7 @@ def pairs(count: int, seed: int, *, held_out: bool) -> Iterator[dict[str, str]]:
 
 
 def prepare() -> None:
-    """The data, and a random model."""
+    """Write the data and a random model."""
     print(f"warm start: {STEPS} steps on given responses (some minutes, only once)", flush=True)
     disable_progress_bar()  # of a model that is written in no time
     CACHE.mkdir(exist_ok=True)

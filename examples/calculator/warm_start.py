@@ -42,7 +42,7 @@ def conversation(parts: list[tuple[str, bool]]) -> dict[str, list[dict[str, str]
 
 
 def records(seed: int) -> Iterator[dict[str, list[dict[str, str]]]]:
-    """Conversations in the order of training."""
+    """Return conversations in training order."""
     rng = random.Random(seed)
     for step in range(STEPS):
         asks = ASKS if step >= STEPS - LAST_STEPS else ASKS_FIRST

@@ -35,7 +35,6 @@ def from_hub(split: str) -> Iterable[Mapping[str, str]]:
 
 
 def main() -> None:
-    """Write the records as JSONL."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", type=Path, help="a JSONL file with question and answer instead of the hub's")
     parser.add_argument("--split", default="train", choices=("train", "test"))
