@@ -26,7 +26,7 @@ def test_a_job_says_that_it_works_in_a_copy(copy: Path, tmp_path: Path) -> None:
     for missing in ("model.path=models/gone", "data.train=gone.jsonl"):
         assert f"{COPY}, without files that git ignores: give an absolute path" in refusal(absolute, missing)
     assert COPY not in refusal(absolute, "model.path=/models/gone")
-    assert f"run.dir: runs/test is relative, and {COPY} that Ray removes" in refusal()
+    assert refusal().startswith("run.dir: runs/test is relative to a Ray job's copy")
 
 
 def test_elsewhere_relative_paths_are_answered_as_ever(workspace: Path) -> None:
