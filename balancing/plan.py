@@ -348,7 +348,7 @@ def _checked_prefixes(
 ) -> SharedPrefixes | None:
     if groups is None and lengths is None:
         if any(each is not None for each in tree):
-            raise OptionError("tree_order and tree_depths are of groups. Pass prefix_groups and prefix_lengths, too.")
+            raise OptionError("tree_order and tree_depths need groups. Pass prefix_groups and prefix_lengths, too.")
         return None
     if groups is None or lengths is None:
         raise OptionError("prefix_groups and prefix_lengths go together. Pass both, or neither.")

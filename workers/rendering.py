@@ -248,4 +248,4 @@ def render_isolated(
         options = template.special_tokens | {"add_generation_prompt": not answered}
         ask(render, template.text, options, list(prompts), which, timeout_s=timeout_s, setting=TIMEOUT_SETTING)
     except NoAnswerError as error:
-        raise ConfigError(f"{which} {error} on the first {len(prompts)} prompts. Mend the template.") from None
+        raise ConfigError(f"{which} {error} on the first {len(prompts)} prompts. Fix the template.") from None

@@ -66,7 +66,7 @@ def read_column(path: Path, column: str | None) -> list[Any]:
     elif kind == ".csv":
         entries = _from_csv(path, column)
     else:
-        raise LengthFileError(f"{path} is of an unknown kind. Give a folder, .json, .jsonl, .csv or .parquet.")
+        raise LengthFileError(f"{path} has an unknown format. Give a folder, .json, .jsonl, .csv or .parquet.")
     if not isinstance(entries, list):
         raise LengthFileError(f"{path} holds no list. Give a list of lengths, or of objects with a length.")
     return [_value(entry, column, f"{path}, entry {number}") for number, entry in enumerate(entries)]

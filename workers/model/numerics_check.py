@@ -248,8 +248,8 @@ def _check_weights(packed: PackedModel) -> None:
         # A sum is read at the speed of memory and keeps NaN and infinity. It might overflow by itself.
         if not parameter.detach().sum().isfinite() and not parameter.detach().isfinite().all():
             raise ConfigError(
-                f"model.path={packed.model.name_or_path}: its weights contain NaN or infinity (first: {name}). Take a "
-                "sound copy of the model."
+                f"model.path={packed.model.name_or_path}: its weights contain NaN or infinity (first: {name}). "
+                "Fetch the model again."
             )
 
 

@@ -33,7 +33,7 @@ class Worker:
         keep_freed_memory()
         torch.set_num_threads(threads or max(1, len(os.sched_getaffinity(0)) // world_size))
         if device == "cuda" and not torch.cuda.is_available():
-            raise ConfigError(f"{role} was to run on a GPU and torch sees none on this node. Check resources.device.")
+            raise ConfigError(f"{role} needs a GPU, but torch sees none on this node. Check resources.device.")
         self.device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
 
     def __repr__(self) -> str:

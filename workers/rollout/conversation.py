@@ -66,7 +66,7 @@ def appended_text(before: str, after: str, end: str, model: str) -> str:
     if not after.startswith(before):
         raise EpisodeError(
             f"the chat template of {model} renders earlier messages differently when others follow, so that turns "
-            "cannot be continued token by token. Give the model a template that only appends."
+            "cannot be continued token by token. Give the model a template that only appends"
         )
     _, found, tail = before.rpartition(end)
     if not found:

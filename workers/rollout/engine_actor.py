@@ -230,7 +230,7 @@ class VllmEngineActor:
         self._update_began = time.time()
         clear = self.config.kv_cache_after_update == "recompute"
         await self._answer("hold its requests", hold_requests(self.engine, clear_cache=clear))
-        await self._answer("make ready for new weights", self.engine.start_weight_update())
+        await self._answer("prepare for new weights", self.engine.start_weight_update())
 
     async def receive_update(self, update_info: dict[str, Any]) -> None:
         """Fetch weights. update_info: the backend's. Raises as `update_weights`."""
@@ -241,7 +241,7 @@ class VllmEngineActor:
     async def finish_update(self, version: int) -> None:
         """Put the weights in place under `version` and resume requests, which stay paused after an error."""
         await self._answer(f"take version {version}", self.engine.finish_weight_update(str(version)))
-        await self._answer("go on", self.engine.resume_generation())
+        await self._answer("resume", self.engine.resume_generation())
         self._loads.append(WeightLoad(version, self._update_began, time.time() - self._update_began))
 
     async def _answer(self, doing: str, call: Awaitable[None]) -> None:
@@ -256,7 +256,7 @@ class VllmEngineActor:
             await task
         except EngineDeadError as error:
             raise LostError(
-                f"the engine of rollout replica {self.index} died when it was to {doing}: {_reason(error)}"
+                f"the engine of rollout replica {self.index} died and could not {doing}: {_reason(error)}"
             ) from error
         except Exception as error:
             raise RolloutError(f"rollout replica {self.index} could not {doing}: {error}") from error

@@ -136,7 +136,7 @@ async def play(
             if not episode.open(prompt_ids):
                 raise EpisodeError(
                     f"reset made a prompt of {len(prompt_ids)} tokens, which leaves no room for a turn. Raise "
-                    "rollout.max_episode_tokens."
+                    "rollout.max_episode_tokens"
                 )
             score = Score(0.0, "", turns=({"environment": as_text(opening)},) if opening else ())
             while True:

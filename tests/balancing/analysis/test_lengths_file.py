@@ -75,7 +75,7 @@ def test_parquet_is_read(tmp_path):
         ("a.csv", "", "holds no lengths"),
         ("a.csv", "uid,n\na,5\n", "no column 'length'"),
         ("a.csv", "uid,length\na,5\nb\n", "entry 1 has no column 'length'"),
-        ("a.txt", "5", "unknown kind"),
+        ("a.txt", "5", "unknown format"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said_in_one_line(tmp_path, name, text, words):

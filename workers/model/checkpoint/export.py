@@ -127,7 +127,7 @@ def _write_metadata(
 ) -> None:
     missing = [name for name, _ in files if not (folder / name).exists()]
     if missing:
-        raise OSError(f"{missing[0]} of another rank is not there. The folder must be one that all nodes share.")
+        raise OSError(f"{missing[0]} of another rank is missing. Use a folder that all nodes share.")
     metadata = {name: weights.metadata(conversions, dtype) for name, conversions in files}
     if len(files) > 1:
         total = sum(weight.nbytes for made in metadata.values() for weight in made.values())

@@ -161,8 +161,8 @@ def check_value_head(parallel: ParallelConfig, role: str) -> None:
     """Raise ConfigError if ranks would share the layers of a model with a value head."""
     if parallel.tensor_parallel > 1:
         raise ConfigError(
-            f"policy.parallel.tensor_parallel={parallel.tensor_parallel} would share the {role}'s layers between "
-            "ranks, too, which a value head cannot. Set it to 1, or use context_parallel."
+            f"policy.parallel.tensor_parallel={parallel.tensor_parallel} cannot split a {role}, because "
+            "of its value head. Set it to 1, or use context_parallel."
         )
 
 
