@@ -52,7 +52,7 @@ class NonfiniteGuard:
         listed = "; ".join(f"rank {rank}: {_listed(part)}" for rank, part in enumerate(names) if part)
         return (
             f"{self.in_a_row} optimiser steps in a row were skipped (optimizer.max_skipped_steps="
-            f"{self._max_in_a_row}); in the last, {what} was NaN or infinite for {listed}. Look at these, or "
+            f"{self._max_in_a_row}). In the last, {what} was NaN or infinite for {listed}. Look at these, or "
             "lower optimizer.learning_rate."
         )
 
