@@ -76,7 +76,7 @@ def test_a_loss_without_number_on_one_rank_skips_the_step_on_all_and_too_many_st
         assert unchanged
         assert message.startswith(
             "3 optimiser steps in a row were skipped (optimizer.max_skipped_steps=3). In the last, the loss was NaN or "
-            f"infinite for rank {count - 1}: row 5, row 6, row 7, row 8, row 9, row 10;"
+            f"infinite for rank {count - 1}: row 5, row 6, row 7, row 8, row 9, row 10. Look"
         )
 
 
