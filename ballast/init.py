@@ -11,7 +11,7 @@ from pathlib import Path
 
 RECIPES = sorted(path.name.removesuffix(".yaml") for path in (files("ballast") / "configs").iterdir())
 MODEL = "Qwen/Qwen3-0.6B"
-HELD_OUT = 2  # of the eight sample problems
+HELD_OUT = 2  # among the eight sample problems
 
 
 def starter(recipe: str) -> dict[str, str]:

@@ -57,9 +57,9 @@ def evaluate(
 ) -> Evaluation:
     """Measure a model on data.validation without training, as `python -m controller.evaluate` does.
 
-    config: as for `fit`, a training configuration. None uses the one of `model`'s run. model: a folder, hub name, run,
-    or checkpoint of a run. Empty uses model.path. output: a folder, whose existing samples are kept. None uses one in
-    the model's run, or next to the runs. data: records instead of data.validation. trust_run: run the functions in the
+    config: a training configuration as for `fit`, None for `model`'s run. model: a folder, hub name, run, or checkpoint
+    of a run, empty for model.path. output: a folder, whose existing samples are kept, None for a folder in the model's
+    run, or next to the runs. data: records instead of data.validation. trust_run: run the functions in the
     run's settings. reward, overrides and exceptions: as for `fit`. An override without effect is refused.
     """
     given = {"model": str(model), "reward": reward, "output": _path("output", output), "trust_run": trust_run}

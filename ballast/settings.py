@@ -67,7 +67,7 @@ _Dumper.add_representer(str, lambda dumper, text: dumper.represent_scalar("tag:y
 
 
 def _yaml(key: str, value: Any) -> str:
-    plain = value.item() if getattr(value, "ndim", 1) == 0 else value  # a number of NumPy's, as sweeps draw them
+    plain = value.item() if getattr(value, "ndim", 1) == 0 else value  # a NumPy number, as from a sweep
     try:
         return yaml.dump(str(plain) if isinstance(plain, Path) else plain, Dumper=_Dumper, default_flow_style=True)
     except (yaml.YAMLError, ValueError):

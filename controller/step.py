@@ -34,7 +34,7 @@ from workers.rollout.requests import NUMERICS_CHECK_STEP
 
 # Values before the update, which have not seen the returns.
 CRITIC_METRICS = ("loss", "value_clip_fraction", "grad_norm", "learning_rate", "skipped_steps")
-COMPARED_TOKENS = 32  # of samples that are compared and not trained
+COMPARED_TOKENS = 32  # tokens of samples that are compared and not trained
 
 
 def step(run: Run) -> None:

@@ -101,7 +101,7 @@ class TrainingRun(ABC, Generic[Settings]):
 
     @abstractmethod
     def validate(self, step: int) -> dict[str, float]:
-        """Validate the policy, and record, show and return the result. Empty without held-out data."""
+        """Validate the policy, and record, show and return the result, empty without held-out data."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:

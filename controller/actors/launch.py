@@ -38,7 +38,7 @@ from workers.rollout.placement import ranks_of_engine
 from workers.rollout.requests import WeightLoad
 from workers.user_code.rewards import RewardFunction
 
-ANSWER_SECONDS = 5.0  # for facts that are only recorded
+ANSWER_SECONDS = 5.0  # wait for facts that are only recorded
 CLASSES: dict[str, type[Worker]] = {
     "policy": PolicyWorker,
     "reference": ReferenceWorker,
@@ -162,7 +162,7 @@ def launch(
 ) -> Iterator[WorkerGroups]:
     """Start all actors of a run and yield them. Afterwards end them and release all bundles.
 
-    only: training roles to start, without engines and rewards. Empty starts everything. total_steps: optimiser steps of
+    only: training roles to start, without engines and rewards, empty for everything. total_steps: optimiser steps of
     the policy. environment: see `EnvironmentPool`, empty for one turn. budget: for engines, None allows
     run.max_restarts. live: receives engines' states and queues.
 

@@ -27,7 +27,7 @@ from workers.model.checkpoint.checkpoint_folder import complete, prune, remove
 
 WriteMore = Callable[[Path, Progress], None]
 """Writes a checkpoint's other files."""
-SAVE_SECONDS = 1800.0  # an interrupt may have reached ranks unequally: then a save never begins
+SAVE_SECONDS = 1800.0  # if an interrupt reached only some ranks, a save never begins
 
 
 class CheckpointWriter:

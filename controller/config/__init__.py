@@ -1,4 +1,4 @@
-"""The settings of a run: their schema, and how they are read. Imports no torch, Ray or other packages of ours.
+"""The settings of a run: their schema, and how they are read. Imports neither torch nor Ray.
 
     workers.config, sections --> schema: Config, its properties <--load-- file: YAML, key.sub=value
     training: settings shared by all commands                       offline: for controller.sft and .preferences

@@ -95,7 +95,7 @@ def fetch_description(path: str, key: str, log: Callable[[str], None]) -> None:
     log(f"{key}={path}: asking the hub for config.json")
     try:
         hf_hub_download(path, "config.json", etag_timeout=FETCH_SECONDS)
-    except Exception as error:  # of requests, httpx or the hub, by version
+    except Exception as error:  # from requests, httpx or the hub, by version
         raise ConfigError(
             f"{key}={path}: there is no such folder or model in the local hub cache, and the hub did not give its "
             f"config.json ({type(error).__name__}). `hf download {path} config.json` where there is a network, or name "

@@ -29,7 +29,7 @@ NONE_GIVEN: GivenFunctions = {}
 
 
 def give_rewards(settings: RewardConfig, reward: Reward | None) -> GivenFunctions:
-    """Replace the reward settings with names for `reward`, and return its functions. None changes nothing.
+    """Replace the reward settings with names for `reward`, unless it is None. Returns its functions.
 
     Raises ConfigError for functions that cannot be pickled or share a name.
     """
@@ -54,7 +54,7 @@ def give_rewards(settings: RewardConfig, reward: Reward | None) -> GivenFunction
 
 
 def give_step(settings: RunConfig, step: Any) -> GivenFunctions:
-    """Set run.step to a name for `step`, and return its signature. None changes nothing.
+    """Set run.step to a name for `step`, unless it is None. Returns its signature.
 
     Raises ConfigError unless `step` is a function.
     """

@@ -114,7 +114,7 @@ class GenerateConfig(SamplerConfig):
     without_effect = (*OF_TRAINING, "data.validation", "validation.")
 
     def narrowed(self, output: Path) -> Self:
-        """Takes data.train or data.sources in file order."""
+        """Take data.train or data.sources in file order."""
         data = replace(self.data, validation="")
         return self._narrowed(output, data, self.rollout.sampling, self.rollout.samples_per_prompt)
 

@@ -63,13 +63,13 @@ class TrainingConfig:
 
     # Facts about the command.
     conditions = CONDITIONS
-    is_described = False  # by --cluster: models and data may lie on another machine
+    is_described = False  # by --cluster: models and data may be on another machine
     described_gpus = 0
     default_name = ""  # of a run without run.name, made unique by a number after it
 
     @property
     def headline(self) -> str:
-        """The run in one line, for its report."""
+        """Describe the run in one line, for its report."""
         raise NotImplementedError
 
     @property

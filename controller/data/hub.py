@@ -65,7 +65,7 @@ def _loaded(path: str, dataset: HubDataset) -> Any:
     disable_progress_bars()
     try:
         return load_dataset(dataset.name, dataset.subset or None, split=dataset.split)
-    except Exception as error:  # of the package, the hub's client or files, by version
+    except Exception as error:  # from the package, the hub's client or files, by version
         raise DataError(
             f"there is no file or folder {path}, and no data set of the hub was read by that name "
             f"({type(error).__name__}: {clause(error)}). Where there is a network, `hf download {dataset.name} "

@@ -167,7 +167,7 @@ class PromptMixture:
         return [self._at(position) for position in range(start, start + count)]
 
     def _at(self, position: int) -> Prompt:
-        while len(self._schedule) <= position:  # the source furthest behind its share: at most one prompt off
+        while len(self._schedule) <= position:  # take the source furthest behind its share
             source = int(np.argmax(self._shares * (len(self._schedule) + 1) - self._dealt))
             self._schedule.append((source, int(self._dealt[source])))
             self._dealt[source] += 1

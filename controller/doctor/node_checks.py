@@ -21,7 +21,7 @@ from workers.errors import ConfigError
 GIB = 2**30
 SMALL_SHM_GIB = 1.0  # NCCL wants some tens of MiB for each GPU, and a container has 64 MiB by default
 LITTLE_DISK_GIB = 10.0
-OTHERS_SHARE = 0.1  # of a GPU's memory, used by other processes
+OTHERS_SHARE = 0.1  # share of a GPU's memory used by other processes
 
 
 @dataclass(frozen=True)

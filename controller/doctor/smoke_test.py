@@ -30,13 +30,13 @@ from workers.roles.base import Worker
 REDUCED_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
 REPEATS = 5
 SLOW_GB_PER_S = 5.0  # bytes of an all-reduce over GPUs
-TOKENS = ("<pad>", "<eos>", "<unk>", *string.ascii_letters, *string.digits)  # of the tiny model
+TOKENS = ("<pad>", "<eos>", "<unk>", *string.ascii_letters, *string.digits)  # vocabulary of the tiny model
 SETTINGS = (
     *("run.name=doctor", "run.steps=2", "run.checkpoint_every=0", "run.max_restarts=0"),
     *("tracking.tensorboard=false", "tracking.timeline=false"),
     *("batch.prompts_per_step=4", "rollout.samples_per_prompt=4", "reward.workers=1", "rollout.replicas=1"),
     *("data.max_prompt_tokens=64", "rollout.sampling.max_new_tokens=32", "policy.max_tokens_per_micro_batch=2048"),
-    "policy.optimizer.learning_rate=1e-3",  # one step of it is seen in every log-prob
+    "policy.optimizer.learning_rate=1e-3",  # large enough to change every log-prob in a step
 )
 ENGINE = {
     "cpu": ("rollout.cpu_kv_cache_gib=0.125",),
@@ -116,7 +116,7 @@ def tiny_model(folder: Path) -> str:
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()  # for a megabyte
+    disable_progress_bar()  # a megabyte needs no progress bar
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=len(TOKENS),

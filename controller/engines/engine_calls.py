@@ -245,14 +245,14 @@ class RolloutEngines:
             ray.get(ref)
         except RayError as error:
             if isinstance(error, RayTaskError) and isinstance(error.cause, RolloutError):
-                raise error.cause from error  # the engine is alive, and a new one would refuse the same
+                raise error.cause from error  # the engine is alive, and its replacement would refuse too
             self.lose(call.replica, error)
             return
         call.then()
 
 
 def cause_of(error: Exception) -> str:
-    """The actor's error, or how it died, in one line without Ray's traceback."""
+    """Return the actor's error, or the cause of its death, in one line without Ray's traceback."""
     cause = error.cause if isinstance(error, RayTaskError) else error
     text = " ".join(f"{type(cause).__name__}: {cause}".split())
     return re.sub(r" class_name: .*? ip: \S+", "", text).partition(" Some common causes")[0]

@@ -317,7 +317,7 @@ def try_template(config: TrainingConfig, chats: Sequence[Any], log: Log = print,
         return
     template = template_of(read_model_files(config.model.path, "model.path").folder)
     if template is None and config.is_described:
-        return  # the tokenizer lies elsewhere
+        return  # the tokenizer is on another machine
     if template is None:
         raise DataError(
             f"some prompts are chat messages, but the tokenizer of model.path={config.model.path} has no chat template."

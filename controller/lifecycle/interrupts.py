@@ -32,7 +32,7 @@ def handlers_kept() -> Iterator[None]:
         yield
     finally:
         for number, handler in found.items():
-            if handler is not None:  # one that Python did not set
+            if handler is not None:  # None: Python did not set it
                 signal.signal(number, handler)
 
 

@@ -26,7 +26,7 @@ MOST_BYTES = 2 * GIB
 SHARE_OF_MEMORY = 1 / 6  # weights in bfloat16 take twice their files in float32, and as much again while they are read
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of heads that vLLM's attention on CPUs has kernels for. With others an engine dies in its first step."""
-KV_BLOCK_TOKENS = 32  # of an engine on CPU, see workers.rollout.vllm_interface
+KV_BLOCK_TOKENS = 32  # for an engine on CPU, see workers.rollout.vllm_interface
 
 
 @dataclass(frozen=True)
@@ -213,6 +213,6 @@ def _measured(role: Role) -> tuple[float, str]:
         module = LOADERS[role.head](model, torch.float32)
     except BallastError:
         raise
-    except Exception as error:  # of a file reader or a model class
+    except Exception as error:  # from a file reader or a model class
         raise ConfigError(f"{role.key}={role.model.path} cannot be loaded: {type(error).__name__}: {error}") from error
     return check_numerics(module, model).largest, " nats" if role.head == "lm" else " of a hidden state's size"

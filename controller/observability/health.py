@@ -74,7 +74,7 @@ class Health:
         self._in_a_row = dict.fromkeys((symptom.metric for symptom in self._symptoms), 0)
 
     def see(self, step: int, metrics: Mapping[str, float | None]) -> dict[str, str]:
-        """Describe, by metric, each symptom seen for `STEPS` steps. None is a number that is not finite.
+        """Describe, by metric, each symptom seen for `STEPS` steps. A value that is not finite is None.
 
         A symptom is described again only after it was gone. A step without the metric does not count.
         """

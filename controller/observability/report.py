@@ -170,7 +170,7 @@ def _sections(run: RunFolder, config: TrainingConfig) -> list[Section]:
 def who_computes_when(run: RunFolder) -> list[Section]:
     """Compare the last step's plan with the given order, by the run's planner inputs.
 
-    Time 1 is the plan's without waiting. Empty for one rank, or without a recorded plan.
+    Time 1 is the plan's without waiting. Returns nothing for one rank, or without a recorded plan.
     """
     try:
         record = run_step(run.path)

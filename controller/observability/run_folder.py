@@ -1,4 +1,4 @@
-"""A run's files: RunWriter writes them, RunFolder reads them.
+"""Write and read a run's files, by RunWriter and RunFolder.
 
 runs/NAME/   config.yaml  run.log  metrics.jsonl  lengths.jsonl  samples.jsonl  timeline.jsonl  validation/step-N.jsonl
              samples/step-N.npz, of which `controller.rollout.sample_files` knows the content
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from controller.algorithm.validation_metrics import ScoredResponse
 
 Row = dict[str, Any]
-LARGEST = 1e100  # of a chart, whose axes overflow beyond
+LARGEST = 1e100  # limit of a chart, whose axes would overflow
 LOG = "run.log"
-SHOWN_RESPONSES = 32  # of a validation, in trackers
+SHOWN_RESPONSES = 32  # responses of a validation in trackers
 
 
 @contextmanager
@@ -42,7 +42,7 @@ class JsonLines:
     """A file of JSON lines, each flushed. Raises OutputError."""
 
     def __init__(self, path: Path, *, after: int = 0) -> None:
-        """after: step to resume from, which removes later and damaged lines. 0 keeps nothing."""
+        """after: step to resume from, which removes later and damaged lines, 0 for an empty file."""
         self.path = path
         with writing(path):
             found = json_records(path, has_step) if after and path.exists() else ()
@@ -76,7 +76,7 @@ def recorded_steps(folder: Path) -> list[int]:
 
 
 class Tracker:
-    """A service that receives metrics. This one ignores all."""
+    """Base of services that receive metrics, which ignores them."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record a step's metrics."""
@@ -192,7 +192,7 @@ class RunFolder:
 
     @cached_property
     def metrics(self) -> list[Row]:
-        """A row per step. Raises DataError without any."""
+        """Return a row per step. Raises DataError without any."""
         rows = self._rows("metrics.jsonl", has_step, lambda row: _check_numbers(row, *row))
         if not rows:
             raise DataError(f"{self.path / 'metrics.jsonl'} holds no step. Name the folder of a run that has made one.")

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from workers.model.timing import MicroStepTime
     from workers.score import Score
 
-RECORDED_SAMPLES = 4  # of each kind: first, slowest, longest
+RECORDED_SAMPLES = 4  # number of each kind: first, slowest, longest
 
 
 class Samples(Protocol):

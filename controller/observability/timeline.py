@@ -1,4 +1,4 @@
-"""The timeline of a run: recorded on the driver, and shown as a trace by Chrome or Perfetto.
+"""Record a run's timeline on the driver, and write it as a trace for Chrome or Perfetto.
 
     phases of the driver ------------------+
     start and end of every sample ---------+--> TimelineRecorder --take--> timeline.jsonl, a line a step

@@ -167,7 +167,7 @@ def _measured(asked: Mapping[str, Any]) -> Memory:
 def host_memory(config: Config, memory: Memory, ranks: int) -> Parts:
     """Add up GiB of the first node's host memory, with `ranks` policy workers including rank 0."""
     sizes = {role: each["sizes"] for role, each in memory.roles.items()}
-    share = ranks * config.policy.parallel.replicate / config.training_workers  # of a model
+    share = ranks * config.policy.parallel.replicate / config.training_workers  # share of a model
     parts = {"model as it is read": 4 * max(size["parameters"] for size in sizes.values()) / GIB}
     for role, size in sizes.items():
         if _is_offloaded(config, role):

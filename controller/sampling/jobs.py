@@ -1,4 +1,4 @@
-"""A job: which samples a command makes, with which model and settings, and where they go.
+"""Define a job: the samples that a command makes, its model and settings, and its output.
 
 --config, --model, overrides --narrowed, checked--> settings --data, rewards read and tried--> Job
 """

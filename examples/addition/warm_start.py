@@ -23,11 +23,11 @@ from examples.addition.data import write_records
 
 CACHE = Path(__file__).parent / "cache"
 CORRUPTION = 0.06
-CLEAN_SHARE = 0.75  # of the steps, the first ones
+CLEAN_SHARE = 0.75  # share of steps, from the first
 ANY_LENGTH = 0.2
 STEPS = 600
 BATCH = 32
-WRONG = 0.1  # share of digits that a rejected response has wrong
+WRONG = 0.1  # share of wrong digits in a rejected response
 
 
 def tokenizer(characters: str = data.CHARACTERS) -> PreTrainedTokenizerFast:
@@ -89,7 +89,7 @@ def pairs(count: int, seed: int, *, held_out: bool) -> Iterator[dict[str, str]]:
 def prepare() -> None:
     """Write the data and a random model."""
     print(f"warm start: {STEPS} steps on given responses (some minutes, only once)", flush=True)
-    disable_progress_bar()  # of a model that is written in no time
+    disable_progress_bar()  # a small model needs no progress bar
     CACHE.mkdir(exist_ok=True)
     data.write(CACHE / "train.jsonl", 8192, seed=1, held_out=False)
     data.write(CACHE / "validation.jsonl", 512, seed=2, held_out=True)
@@ -112,7 +112,7 @@ def main() -> int:
 def train(settings: Path, model: Path) -> int:
     """Train `model` by `controller.sft` with a file of settings. Returns its exit code."""
     run = model.with_name("warm_start")
-    shutil.rmtree(run, ignore_errors=True)  # of a warm start that was stopped
+    shutil.rmtree(run, ignore_errors=True)  # from a warm start that was stopped
     code = sft.main(["--config", str(settings)])
     if code == 0:
         (run / "model").rename(model)

@@ -19,7 +19,7 @@ from examples.addition.warm_start import create_model, tokenizer, train
 from examples.calculator import data
 
 CACHE = Path(__file__).parent / "cache"
-ASKS_FIRST, ASKS = 0.6, 0.25  # of the examples: while it learns to copy the problem, and in the last steps
+ASKS_FIRST, ASKS = 0.6, 0.25  # share of examples: while it learns to copy the problem, and in the last steps
 STEPS, LAST_STEPS = 300, 120
 BATCH = 64
 TEMPLATE = (
@@ -63,7 +63,7 @@ def main() -> int:
         print(f"warm start: kept {model}")
         return 0
     print(f"warm start: {STEPS} steps on given conversations (a few minutes, only once)", flush=True)
-    disable_progress_bar()  # of a model that is written in no time
+    disable_progress_bar()  # a small model needs no progress bar
     CACHE.mkdir(exist_ok=True)
     data.write(CACHE / "train.jsonl", 4096, seed=1, held_out=False)
     data.write(CACHE / "validation.jsonl", 256, seed=2, held_out=True)
