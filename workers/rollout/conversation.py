@@ -3,26 +3,35 @@
     turn ids --response--> text for Environment.step
     text of an observation --observation_ids--> the ids that follow the turn
 
-With chat messages, the new text is the part that the template renders after the end of the policy's turn:
+With chat messages, the template renders the observation behind a stand-in for the turn. The text behind the end of the
+stand-in is new:
 
-    rendered with the turn last              ...<assistant>four<end>\n
-    rendered with the observation behind it  ...<assistant>four<end>\n<user>Sure?<end>\n<assistant>
-    encoded                                                        \n<user>Sure?<end>\n<assistant>
+    rendered   ...<assistant>stand-in<end>\n<user>Sure?<end>\n<assistant>
+    encoded                               \n<user>Sure?<end>\n<assistant>
+
+The policy's own text is never rendered, so nothing in it can be mistaken for the template's. Sampled tokens stay as
+they are, also where the template would drop an earlier turn's thoughts.
 """
+
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
-from workers.environment import Text
-from workers.errors import ConfigError, EpisodeError
+from workers.environment import Text, as_text
+from workers.errors import ConfigError, DataError, EpisodeError
 from workers.rendering import Messages, Renderer, cleaned
 
 
 class Conversation:
     """The messages or the text of one episode."""
 
-    def __init__(self, renderer: Renderer, prompt: Text, model: str) -> None:
-        """`prompt`: as it was tokenized, including its system message. `model`: names the template in errors."""
-        self._renderer, self._tokenizer, self._model = renderer, renderer.tokenizer, model
+    def __init__(self, renderer: Renderer, prompt: Text) -> None:
+        """`prompt`: as it was tokenized, including its system message."""
+        self._renderer, self._tokenizer = renderer, renderer.tokenizer
         self._messages = list(prompt) if isinstance(prompt, list) else None
 
     def opened(self, prompt_ids: np.ndarray, opening: Text) -> np.ndarray:
@@ -38,52 +47,77 @@ class Conversation:
         return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=True))
 
     def observation_ids(self, turn_ids: np.ndarray, observation: Text) -> np.ndarray:
-        """Ids, int32, of an observation after a turn that ended with the end-of-sequence token.
-
-        Raises EpisodeError if messages follow a text, or the template has no suffix for them.
-        """
+        """Ids, int32, of an observation after a turn. Raises EpisodeError if the template cannot render it there."""
         if self._messages is None:
             return self._encode(_text_only(observation))
-        turn = {"role": "assistant", "content": self.response(turn_ids)}
-        before = self._render([*self._messages, turn], add_generation_prompt=False)
-        self._messages += [turn, *_as_messages(observation)]
-        after = self._render(self._messages, add_generation_prompt=True)
         end = str(self._tokenizer.decode(turn_ids[-1:].tolist()))
-        return self._encode(appended_text(before, after, end, self._model))
+        self._messages, text = continued(self._render, self._messages, _as_messages(observation), end)
+        return self._encode(text)
 
     def _encode(self, text: str) -> np.ndarray:
         return np.asarray(self._renderer.ids(text, "the conversation"), dtype=np.int32)
 
-    def _render(self, messages: Messages, *, add_generation_prompt: bool) -> str:
+    def _render(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
         return self._renderer.text(messages, "the conversation", add_generation_prompt=add_generation_prompt)
 
 
-def appended_text(before: str, after: str, end: str, model: str) -> str:
-    """Return the part of `after` that follows the `end` token of the turn that `before` ends with.
+def continued(render: Callable[..., str], messages: Messages, observation: Messages, end: str) -> tuple[Messages, str]:
+    """Return the messages with a stand-in for a turn and `observation`, and the text that follows the turn's `end`.
 
-    Raises EpisodeError, naming the model, if `before` has no `end`, or `after` changes earlier text.
+    A turn with another end, such as a second end token, is followed by the template's end too.
+    Raises EpisodeError if the template fails, or does not show the observation.
     """
-    if not after.startswith(before):
-        raise EpisodeError(
-            f"the chat template of {model} renders earlier messages differently when others follow, so that turns "
-            "cannot be continued token by token. Give the model a template that only appends"
-        )
-    _, found, tail = before.rpartition(end)
-    if not found:
-        raise EpisodeError(
-            f"the chat template of {model} does not end an assistant's message with {end!r}, the token that ends a turn"
-        )
-    return tail + after[len(before) :]
+    stand_in, failure = f"stand-in {len(messages)}", "the chat template does not show the observation"
+    while stand_in in str(observation):
+        stand_in += "-"
+    for turn, following in _with_stand_ins(stand_in, observation):
+        after = [*messages, turn, *following]
+        try:
+            _, found, text = render(after).rpartition(stand_in)
+            closing = render([*messages, turn], add_generation_prompt=False).rpartition(stand_in)[2]
+        except DataError as error:
+            failure = str(error)
+            continue
+        closing = os.path.commonprefix([closing, text])  # noqa: RUF071 (texts, not paths)
+        if end and end in closing:
+            text = text.partition(end)[2]
+        elif "tool_calls" in turn or text[len(closing) :].startswith(end):
+            text = text[len(closing) :].removeprefix(end)
+        if found and all(_shows(text, message) for message in observation):
+            return after, text
+    raise EpisodeError(f"{failure} (a message of role {observation[0]['role']} after the policy's turn)")
+
+
+def _shows(text: str, message: dict[str, Any]) -> bool:
+    said = as_text([message]).strip()
+    return said in text or json.dumps(said, ensure_ascii=False)[1:-1] in text
+
+
+def _with_stand_ins(text: str, observation: Messages) -> Iterator[tuple[dict[str, Any], Messages]]:
+    """Assistant's messages that show `text` last, with the observation behind.
+
+    Before a tool's answer many templates ask for its call, with arguments in one of two forms.
+    """
+    answers = list(itertools.takewhile(lambda message: message["role"] == "tool", observation))
+    named = [{"name": "tool", "tool_call_id": f"call{n:05}"} | answer for n, answer in enumerate(answers)]
+    for arguments in ({"value": text}, json.dumps({"value": text})) if named else ():
+        calls = [
+            {"type": "function", "id": m["tool_call_id"], "function": {"name": m["name"], "arguments": arguments}}
+            for m in named
+        ]
+        turn = {"role": "assistant", "content": "", "tool_calls": calls}
+        yield turn, [*named, *observation[len(named) :]]
+    yield {"role": "assistant", "content": text}, observation
 
 
 def check_template(renderer: Renderer, model: str) -> None:
     """Raise ConfigError if the chat template cannot continue a turn, tried on a made-up conversation."""
-    conversation = Conversation(renderer, [{"role": "user", "content": "one"}], model)
+    conversation = Conversation(renderer, [{"role": "user", "content": "one"}])
     turn = np.asarray([*renderer.ids("two", "the conversation"), renderer.tokenizer.eos_token_id], np.int32)
     try:
         conversation.observation_ids(turn, "three")
     except EpisodeError as failure:
-        raise ConfigError(f"rollout.environment: {failure}.") from None
+        raise ConfigError(f"rollout.environment: model.path={model}: {failure}.") from None
 
 
 def _text_only(observation: Text) -> str:

@@ -1,25 +1,28 @@
-"""What follows a turn: only new text is encoded, and chat templates that would change old text are refused."""
+"""What follows a turn: only new text is encoded, after stock chat templates too. Sampled tokens stay as they are."""
 
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
+from tests.refusals import refused
 from tests.workers.rollout import tiny
-from workers.errors import ConfigError, EpisodeError
-from workers.rendering import Renderer
-from workers.rollout.conversation import Conversation, check_template
+from workers.errors import DataError, EpisodeError
+from workers.rendering import Messages, Renderer, forms, in_form
+from workers.rollout.conversation import Conversation, check_template, continued
 
 APPENDING = (
     "{% for m in messages %}#{{ m['role'] == 'user' and 'u' or 'a' }}{{ m['content'] }}<eos>;{% endfor %}"
     "{% if add_generation_prompt %}#a{% endif %}"
 )
 REWRITING = (  # as templates do that leave earlier turns' thoughts out
-    "{% for m in messages %}{{ m['content'] if loop.last else '-' }}<eos>{% endfor %}"
+    "{% for m in messages %}{{ 't' if loop.last and m['role'] == 'assistant' }}{{ m['content'] }}<eos>{% endfor %}"
 )
-ENDLESS = "{% for m in messages %}{{ m['content'] }};{% endfor %}"
 
 
 @pytest.fixture
@@ -34,7 +37,7 @@ def chat(tokenizer: Any) -> Any:
 
 
 def test_a_text_follows_a_text(tokenizer: Any) -> None:
-    conversation = Conversation(Renderer(tokenizer), "a", "tiny")
+    conversation = Conversation(Renderer(tokenizer), "a")
     assert conversation.opened(ids_of("a"), "bc").tolist() == ids_of("abc").tolist()
     assert conversation.opened(ids_of("a"), "").tolist() == ids_of("a").tolist()
     assert conversation.response(ids_of("d", tiny.EOS)) == "d"
@@ -49,7 +52,7 @@ def ids_of(text: str, *more: int) -> np.ndarray:
 
 def test_turns_and_observations_together_are_what_the_template_renders(chat: Any) -> None:
     messages = [{"role": "user", "content": "hi"}]
-    conversation = Conversation(Renderer(chat), messages, "tiny")
+    conversation = Conversation(Renderer(chat), messages)
     ids = chat.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     for said, answer in (("four", "sure?"), ("yes", "good")):
         turn = ids_of(said, tiny.EOS)
@@ -60,14 +63,73 @@ def test_turns_and_observations_together_are_what_the_template_renders(chat: Any
 
 def test_an_opening_of_messages_is_rendered_with_the_prompt(chat: Any) -> None:
     prompt, opening = [{"role": "system", "content": "be"}], [{"role": "user", "content": "go"}]
-    opened = Conversation(Renderer(chat), prompt, "tiny").opened(ids_of("x"), opening)
+    opened = Conversation(Renderer(chat), prompt).opened(ids_of("x"), opening)
     rendered = chat.apply_chat_template(prompt + opening, add_generation_prompt=True, return_dict=False)
     assert opened.tolist() == rendered
 
 
-@pytest.mark.parametrize(("template", "reason"), [(REWRITING, "renders earlier"), (ENDLESS, "does not end")])
-def test_a_template_that_cannot_go_on_is_refused_before_the_run(chat: Any, template: str, reason: str) -> None:
+def test_a_template_that_rewrites_earlier_turns_is_continued(chat: Any) -> None:
+    chat.chat_template = REWRITING
     check_template(Renderer(chat), "models/tiny")
+    conversation = Conversation(Renderer(chat), [{"role": "user", "content": "hi"}])
+    for answer in ("sure?", "good"):
+        assert (
+            conversation.observation_ids(ids_of("four", tiny.EOS), answer).tolist() == ids_of(answer, tiny.EOS).tolist()
+        )
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('no') if messages[1:] }}", "{{ messages[0]['content'] }}"])
+def test_a_template_that_cannot_continue_is_refused_before_the_run(chat: Any, template: str) -> None:
     chat.chat_template = template
-    with pytest.raises(ConfigError, match=f"rollout.environment: the chat template of models/tiny {reason}"):
+    with refused("rollout.environment"):
         check_template(Renderer(chat), "models/tiny")
+
+
+STOCK = Path(str(find_spec("trl").origin)).parent / "chat_templates"  # type: ignore[union-attr]
+TEMPLATES = sorted(path.stem for path in STOCK.glob("*.jinja") if not path.stem.endswith("_training"))
+WITHOUT_TOOLS = {"cohere", "cohere2", "gemma", "gemma3", "llava_next", "phi3", "phi3_5"}  # refuse or drop their answers
+END_IS_THE_NEXT_ROLE = {"glm4moe": {"user": "<|user|>", "tool": "<|observation|>"}}
+USER, TOOL = {"role": "user", "content": 'Sure? é "4"'}, {"role": "tool", "content": "42 km", "name": "add"}
+
+
+def stock_renderer(name: str) -> Callable[..., str]:
+    template = _compile_jinja_template((STOCK / f"{name}.jinja").read_text())
+
+    def raw(messages: Messages, *, add_generation_prompt: bool = False) -> str:
+        tokens = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
+        return str(template.render(messages=messages, add_generation_prompt=add_generation_prompt, **tokens))
+
+    shown = forms(raw)
+
+    def render(messages: Messages, *, add_generation_prompt: bool = True) -> str:
+        try:
+            return raw(in_form(messages, *shown), add_generation_prompt=add_generation_prompt)
+        except Exception as error:
+            raise DataError(str(error)) from error
+
+    return render
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("observation", [[USER], [TOOL], [TOOL, TOOL | {"content": "5 km"}], [TOOL, USER]])
+def test_stock_templates_continue_a_turn(name: str, observation: Messages) -> None:
+    """The text is what the template appends, where it appends, and the same after every turn."""
+    render, prompt = stock_renderer(name), [{"role": "user", "content": "2 + 2?"}]
+    answer = {"role": "assistant", "content": "four"}
+    before = render([*prompt, answer], add_generation_prompt=False)
+    role = observation[0]["role"]
+    end = END_IS_THE_NEXT_ROLE.get(name, {}).get(role) or before.rpartition("four")[2].strip()
+    if role == "tool" and name in WITHOUT_TOOLS:
+        with pytest.raises(EpisodeError):
+            continued(render, prompt, observation, end)
+        return
+    messages, text = continued(render, prompt, observation, end)
+    assert "stand-in" not in text
+    assert "</tool_call>" not in text
+    if role == "user":
+        whole = render([*prompt, answer, *observation])
+        assert whole.endswith(text)
+        if whole.startswith(before):
+            assert whole == before.rpartition("four")[0] + "four" + end + text
+    if not name.startswith("deepseek"):  # which opens the outputs of tools once in a conversation
+        assert continued(render, messages, observation, end)[1] == text
