@@ -87,7 +87,7 @@ def test_paths_without_data_are_refused(tmp_path: Path) -> None:
         ("x.arrow", "PAR1 is not enough", "x.arrow"),
         ("x.json", '{"prompt": "a"}', "a list of records"),
         ("x.jsonl", '{"prompt": "a"}\nnot json\n', "x.jsonl:2"),
-        ("x.jsonl", '{"question": "a"}\n', "set data.prompt_key"),
+        ("x.jsonl", '{"question": "a"}\n', "Set data.prompt_key"),
         ("x.jsonl", "[1]\n", "x.jsonl:1"),
         ("x.jsonl", "\n", "x.jsonl"),
     ],

@@ -150,4 +150,4 @@ def test_cpu_nodes_have_a_placement_and_no_gpu_memory(
     assert main([*dry_run, "--cluster", "nodes=1,cpus=0.5"]) == 2
     assert "the run does not fit on 1 node with 0.5 CPUs each" in capsys.readouterr().err
     assert main(["--config", "config.yaml", "--cluster", "nodes=1,cpus=8"]) == 2
-    assert "add --dry-run" in capsys.readouterr().err
+    assert "Add --dry-run" in capsys.readouterr().err
