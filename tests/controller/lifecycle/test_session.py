@@ -2,8 +2,10 @@
 
 import json
 import os
+import shutil
 import signal
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -180,13 +182,15 @@ with ray_session(load(sys.argv[1]), Console()):
 
 @pytest.mark.alone
 def test_a_local_ray_listens_on_this_machine_alone_and_its_death_is_told_in_one_line(tmp_path: Path) -> None:
-    environment = marked_environment()
+    folder = tempfile.mkdtemp(dir="/tmp")  # sockets need a short path, and another test's Ray changes /tmp/ray
+    environment = marked_environment() | {"RAY_TMPDIR": folder}
     run = begin([sys.executable, "-c", LOCAL_RAY, str(write_workspace(tmp_path))], environment)
     found = next(json.loads(line) for line in run.stdout if line.startswith("{"))
     told = next(line for line in run.stderr if line.startswith("error:"))
     run.kill()
     run.communicate()
     assert all_end(environment[MARK], 30) == []
+    shutil.rmtree(folder)
     assert "Ray's raylet ended with signal 9" in told
     assert "no checkpoint to resume from" in told
     assert len(found["listening"]) >= 5
