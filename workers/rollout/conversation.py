@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from workers.environment import Text, as_text
+from workers.environment import Text
 from workers.errors import ConfigError, DataError, EpisodeError
 from workers.rendering import Messages, Renderer, cleaned
 
@@ -41,7 +41,7 @@ class Conversation:
         if self._messages is None:
             return np.concatenate([prompt_ids, self._encode(_text_only(opening))])
         self._messages += _as_messages(opening)
-        return self._encode(self._render(self._messages, add_generation_prompt=True))
+        return self._encode(self._render(self._messages))
 
     def response(self, ids: np.ndarray) -> str:
         return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=True))
@@ -75,6 +75,7 @@ def continued(render: Callable[..., str], messages: Messages, observation: Messa
         try:
             _, found, text = render(after).rpartition(stand_in)
             closing = render([*messages, turn], add_generation_prompt=False).rpartition(stand_in)[2]
+            shown = found and _shows(render, [*messages, turn], following)
         except DataError as error:
             failure = str(error)
             continue
@@ -83,14 +84,16 @@ def continued(render: Callable[..., str], messages: Messages, observation: Messa
             text = text.partition(end)[2]
         elif "tool_calls" in turn or text[len(closing) :].startswith(end):
             text = text[len(closing) :].removeprefix(end)
-        if found and all(_shows(text, message) for message in observation):
+        if shown:
             return after, text
     raise EpisodeError(f"{failure} (a message of role {observation[0]['role']} after the policy's turn)")
 
 
-def _shows(text: str, message: dict[str, Any]) -> bool:
-    said = as_text([message]).strip()
-    return said in text or json.dumps(said, ensure_ascii=False)[1:-1] in text
+def _shows(render: Callable[..., str], messages: Messages, following: Messages) -> bool:
+    """Whether the template shows each message, tried with contents that nothing else can hold."""
+    probes = [message | {"content": f"shown {n}."} for n, message in enumerate(following)]
+    text = render([*messages, *probes]).rpartition("stand-in")[2]
+    return all(probe["content"] in text for probe in probes)
 
 
 def _with_stand_ins(text: str, observation: Messages) -> Iterator[tuple[dict[str, Any], Messages]]:

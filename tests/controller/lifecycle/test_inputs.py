@@ -14,6 +14,7 @@ from controller.config import load
 from controller.lifecycle.inputs import load_renderer, read_inputs
 from tests.controller.bad_inputs import BadInput, check_line
 from tests.controller.stand_ins.run import SETTINGS
+from tests.workers.rollout.test_conversation import STOCK
 from workers.dataproto import DataProto
 from workers.errors import BallastError, DataError
 from workers.rendering import Renderer
@@ -61,6 +62,31 @@ def test_a_template_that_raises_on_a_later_prompt_names_the_record(workspace: Pa
     (workspace / "chat.jsonl").write_text("\n".join(map(json.dumps, records)))
     line = refusal("data.train=chat.jsonl")
     check_line(BadInput("later", ["chat.jsonl record 41 is not rendered", "TemplateError: no x"]), 2, line)
+
+
+def test_an_environment_needs_a_template_that_shows_its_answers(workspace: Path) -> None:
+    """Stock Qwen3's changes earlier turns, which does not matter."""
+    (workspace / "chat.jsonl").write_text(json.dumps({"prompt": [{"role": "user", "content": "1+1="}]}))
+    (workspace / "told.py").write_text(
+        "from workers.environment import Observation\n\n\n"
+        "class Told:\n"
+        "    def reset(self, record):\n        return ''\n\n"
+        "    def step(self, response):\n        return Observation('2+2=')\n"
+    )
+    template = workspace / "model" / "chat_template.jinja"
+    overrides = [
+        "data.train=chat.jsonl",
+        "rollout.environment=told.py:Told",
+        "rollout.max_turns=2",
+        "reward.function=''",
+    ]
+    template.write_text((STOCK / "qwen3.jinja").read_text())
+    (source,) = read_inputs(
+        load(None, [*SETTINGS, "data.validation=''", "data.max_prompt_tokens=80", *overrides])
+    ).sources
+    assert len(source) == 1
+    template.write_text("{{ messages[0]['content'] }}")
+    assert refusal(*overrides).startswith("error: rollout.environment")
 
 
 def test_a_template_that_never_ends_on_a_later_prompt_is_ended(workspace: Path) -> None:

@@ -89,7 +89,7 @@ STOCK = Path(str(find_spec("trl").origin)).parent / "chat_templates"  # type: ig
 TEMPLATES = sorted(path.stem for path in STOCK.glob("*.jinja") if not path.stem.endswith("_training"))
 WITHOUT_TOOLS = {"cohere", "cohere2", "gemma", "gemma3", "llava_next", "phi3", "phi3_5"}  # refuse or drop their answers
 END_IS_THE_NEXT_ROLE = {"glm4moe": {"user": "<|user|>", "tool": "<|observation|>"}}
-USER, TOOL = {"role": "user", "content": 'Sure? é "4"'}, {"role": "tool", "content": "42 km", "name": "add"}
+USER, TOOL = {"role": "user", "content": 'Sure? é "4"'}, {"role": "tool", "content": "4", "name": "add"}
 
 
 def stock_renderer(name: str) -> Callable[..., str]:
@@ -111,7 +111,7 @@ def stock_renderer(name: str) -> Callable[..., str]:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.parametrize("observation", [[USER], [TOOL], [TOOL, TOOL | {"content": "5 km"}], [TOOL, USER]])
+@pytest.mark.parametrize("observation", [[USER], [TOOL], [TOOL, TOOL | {"content": "5"}], [TOOL, USER]])
 def test_stock_templates_continue_a_turn(name: str, observation: Messages) -> None:
     """The text is what the template appends, where it appends, and the same after every turn."""
     render, prompt = stock_renderer(name), [{"role": "user", "content": "2 + 2?"}]
