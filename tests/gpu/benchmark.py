@@ -152,8 +152,8 @@ def random_batch(lengths: list[int], vocabulary: int, prompt: int = 0) -> DataPr
     )
 
 
-def save_random_model(size: str, folder: Path) -> None:
-    """A model and a tokenizer, as an engine loads them."""
+def save_random_model(size: str, folder: Path, device: str) -> None:
+    """A model, drawn on `device`, and a tokenizer, as an engine loads them."""
     heads, pairs = HEADS[size]
     config = FAMILIES.get(size, Qwen2Config)(
         **SIZES[size],
@@ -163,7 +163,8 @@ def save_random_model(size: str, folder: Path) -> None:
         tie_word_embeddings=True,
     )
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    with torch.device(device):
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     words = Tokenizer(models.WordLevel({f"t{index}": index for index in range(16)}, unk_token="t0"))
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="t0").save_pretrained(folder)
 
@@ -299,7 +300,7 @@ def main() -> None:
     print("\n".join(lines), flush=True)
     for size in arguments.sizes:
         with tempfile.TemporaryDirectory() as folder:
-            save_random_model(size, Path(folder))
+            save_random_model(size, Path(folder), arguments.device)
             for way, batch in batches(arguments, lengths):
                 lines.append(row_of(size, way, measure_way(Path(folder), way, batch, arguments), peak_tflops))
                 print(lines[-1], flush=True)
