@@ -8,9 +8,10 @@
 Special tokens written in a text are read as such. Templates are programs that may never end, so they have a time limit.
 """
 
+import json
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -81,6 +82,8 @@ def _of_file(path: Path) -> dict[str, Any]:
 
 
 Messages = list[dict[str, Any]]
+Options = dict[str, Any]
+"""Of `apply_chat_template`: `tools`, JSON schemas, and variables of the template by name."""
 LONGEST_RENDERED = 20_000_000  # characters: above any model's context, and tokenized within a minute
 PROBE = "probe"
 
@@ -115,6 +118,43 @@ def _part(part: Any, where: str) -> dict[str, str]:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         raise DataError(f"{where} has a chat message with a part of type {kind!r}. Only parts of type 'text' are read.")
     return {"type": "text", "text": part["text"]}
+
+
+def options_of(record: Mapping[str, Any], run: Options, where: str) -> Options:
+    """Return the run's options, overridden by a record's `tools` and `chat_template_arguments`.
+
+    Both columns may be JSON in a text. Raises DataError, naming the record `where`, for other values.
+    """
+    arguments = _parsed(record, "chat_template_arguments", dict, where)
+    tools = _parsed(record, "tools", list, where)
+    options = run | (arguments or {}) | ({} if tools is None else {"tools": [_tool(tool, where) for tool in tools]})
+    return options if options.get("tools") else {name: value for name, value in options.items() if name != "tools"}
+
+
+def _parsed(record: Mapping[str, Any], column: str, kind: type, where: str) -> Any:
+    value = record.get(column)
+    try:
+        found = json.loads(value) if isinstance(value, str) else _without_none(value)
+    except ValueError:
+        found = value
+    if found is not None and not isinstance(found, kind):
+        raise DataError(f"{where} has {column!r} of type {type(found).__name__}. Give a {kind.__name__}, or its JSON.")
+    return found
+
+
+def _without_none(value: Any) -> Any:
+    """Drop keys that are None, which Arrow adds."""
+    if isinstance(value, dict):
+        return {name: _without_none(inner) for name, inner in value.items() if inner is not None}
+    return [_without_none(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _tool(tool: Any, where: str) -> dict[str, Any]:
+    tool = _parsed({"tools": tool}, "tools", dict, where)
+    function = tool.get("function", tool) if tool else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise DataError(f"{where} has a tool without a name. Give each of 'tools' a name, description and parameters.")
+    return tool if "function" in tool else {"type": "function", "function": tool}
 
 
 def forms(render: Callable[[Messages], str]) -> tuple[bool, bool]:
@@ -160,14 +200,14 @@ class Renderer:
     timeout_s: float = 0.0
     continue_last: bool = False
 
-    def prompt_ids(self, prompt: Any, where: str) -> np.ndarray:
-        """Ids, int32 [P], of a cleaned prompt. Raises DataError, naming `where`."""
+    def prompt_ids(self, prompt: Any, where: str, options: Options | None = None) -> np.ndarray:
+        """Ids, int32 [P], of a cleaned prompt. options: of `options_of`. Raises DataError, naming `where`."""
         if isinstance(prompt, str):
             whole, bare = (self._encoded(prompt, where, add_special_tokens=own) for own in (True, False))
             start = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
             ids = bare if bare[:start] == whole[:start] else [*whole[:start], *bare]
         else:
-            ids = self.ids(self.text(prompt, where, **self._end(prompt, where)), where)
+            ids = self.ids(self.text(prompt, where, **(options or {}), **self._end(prompt, where)), where)
         if len(ids) == 0:
             raise DataError(f"{where} has an empty prompt.")
         return np.asarray(ids, dtype=np.int32)
@@ -194,10 +234,10 @@ class Renderer:
     def ids(self, text: str, where: str) -> list[int]:
         return self._encoded(text, where, add_special_tokens=False)
 
-    def marked(self, messages: Messages, where: str) -> tuple[list[int], np.ndarray]:
+    def marked(self, messages: Messages, where: str, **options: Any) -> tuple[list[int], np.ndarray]:
         """Return ids of messages, and which the template marks as the assistant's. Raises DataError, naming `where`."""
-        self.text(messages, where)
-        options = {"return_dict": True, "return_assistant_tokens_mask": True}
+        self.text(messages, where, **options)
+        options |= {"return_dict": True, "return_assistant_tokens_mask": True}
         found = self._applied(in_form(messages, *self._forms), **options)
         return self.checked(found["input_ids"], where), np.array(found["assistant_masks"], dtype=bool)
 

@@ -32,6 +32,11 @@ class OfflineDataConfig:
     )
     validation: str = setting("", "Held-out records, in the forms of data.train. Empty disables validation.")
     prompt_key: str = setting("prompt", "Column with the prompt: a string, or a list of chat messages.")
+    chat_template_arguments: dict[str, Any] = setting(
+        {},
+        "Variables of the chat template, such as `{enable_thinking: false}` or `{reasoning_effort: low}`. A record's "
+        "column `chat_template_arguments` overrides them, and its column `tools` gives functions to call.",
+    )
     max_tokens: int = setting(2048, "Maximum sequence length, in tokens.", minimum=2)
     overlong_records: str = setting(
         "drop",

@@ -1,7 +1,7 @@
 """Sections of a configuration for the whole run. `workers.config` holds the sections of the roles."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 from workers.config import GaeConfig, KlInRewardConfig, LossConfig, RewardModelConfig, SamplingConfig, setting
 
@@ -95,6 +95,11 @@ class DataConfig:
     continue_last_message: bool = setting(
         False,
         "Let responses continue chats that end with an assistant message. Otherwise such prompts are refused.",
+    )
+    chat_template_arguments: dict[str, Any] = setting(
+        {},
+        "Variables of the chat template, such as `{enable_thinking: false}` or `{reasoning_effort: low}`. A record's "
+        "column `chat_template_arguments` overrides them, and its column `tools` gives functions to call.",
     )
     max_prompt_tokens: int = setting(1024, "Maximum prompt length, in tokens.", minimum=1)
     overlong_prompts: str = setting(

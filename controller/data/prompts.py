@@ -5,7 +5,7 @@ PromptDataset of each source --PromptMixture, by weight--> take(start, count), a
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from controller.data.records import Record
 from controller.observability.slow_work import Log, count_if_slow
 from workers.errors import DataError
-from workers.rendering import Renderer
+from workers.rendering import Options, Renderer, options_of
 
 DATA_ORDER = 0  # separates this random stream from others with the same seed
 CHARACTERS_PER_TOKEN = 128  # above any token's length, so that longer prompts are refused without tokenizing
@@ -24,12 +24,16 @@ Curriculum = Callable[[list[Record], int], Sequence[int] | np.ndarray]
 
 @dataclass(frozen=True)
 class Prompt:
-    """uid: place in the stream. ids: int32 [P]. columns: for rewards. source: its name in validation."""
+    """uid: place in the stream. ids: int32 [P]. columns: for rewards. source: its name in validation.
+
+    options: with which chat messages were rendered.
+    """
 
     uid: str
     ids: np.ndarray
     columns: Record
     source: str = ""
+    options: Options = field(default_factory=dict)
 
 
 class Prompts(Protocol):
@@ -43,7 +47,7 @@ class PromptRules:
 
     overlong_prompts: `drop` omits prompts above max_prompt_tokens, `truncate` keeps their end, `error` refuses them.
     The first two count them. system_prompt: for chat messages without one. source_key: column with a record's source,
-    or empty for the data set's name.
+    or empty for the data set's name. options: of the run, for chat messages.
     """
 
     prompt_key: str
@@ -51,6 +55,10 @@ class PromptRules:
     overlong_prompts: str = "drop"
     system_prompt: str = ""
     source_key: str = ""
+    options: Options = field(default_factory=dict)
+
+    def options_of(self, record: Record, where: str) -> Options:
+        return {} if isinstance(record[self.prompt_key], str) else options_of(record, self.options, where)
 
 
 class PromptDataset:
@@ -73,7 +81,7 @@ class PromptDataset:
         curriculum: orders every epoch of the kept records. log: called with progress if tokenizing is slow. Raises
         DataError on a prompt that is overlong (with `error`), empty, or of the wrong type, and if none is left.
         """
-        self._shuffle, self._seed, self.name, self._curriculum = shuffle, seed, name, curriculum
+        self._shuffle, self._seed, self.name, self._curriculum, self._rules = shuffle, seed, name, curriculum, rules
         self._orders: dict[int, Sequence[int] | np.ndarray] = {}
         self._prompts: list[tuple[np.ndarray, Record, str]] = []
         self.dropped = self.truncated = 0
@@ -94,7 +102,8 @@ class PromptDataset:
             self._leave_out(f"{characters(prompt):,} characters", rules, index)  # tokenizing 60 MB would take minutes
             return None
         where = f"{self.name} record {index}"
-        ids = renderer.prompt_ids(with_system_prompt(prompt, rules.system_prompt, where), where)
+        messages = with_system_prompt(prompt, rules.system_prompt, where)
+        ids = renderer.prompt_ids(messages, where, rules.options_of(record, where))
         if len(ids) <= rules.max_prompt_tokens:
             return ids
         if rules.overlong_prompts == "truncate":
@@ -122,14 +131,17 @@ class PromptDataset:
         return [self.at(position) for position in range(start, start + count)]
 
     def __iter__(self) -> Iterator[Prompt]:
-        for index, (ids, record, source) in enumerate(self._prompts):
-            yield Prompt(f"{index}", ids, record, source)
+        for index in range(len(self)):
+            yield self._prompt(f"{index}", index)
 
     def at(self, position: int) -> Prompt:
         """Return the prompt at a place of the endless stream."""
         epoch, index = divmod(position, len(self._prompts)) if self._curriculum is None else self._place(position)
-        ids, record, source = self._prompts[self._order(epoch)[index]]
-        return Prompt(f"{position}", ids, record, source)
+        return self._prompt(f"{position}", self._order(epoch)[index])
+
+    def _prompt(self, uid: str, index: int) -> Prompt:
+        ids, record, source = self._prompts[index]
+        return Prompt(uid, ids, record, source, self._rules.options_of(record, uid))
 
     def _place(self, position: int) -> tuple[int, int]:
         epoch = 0  # a curriculum's epochs differ in length

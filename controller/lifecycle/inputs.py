@@ -203,7 +203,12 @@ def tokenized(config: Config, tried: Tried, log: Log = print) -> Inputs:
 
         check_template(renderer, config.model.path)
     rules = PromptRules(
-        data.prompt_key, data.max_prompt_tokens, data.overlong_prompts, data.system_prompt, data.source_key
+        data.prompt_key,
+        data.max_prompt_tokens,
+        data.overlong_prompts,
+        data.system_prompt,
+        data.source_key,
+        data.chat_template_arguments,
     )
     dataset = partial(PromptDataset, renderer=renderer, rules=rules, log=log)
     sources = [

@@ -21,7 +21,7 @@ from controller.lifecycle.model_checks import check_models, numerics_lines
 from controller.lifecycle.session import finished, prepare_start, run_training, session
 from controller.observability.slow_work import Log
 from controller.offline.datasets import SequenceDataset, record_name
-from controller.offline.tokenized import Example, preference_examples, sft_examples
+from controller.offline.tokenized import Example, preference_examples, sft_examples, with_options
 from controller.preflight.arguments import Command, parse_arguments
 from controller.preflight.cluster import check_machine
 from controller.preflight.describe import describe
@@ -106,16 +106,19 @@ def _read_examples(config: OfflineConfig) -> tuple[Examples, DataIdentity]:
         for path, records in read.items()
     }
     first = [example for records in examples.values() for record in records[:TRIED_PROMPTS] for example in record]
-    chats = [[*prompt, *response] for prompt, response in first if isinstance(response, list)]
+    chats = [[*one.prompt, *one.response] for one in first if isinstance(one.response, list)]
     try_template(config, chats, answered=True)
     return examples, identity
 
 
 def _examples_of(config: OfflineConfig, record: Record, where: str) -> tuple[Example, ...]:
     data: Any = config.data
+    examples: Sequence[Example]
     if isinstance(config, SftConfig):
-        return sft_examples(record, (data.messages_key, data.prompt_key, data.response_key), where)
-    return preference_examples(record, (data.prompt_key, data.chosen_key, data.rejected_key), where)
+        examples = sft_examples(record, (data.messages_key, data.prompt_key, data.response_key), where)
+    else:
+        examples = preference_examples(record, (data.prompt_key, data.chosen_key, data.rejected_key), where)
+    return with_options(examples, record, data.chat_template_arguments, where)
 
 
 def read_inputs(config: OfflineConfig, log: Log = print) -> OfflineInputs:

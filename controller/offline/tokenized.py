@@ -10,27 +10,43 @@ T tokens of a sequence.
 """
 
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from controller.data.records import Record
 from workers.errors import DataError
-from workers.rendering import Messages, Renderer, cleaned
+from workers.rendering import Messages, Options, Renderer, cleaned, options_of
 
 Row = dict[str, np.ndarray]
 """`input_ids` int32 [T], `loss_mask` bool [T]."""
-Example = tuple[Any, Any]
-"""A prompt and its response: two texts, or two lists of chat messages."""
+
+
+class Example(NamedTuple):
+    """A prompt and its response: two texts, or two lists of chat messages, rendered with `options`."""
+
+    prompt: Any
+    response: Any
+    options: Options = {}  # noqa: RUF012 (never changed)
+
+
 MARKS = re.compile(r"\{%-?\s*generation\b")
+
+
+def with_options(examples: Iterable[Example], record: Record, run: Options, where: str) -> tuple[Example, ...]:
+    """Give chat examples the run's options, and the record's. Raises DataError."""
+    return tuple(
+        example._replace(options=options_of(record, run, where)) if isinstance(example.response, list) else example
+        for example in examples
+    )
 
 
 def sft_examples(record: Record, keys: tuple[str, str, str], where: str) -> tuple[Example]:
     """Return a record's conversation, or its prompt and response. keys: their columns. Raises DataError."""
     messages, prompt, response = keys
     if record.get(messages) is not None:
-        return (([], _messages(record[messages], where)),)
+        return (Example([], _messages(record[messages], where)),)
     if missing := [key for key in (prompt, response) if key not in record]:
         raise DataError(
             f"{where} has neither {messages!r} nor {missing[0]!r}. Set data.messages_key, or data.prompt_key and "
@@ -67,7 +83,7 @@ def _common_start(chosen: Any, rejected: Any, where: str) -> Messages:
 
 def _example(prompt: Any, response: Any, where: str) -> Example:
     if isinstance(prompt, str) and isinstance(response, str):
-        return prompt, response
+        return Example(prompt, response)
     if isinstance(prompt, str):
         raise DataError(f"{where} has a text as prompt, and a response of type {type(response).__name__}.")
     if isinstance(response, str):
@@ -78,7 +94,7 @@ def _example(prompt: Any, response: Any, where: str) -> Example:
             f"{where} has a prompt that ends with an assistant's message, behind which the response would be another. "
             "Begin the response with that message's text."
         )
-    return prompt, response
+    return Example(prompt, response)
 
 
 def _messages(value: Any, where: str) -> Messages:
@@ -94,10 +110,10 @@ def example_row(renderer: Renderer, example: Example, where: str) -> Row:
 
     Raises DataError if no token is learned, or if rendering does not show which tokens are the assistant's.
     """
-    prompt, response = example
+    prompt, response, options = example
     if isinstance(response, str):
         return _text_row(renderer, prompt, response, where)
-    return _chat_row(renderer, [*prompt, *response], len(prompt), where)
+    return _chat_row(renderer, [*prompt, *response], len(prompt), where, options)
 
 
 def _text_row(renderer: Renderer, prompt: str, response: str, where: str) -> Row:
@@ -109,33 +125,33 @@ def _text_row(renderer: Renderer, prompt: str, response: str, where: str) -> Row
     return _row([*before.tolist(), *learned], [False] * len(before) + [True] * len(learned), where)
 
 
-def _chat_row(renderer: Renderer, messages: Messages, first: int, where: str) -> Row:
+def _chat_row(renderer: Renderer, messages: Messages, first: int, where: str, options: Options) -> Row:
     if not MARKS.search(str(renderer.tokenizer.chat_template)):
-        return _row_by_prefixes(renderer, messages, first, where)
-    ids, learned = renderer.marked(messages, where)
+        return _row_by_prefixes(renderer, messages, first, where, options)
+    ids, learned = renderer.marked(messages, where, **options)
     if first:
-        learned[: _length_of_start(renderer, messages[:first], ids, where, turn_follows=True)] = False
+        learned[: _length_of_start(renderer, messages[:first], ids, where, options, turn_follows=True)] = False
     return _row(ids, learned, where)
 
 
-def _row_by_prefixes(renderer: Renderer, messages: Messages, first: int, where: str) -> Row:
-    ids = renderer.ids(renderer.text(messages, where), where)
+def _row_by_prefixes(renderer: Renderer, messages: Messages, first: int, where: str, options: Options) -> Row:
+    ids = renderer.ids(renderer.text(messages, where, **options), where)
     learned = np.zeros(len(ids), dtype=bool)
     for index in range(first, len(messages)):
         if messages[index]["role"] == "assistant":
-            start = _length_of_start(renderer, messages[:index], ids, where, turn_follows=True)
-            stop = _length_of_start(renderer, messages[: index + 1], ids, where, turn_follows=False)
+            start = _length_of_start(renderer, messages[:index], ids, where, options, turn_follows=True)
+            stop = _length_of_start(renderer, messages[: index + 1], ids, where, options, turn_follows=False)
             learned[start:stop] = True
     return _row(ids, learned, where)
 
 
 def _length_of_start(
-    renderer: Renderer, messages: Messages, ids: Sequence[int], where: str, *, turn_follows: bool
+    renderer: Renderer, messages: Messages, ids: Sequence[int], where: str, options: Options, *, turn_follows: bool
 ) -> int:
     """Return the tokens of the first messages. Raises DataError unless `ids` begins with them."""
     if not messages:
         return 0
-    start = renderer.ids(renderer.text(messages, where, add_generation_prompt=turn_follows), where)
+    start = renderer.ids(renderer.text(messages, where, **options, add_generation_prompt=turn_follows), where)
     if list(ids[: len(start)]) != start:
         raise DataError(
             f"{where}: the chat template of model.path renders messages differently when others follow, so that the "

@@ -167,7 +167,7 @@ def _start(config: Config, prompt: Prompt) -> EpisodeStart | None:
     if not config.rollout.environment:
         return None
     text = with_system_prompt(prompt.columns[config.data.prompt_key], config.data.system_prompt, prompt.uid)
-    return EpisodeStart(prompt.columns, text)
+    return EpisodeStart(prompt.columns, text, prompt.options)
 
 
 def overlong_penalty(tokens: np.ndarray, longest: int, overlong_tokens: int) -> np.ndarray:

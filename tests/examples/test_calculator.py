@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from controller.offline.tokenized import example_row
+from controller.offline.tokenized import Example, example_row
 from examples.calculator import data
 from examples.calculator.environment import Calculator
 from examples.calculator.warm_start import characters, conversation, episode
@@ -43,7 +43,7 @@ def test_the_warm_start_learns_the_policys_turns_alone() -> None:
     asking = next(parts for parts in iter(lambda: episode(rng, asks=0.5), None) if len(parts) > 2)
     assert [text[0] for text, _ in asking[1:3]] == ["[", "<"]
     tokens = characters()
-    row = example_row(Renderer(tokens), ([], conversation(asking)["messages"]), "record 1")
+    row = example_row(Renderer(tokens), Example([], conversation(asking)["messages"]), "record 1")
     assert tokens.decode(row["input_ids"]) == "".join(text + "<eos>" * own for text, own in asking)
     learned = tokens.decode(row["input_ids"][row["loss_mask"]])
     assert learned == "".join(text + "<eos>" for text, own in asking if own)

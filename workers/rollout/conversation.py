@@ -23,16 +23,17 @@ import numpy as np
 
 from workers.environment import Text
 from workers.errors import ConfigError, DataError, EpisodeError
-from workers.rendering import Messages, Renderer, cleaned
+from workers.rendering import Messages, Options, Renderer, cleaned
 
 
 class Conversation:
     """The messages or the text of one episode."""
 
-    def __init__(self, renderer: Renderer, prompt: Text) -> None:
-        """`prompt`: as it was tokenized, including its system message."""
+    def __init__(self, renderer: Renderer, prompt: Text, options: Options | None = None) -> None:
+        """prompt, options: as it was tokenized, including its system message."""
         self._renderer, self._tokenizer = renderer, renderer.tokenizer
         self._messages = list(prompt) if isinstance(prompt, list) else None
+        self._options = options or {}
 
     def opened(self, prompt_ids: np.ndarray, opening: Text) -> np.ndarray:
         """The prompt, int32, extended by the environment's opening. Raises EpisodeError as `observation_ids` does."""
@@ -58,7 +59,8 @@ class Conversation:
         return np.asarray(self._renderer.ids(text, "the conversation"), dtype=np.int32)
 
     def _render(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
-        return self._renderer.text(messages, "the conversation", add_generation_prompt=add_generation_prompt)
+        options = self._options | {"add_generation_prompt": add_generation_prompt}
+        return self._renderer.text(messages, "the conversation", **options)
 
 
 def continued(render: Callable[..., str], messages: Messages, observation: Messages, end: str) -> tuple[Messages, str]:
@@ -113,9 +115,9 @@ def _with_stand_ins(text: str, observation: Messages) -> Iterator[tuple[dict[str
     yield {"role": "assistant", "content": text}, observation
 
 
-def check_template(renderer: Renderer, model: str) -> None:
+def check_template(renderer: Renderer, model: str, options: Options | None = None) -> None:
     """Raise ConfigError if the chat template cannot continue a turn, tried on a made-up conversation."""
-    conversation = Conversation(renderer, [{"role": "user", "content": "one"}])
+    conversation = Conversation(renderer, [{"role": "user", "content": "one"}], options)
     turn = np.asarray([*renderer.ids("two", "the conversation"), renderer.tokenizer.eos_token_id], np.int32)
     try:
         conversation.observation_ids(turn, "three")

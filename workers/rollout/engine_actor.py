@@ -170,7 +170,7 @@ class VllmEngineActor:
             episode.add(turn)
             return _finished(request, episode, turn.finish_reason)
         assert self._environments is not None and self._renderer is not None
-        conversation = Conversation(self._renderer, request.start.prompt)
+        conversation = Conversation(self._renderer, request.start.prompt, request.start.options)
         reason, score = await play(episode, sample, self._environments.episode(), conversation, request.start.record)
         return _finished(request, episode, reason, score)
 

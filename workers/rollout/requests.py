@@ -4,7 +4,7 @@ SampleRequest --engine--> SampleResult (to the driver) + one row of a DataProto 
 """
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,10 +22,14 @@ GENERATION_STEP = -3  # of `controller.generate`
 
 @dataclass(frozen=True)
 class EpisodeStart:
-    """The record of an episode, and its prompt before tokenizing (text or chat messages)."""
+    """The record of an episode, and its prompt before tokenizing (text or chat messages).
+
+    options: with which the prompt was rendered, see `workers.rendering.Options`.
+    """
 
     record: dict[str, Any]
     prompt: Text
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ def test_a_line_of_megabytes_is_left_out_without_being_tokenized(
     tokenized: list[object] = []
     whole = Renderer.prompt_ids
     monkeypatch.setattr(
-        Renderer, "prompt_ids", lambda self, prompt, where: tokenized.append(prompt) or whole(self, prompt, where)
+        Renderer, "prompt_ids", lambda self, prompt, *rest: tokenized.append(prompt) or whole(self, prompt, *rest)
     )
     (source,) = read_inputs(load(None, [*SETTINGS, "data.validation=''", "data.train=long.jsonl"])).sources
     assert (len(source), source.dropped, tokenized) == (1, 1, ["1+1="])

@@ -29,7 +29,7 @@ class Numbers:
 
 def example(number: int) -> Example:
     """Two more tokens than its number, with the last: one of the prompt, the number again and again, <eos>."""
-    return f"{number}", " ".join([f"{number}"] * number)
+    return Example(f"{number}", " ".join([f"{number}"] * number))
 
 
 def dataset(seed: int = 0, *, shuffle: bool = True) -> SequenceDataset:
