@@ -203,7 +203,7 @@ class RolloutConfig:
         (".max_staleness above 0", "out_of_order_window, kv_cache_after_update"),
         ("GPUs", "gpu_memory_utilization, enforce_eager"),
         ("CPUs", "cpu_kv_cache_gib, threads"),
-        (".environment", "max_turns, max_episode_tokens"),
+        (".environment", "max_turns, max_episode_tokens, tool_parser, reasoning_parser"),
     )
 
     replicas: int = setting(
@@ -282,6 +282,15 @@ class RolloutConfig:
         "Maximum tokens of an episode after its prompt: the policy's turns (each up to sampling.max_new_tokens) and "
         "the environment's. 0 uses max_turns * sampling.max_new_tokens.",
         minimum=0,
+    )
+
+    tool_parser: str = setting(
+        "",
+        "vLLM's parser of tool calls, by name, for turns that an environment gets (see docs/environments.md). Empty "
+        "finds it from the chat template.",
+    )
+    reasoning_parser: str = setting(
+        "", "vLLM's parser of reasoning, by name, as rollout.tool_parser. Empty finds it from the chat template."
     )
 
     def response_limit(self, sampling: SamplingConfig) -> int:

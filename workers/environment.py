@@ -4,7 +4,7 @@
     prompt += await environment.reset(record)              may be empty
     while turns and tokens are left:
         response = await policy(prompt)                    includes the end-of-sequence token
-        observation = await environment.step(response)
+        observation = await environment.step(response)     a Turn: the text, and what vLLM's parsers find in it
         reward += observation.reward
         if observation.done:
             break
@@ -13,7 +13,7 @@
 Users write the class. It needs neither Ray, torch nor vLLM.
 """
 
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -22,6 +22,41 @@ from workers.score import is_finite
 
 Text = str | list[dict[str, Any]]
 """A text, or chat messages where the prompt is a list of these."""
+
+
+class Turn(str):
+    """A turn of the policy: a string without special tokens, and its parts as vLLM's server would return them.
+
+    text: with special tokens. content: without reasoning and calls. tool_calls: as in chat messages, with arguments
+    that are a dict, or a str if they are not a JSON object. errors: why calls in the text could not be read.
+    """
+
+    text: str
+    content: str
+    reasoning: str
+    tool_calls: list[dict[str, Any]]
+    errors: list[str]
+
+    def __new__(
+        cls,
+        plain: str,
+        text: str = "",
+        content: str = "",
+        reasoning: str = "",
+        tool_calls: Sequence[dict[str, Any]] = (),
+        errors: Sequence[str] = (),
+    ) -> "Turn":
+        turn = super().__new__(cls, plain)
+        turn.text, turn.content, turn.reasoning = text, content, reasoning
+        turn.tool_calls, turn.errors = list(tool_calls), list(errors)
+        return turn
+
+    def message(self) -> dict[str, Any]:
+        """The assistant's chat message."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        return message | ({"tool_calls": self.tool_calls} if self.tool_calls else {})
 
 
 @dataclass(frozen=True)
@@ -44,8 +79,8 @@ class Environment(Protocol):
     def reset(self, record: dict[str, Any]) -> Text | Awaitable[Text | None] | None:
         """Begin an episode on a record of the data. Returns text to append to its prompt."""
 
-    def step(self, response: str) -> Observation | Awaitable[Observation]:
-        """Answer the policy's turn, given as text without special tokens."""
+    def step(self, response: Turn) -> Observation | Awaitable[Observation]:
+        """Answer the policy's turn."""
 
 
 def as_opening(value: Any) -> Text:

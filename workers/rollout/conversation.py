@@ -1,6 +1,6 @@
 """Conversation: the text of an episode, for the environment and for the chat template. Only new text is encoded.
 
-    turn ids --response--> text for Environment.step
+    turn ids --turn--> Turn for Environment.step
     text of an observation --observation_ids--> the ids that follow the turn
 
 With chat messages, the template renders the observation behind a stand-in for the turn. The text behind the end of the
@@ -21,17 +21,20 @@ from typing import Any
 
 import numpy as np
 
-from workers.environment import Text
+from workers.environment import Text, Turn
 from workers.errors import ConfigError, DataError, EpisodeError
 from workers.rendering import Messages, Options, Renderer, cleaned
+from workers.rollout.parsing import TurnParser
 
 
 class Conversation:
     """The messages or the text of one episode."""
 
-    def __init__(self, renderer: Renderer, prompt: Text, options: Options | None = None) -> None:
-        """prompt, options: as it was tokenized, including its system message."""
-        self._renderer, self._tokenizer = renderer, renderer.tokenizer
+    def __init__(
+        self, renderer: Renderer, prompt: Text, options: Options | None = None, parser: TurnParser | None = None
+    ) -> None:
+        """prompt, options: as it was tokenized, including its system message. parser: of turns, None for plain text."""
+        self._renderer, self._tokenizer, self._parser = renderer, renderer.tokenizer, parser
         self._messages = list(prompt) if isinstance(prompt, list) else None
         self._options = options or {}
 
@@ -44,8 +47,12 @@ class Conversation:
         self._messages += _as_messages(opening)
         return self._encode(self._render(self._messages))
 
-    def response(self, ids: np.ndarray) -> str:
-        return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=True))
+    def turn(self, ids: np.ndarray, *, finished: bool) -> Turn:
+        """The turn for the environment. finished: whether the policy ended it."""
+        if self._parser is not None:
+            return self._parser.turn(ids, finished)
+        plain = str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=True))
+        return Turn(plain, str(self._tokenizer.decode(ids.tolist())), plain)
 
     def observation_ids(self, turn_ids: np.ndarray, observation: Text) -> np.ndarray:
         """Ids, int32, of an observation after a turn. Raises EpisodeError if the template cannot render it there."""

@@ -27,6 +27,7 @@ from workers.network import use_rays_interface
 from workers.rendering import Renderer
 from workers.rollout.conversation import Conversation
 from workers.rollout.episode import Episode, play
+from workers.rollout.parsing import TurnParser
 from workers.rollout.placement import check_placement
 from workers.rollout.prefix_hashes import prefix_hashes
 from workers.rollout.requests import ERROR, Response, SampleRequest, SampleResult, WeightLoad, turn_seed
@@ -170,8 +171,12 @@ class VllmEngineActor:
             episode.add(turn)
             return _finished(request, episode, turn.finish_reason)
         assert self._environments is not None and self._renderer is not None
-        conversation = Conversation(self._renderer, request.start.prompt, request.start.options)
-        reason, score = await play(episode, sample, self._environments.episode(), conversation, request.start.record)
+        start, parser = request.start, None
+        if isinstance(start.prompt, list):
+            names = self.config.tool_parser, self.config.reasoning_parser
+            parser = TurnParser(self._renderer.tokenizer, *names, start.options)
+        conversation = Conversation(self._renderer, start.prompt, start.options, parser)
+        reason, score = await play(episode, sample, self._environments.episode(), conversation, start.record)
         return _finished(request, episode, reason, score)
 
     async def _turn(self, request: SampleRequest, sampling: SamplingConfig, episode: Episode) -> Response:

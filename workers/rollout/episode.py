@@ -142,7 +142,7 @@ async def play(
             while True:
                 turn = await sample(episode)
                 episode.add(turn)
-                observation = await environment.step(conversation.response(turn.ids))
+                observation = await environment.step(conversation.turn(turn.ids, finished=turn.finish_reason == STOP))
                 score = _with(score, observation)
                 if reason := episode.end(done=observation.done):
                     return reason, score

@@ -15,7 +15,7 @@ from typing import Any
 
 import cloudpickle
 
-from workers.environment import Observation, Text, as_observation, as_opening
+from workers.environment import Observation, Text, Turn, as_observation, as_opening
 from workers.errors import BallastError, ConfigError, EpisodeError
 from workers.user_code.process import START_SECONDS, Fork, NoAnswerError, UserProcess
 
@@ -34,7 +34,7 @@ class RemoteEnvironment:
         opening: Text = await self._call("reset", record)
         return opening
 
-    async def step(self, response: str) -> Observation:
+    async def step(self, response: Turn) -> Observation:
         return Observation(**await self._call("step", response))
 
 
@@ -104,7 +104,7 @@ def try_environment(packed: bytes, record: dict[str, Any], timeout_s: float) -> 
         source.receive(START_SECONDS)
         process = source.fork()  # as in a run
         opening = _call(process, timeout_s, "reset", record)
-        return Answered(opening, Observation(**_call(process, timeout_s, "step", "")))
+        return Answered(opening, Observation(**_call(process, timeout_s, "step", Turn(""))))
     except (NoAnswerError, EpisodeError) as error:
         failure = f"{IMPORT} {error}" if isinstance(error, NoAnswerError) else str(error).rstrip(".")
         raise ConfigError(f"rollout.environment failed on the first record and an empty response: {failure}.") from None

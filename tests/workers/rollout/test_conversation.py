@@ -40,7 +40,7 @@ def test_a_text_follows_a_text(tokenizer: Any) -> None:
     conversation = Conversation(Renderer(tokenizer), "a")
     assert conversation.opened(ids_of("a"), "bc").tolist() == ids_of("abc").tolist()
     assert conversation.opened(ids_of("a"), "").tolist() == ids_of("a").tolist()
-    assert conversation.response(ids_of("d", tiny.EOS)) == "d"
+    assert conversation.turn(ids_of("d", tiny.EOS), finished=True) == "d"
     assert conversation.observation_ids(ids_of("d", tiny.EOS), "ef").tolist() == ids_of("ef").tolist()
     with pytest.raises(EpisodeError):
         conversation.observation_ids(ids_of("d", tiny.EOS), [{"role": "user", "content": "e"}])

@@ -114,7 +114,7 @@ class Numbers:
     def opened(self, prompt_ids: np.ndarray, opening: str) -> np.ndarray:
         return np.concatenate([prompt_ids, ids(*map(int, opening.split()))])
 
-    def response(self, turn_ids: np.ndarray) -> str:
+    def turn(self, turn_ids: np.ndarray, *, finished: bool) -> str:
         return " ".join(map(str, turn_ids.tolist()))
 
     def observation_ids(self, turn_ids: np.ndarray, observation: str) -> np.ndarray:
