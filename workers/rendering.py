@@ -234,6 +234,14 @@ class Renderer:
     def ids(self, text: str, where: str) -> list[int]:
         return self._encoded(text, where, add_special_tokens=False)
 
+    def ids_and_ends(self, text: str, where: str) -> tuple[list[int], np.ndarray]:
+        """Return ids of a text, and where each ends in it. Raises DataError, naming `where`."""
+        if not self.tokenizer.is_fast:
+            raise DataError(f"{where}: the tokenizer of model.path has no fast form, which tells tokens' places.")
+        ids = self.ids(text, where)
+        places = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        return ids, np.array([end for _, end in places], np.int64)
+
     def marked(self, messages: Messages, where: str, **options: Any) -> tuple[list[int], np.ndarray]:
         """Return ids of messages, and which the template marks as the assistant's. Raises DataError, naming `where`."""
         self.text(messages, where, **options)

@@ -37,6 +37,11 @@ class OfflineDataConfig:
         "Variables of the chat template, such as `{enable_thinking: false}` or `{reasoning_effort: low}`. A record's "
         "column `chat_template_arguments` overrides them, and its column `tools` gives functions to call.",
     )
+    train_on: str = setting(
+        "all",
+        "Assistant turns to learn of a conversation, or of a response of chat messages: `all`, or the `last`.",
+        choices=("all", "last"),
+    )
     max_tokens: int = setting(2048, "Maximum sequence length, in tokens.", minimum=2)
     overlong_records: str = setting(
         "drop",

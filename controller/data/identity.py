@@ -45,7 +45,13 @@ def data_identity(config: Config, train: Mapping[str, Sequence[Record]]) -> Data
 def offline_identity(config: OfflineConfig, train: Sequence[Record]) -> DataIdentity:
     """Identify data.train of training on given sequences, without `records`."""
     columns = [f"data.{field.name}" for field in fields(config.data) if field.name.endswith("_key")]
-    keys = [*columns, "data.chat_template_arguments", "data.shuffle", *(["run.seed"] if config.data.shuffle else [])]
+    keys = [
+        *columns,
+        "data.chat_template_arguments",
+        "data.train_on",
+        "data.shuffle",
+        *(["run.seed"] if config.data.shuffle else []),
+    ]
     return {
         "sources": [[len(train), _digest_of_records(train)]],
         "tokenizer": _digest_of_tokenizer(read_model_files(config.model.path, "model.path").folder),

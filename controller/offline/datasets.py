@@ -46,7 +46,8 @@ class SequenceDataset:
         counted = count_if_slow(records, f"{name}: records tokenized", log, total=len(records))
         for index, record in enumerate(counted):
             where = record_name(name, index)
-            self._add(tuple(example_row(renderer, example, where) for example in record), settings, where)
+            rows = (example_row(renderer, example, where, settings.train_on) for example in record)
+            self._add(tuple(rows), settings, where)
         if not self._items:
             raise DataError(
                 f"{name}: all {len(records)} records are longer than data.max_tokens={settings.max_tokens}. Raise it."

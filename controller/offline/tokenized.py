@@ -4,13 +4,15 @@
 
     text prompt, text response                                 learned: the response and <eos>
     chat messages, template with {% generation %} marks        learned: what the template marks in the response
-    chat messages, template without marks                      learned: what each assistant message adds to the tokens
+    chat messages, template without marks                      learned: what the policy would say, found in the text
 
 T tokens of a sequence.
 """
 
+import json
+import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +33,7 @@ class Example(NamedTuple):
     options: Options = {}  # noqa: RUF012 (never changed)
 
 
+ALL_TURNS, LAST_TURN = "all", "last"
 MARKS = re.compile(r"\{%-?\s*generation\b")
 
 
@@ -105,15 +108,16 @@ def _messages(value: Any, where: str) -> Messages:
     return list(cleaned(value, where))
 
 
-def example_row(renderer: Renderer, example: Example, where: str) -> Row:
-    """Tokenize prompt and response. The response's text, or all its assistant turns, are learned.
+def example_row(renderer: Renderer, example: Example, where: str, train_on: str = ALL_TURNS) -> Row:
+    """Tokenize prompt and response. The response's text, or its assistant turns, are learned: all, or the last.
 
     Raises DataError if no token is learned, or if rendering does not show which tokens are the assistant's.
     """
-    prompt, response, options = example
-    if isinstance(response, str):
-        return _text_row(renderer, prompt, response, where)
-    return _chat_row(renderer, [*prompt, *response], len(prompt), where, options)
+    if isinstance(example.response, str):
+        return _text_row(renderer, example.prompt, example.response, where)
+    messages, first = [*example.prompt, *example.response], len(example.prompt)
+    turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
+    return _chat_row(renderer, messages, turns if train_on == ALL_TURNS else turns[-1:], example.options, where)
 
 
 def _text_row(renderer: Renderer, prompt: str, response: str, where: str) -> Row:
@@ -125,39 +129,75 @@ def _text_row(renderer: Renderer, prompt: str, response: str, where: str) -> Row
     return _row([*before.tolist(), *learned], [False] * len(before) + [True] * len(learned), where)
 
 
-def _chat_row(renderer: Renderer, messages: Messages, first: int, where: str, options: Options) -> Row:
-    if not MARKS.search(str(renderer.tokenizer.chat_template)):
-        return _row_by_prefixes(renderer, messages, first, where, options)
-    ids, learned = renderer.marked(messages, where, **options)
-    if first:
-        learned[: _length_of_start(renderer, messages[:first], ids, where, options, turn_follows=True)] = False
-    return _row(ids, learned, where)
+def _chat_row(renderer: Renderer, messages: Messages, turns: Sequence[int], options: Options, where: str) -> Row:
+    def render(messages: Messages, *, add_generation_prompt: bool = False) -> str:
+        return renderer.text(messages, where, **options, add_generation_prompt=add_generation_prompt)
 
-
-def _row_by_prefixes(renderer: Renderer, messages: Messages, first: int, where: str, options: Options) -> Row:
-    ids = renderer.ids(renderer.text(messages, where, **options), where)
+    whole = render(messages)
+    ids, ends = renderer.ids_and_ends(whole, where)
     learned = np.zeros(len(ids), dtype=bool)
-    for index in range(first, len(messages)):
-        if messages[index]["role"] == "assistant":
-            start = _length_of_start(renderer, messages[:index], ids, where, options, turn_follows=True)
-            stop = _length_of_start(renderer, messages[: index + 1], ids, where, options, turn_follows=False)
-            learned[start:stop] = True
+    if MARKS.search(str(renderer.tokenizer.chat_template)) and turns:
+        learned = renderer.marked(messages, where, **options)[1]
+        if any(message["role"] == "assistant" for message in messages[: turns[0]]):
+            learned &= ends > _span(render, messages, turns[0], whole, where)[0]
+        return _row(ids, learned, where)
+    special = [token for token, added in renderer.tokenizer.added_tokens_decoder.items() if added.special]
+    for turn in turns:
+        start, stop = _span(render, messages, turn, whole, where)
+        learned |= (ends > start) & (ends <= stop)
+        following = int(np.searchsorted(ends, stop, side="right"))
+        closing = int(np.searchsorted(ends, len(whole[: ends[following - 1]].rstrip())))
+        if following < len(ids) and ids[closing] not in special and ids[following] in special:
+            learned[following] = True  # the end of a turn, where it depends on what follows, or begins that
     return _row(ids, learned, where)
 
 
-def _length_of_start(
-    renderer: Renderer, messages: Messages, ids: Sequence[int], where: str, options: Options, *, turn_follows: bool
-) -> int:
-    """Return the tokens of the first messages. Raises DataError unless `ids` begins with them."""
-    if not messages:
-        return 0
-    start = renderer.ids(renderer.text(messages, where, **options, add_generation_prompt=turn_follows), where)
-    if list(ids[: len(start)]) != start:
-        raise DataError(
-            f"{where}: the chat template of model.path renders messages differently when others follow, so that the "
-            "assistant's tokens cannot be told. Give the template {% generation %} marks."
-        )
-    return len(start)
+def _span(render: Callable[..., str], messages: Messages, turn: int, whole: str, where: str) -> tuple[int, int]:
+    """Return where the text of an assistant's message begins and stops in `whole`, the rendering of all messages.
+
+    It begins behind the generation prompt. A template may render it differently when others follow, such as without
+    thoughts. Then a stand-in for the message shows the text around it, which must be the same in `whole`.
+    """
+    alone, begun, text = render(messages[: turn + 1]), "", "stand-in"
+    if turn:
+        begun = _common(render(messages[:turn], add_generation_prompt=True), alone)
+    if whole.startswith(alone):
+        return len(begun), len(alone)
+    while text in whole:
+        text += "-"
+    for stand_in in _stand_ins(messages[turn], text):
+        try:
+            before, _, after = render([*messages[:turn], stand_in, *messages[turn + 1 :]]).rpartition(text)
+            short, _, end = render([*messages[:turn], stand_in]).rpartition(text)
+        except DataError:  # templates refuse some forms of a call
+            continue
+        start, rest = len(begun), after[len(_common(end, after)) :]
+        if not whole.startswith(begun):
+            earliest = len(before) - len(short) + len(_common(short, begun))
+            start = max(range(max(0, earliest), len(before) + 1), key=lambda at: (_agreeing(before[:at], begun), at))
+        if before and whole.startswith(before[:start]) and whole[start:].endswith(rest):
+            return start, len(whole) - len(rest)
+    raise DataError(
+        f"{where}: the chat template of model.path renders other messages differently when message {turn + 1} changes, "
+        "so that the assistant's tokens cannot be told. Give the template {% generation %} marks."
+    )
+
+
+def _stand_ins(message: dict[str, Any], text: str) -> Iterator[dict[str, Any]]:
+    for arguments in ({"value": text}, json.dumps({"value": text})) if message.get("tool_calls") else ():
+        *earlier, last = message["tool_calls"]
+        call = last | {"function": last["function"] | {"arguments": arguments}}
+        yield {"role": "assistant", "content": "", "tool_calls": [*earlier, call]}
+    yield {"role": "assistant", "content": text}
+
+
+def _agreeing(one: str, other: str) -> int:
+    """Count the characters in which the ends of two texts agree."""
+    return len(_common(one[::-1], other[::-1]))
+
+
+def _common(*texts: str) -> str:
+    return os.path.commonprefix(texts)  # noqa: RUF071 (texts, not paths)
 
 
 def _row(ids: Sequence[int], learned: Any, where: str) -> Row:
