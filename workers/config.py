@@ -203,7 +203,8 @@ class RolloutConfig:
         (".max_staleness above 0", "out_of_order_window, kv_cache_after_update"),
         ("GPUs", "gpu_memory_utilization, enforce_eager"),
         ("CPUs", "cpu_kv_cache_gib, threads"),
-        (".environment", "max_turns, max_episode_tokens, tool_parser, reasoning_parser"),
+        ("episodes", "max_turns, max_episode_tokens, tool_parser, reasoning_parser"),
+        (".tools", "max_tool_calls, max_tool_characters"),
     )
 
     replicas: int = setting(
@@ -246,7 +247,7 @@ class RolloutConfig:
     max_model_tokens: int = setting(
         0,
         "Maximum prompt plus response that an engine accepts. 0 uses data.max_prompt_tokens + "
-        "sampling.max_new_tokens, or + rollout.max_episode_tokens with an environment.",
+        "sampling.max_new_tokens, or + rollout.max_episode_tokens with an environment or tools.",
         minimum=0,
     )
     max_concurrent: int = setting(
@@ -284,18 +285,31 @@ class RolloutConfig:
         minimum=0,
     )
 
+    tools: str = setting(
+        "",
+        "Tools that the policy may call: the public functions of a module or of path/file.py, with type hints and "
+        "docstrings (see docs/conversations.md). A turn without a call ends the episode, and reward functions score "
+        "it. reward.timeout_s applies to each call.",
+    )
+    max_tool_calls: int = setting(16, "Calls of one turn that are made. Others are answered with an error.", minimum=1)
+    max_tool_characters: int = setting(
+        4096, "Characters of a tool's result that the policy reads. The rest is cut, with a mark.", minimum=1
+    )
     tool_parser: str = setting(
         "",
-        "vLLM's parser of tool calls, by name, for turns that an environment gets (see docs/environments.md). Empty "
-        "finds it from the chat template.",
+        "vLLM's parser of tool calls, by name (see docs/conversations.md). Empty finds it from the chat template.",
     )
     reasoning_parser: str = setting(
         "", "vLLM's parser of reasoning, by name, as rollout.tool_parser. Empty finds it from the chat template."
     )
 
+    @property
+    def plays_episodes(self) -> bool:
+        return bool(self.environment or self.tools)
+
     def response_limit(self, sampling: SamplingConfig) -> int:
         """Maximum tokens after a prompt: of a response, or of an episode's turns and observations."""
-        if not self.environment:
+        if not self.plays_episodes:
             return sampling.max_new_tokens
         return self.max_episode_tokens or self.max_turns * sampling.max_new_tokens
 

@@ -58,8 +58,8 @@ def as_score(value: Any, response: str) -> Score:
     return Score(numbers.pop("reward"), response, numbers, "" if answer is None else str(answer))
 
 
-def add_environment(score: Score, environment: Score, *, has_functions: bool) -> Score:
-    """Add the environment's reward. With reward functions it is also a part.
+def add_environment(score: Score, environment: Score, *, as_part: bool) -> Score:
+    """Add the environment's reward. as_part: also as a part, beside reward functions.
 
     A failure of either fails the sample. The environment's `turns` are its opening and come first.
     """
@@ -68,7 +68,7 @@ def add_environment(score: Score, environment: Score, *, has_functions: bool) ->
         told = (*environment.turns, *(score.turns or ({"policy": score.response},)))
     if failure := environment.failure or score.failure:
         return Score(0.0, score.response, failure=failure, turns=told)
-    own = {"environment": environment.reward} if has_functions else {}
+    own = {"environment": environment.reward} if as_part else {}
     parts = own | environment.parts | score.parts
     return Score(environment.reward + score.reward, score.response, parts, score.answer, turns=told)
 

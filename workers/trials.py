@@ -3,13 +3,14 @@
 import resource
 import sys
 from collections.abc import Sequence
+from inspect import isfunction
 from typing import Any
 
 from workers.config import LossConfig
 from workers.errors import BallastError, ConfigError, clause, named
 from workers.loss_config import undecorated
 from workers.rendering import Messages, check_size, forms, in_form
-from workers.user_code.functions import load
+from workers.user_code.functions import load, load_module, packed_text
 from workers.user_code.process import RAISED
 
 MOST_BYTES = 2**31  # of memory, for a template
@@ -48,6 +49,28 @@ def try_loss(
             raise ConfigError(f"{key}={name!r}, tried on {what}: {clause(error)}.") from None
         except RAISED as error:
             raise ConfigError(f"{key}={name!r}, tried on {what}, raised {named(error)}.") from None
+
+
+def describe_tools(key: str, name: str) -> dict[str, Any]:
+    """Pickle the functions of a module, those of `__all__` or its own public ones, with schemas. Raises ConfigError."""
+    module = load_module(key, name)
+    from transformers.utils import get_json_schema
+
+    own = [each for each, f in vars(module).items() if isfunction(f) and f.__module__ == module.__name__]
+    names = getattr(module, "__all__", [each for each in own if not each.startswith("_")])
+    tools = {each: getattr(module, each, None) for each in names}
+    if not tools:
+        raise ConfigError(f"{key}={name}: it has no public function. Define one with type hints and a docstring.")
+    schemas = []
+    for each, tool in tools.items():
+        try:
+            schemas.append(get_json_schema(tool))
+        except Exception as error:  # transformers has several
+            raise ConfigError(
+                f"{key}={name}: {each} has no schema: {clause(error)}. Give every argument a type hint, and a line "
+                "under `Args:` in the docstring."
+            ) from None
+    return {"packed": packed_text(key, name, module, tools), "schemas": schemas}
 
 
 def render_prompts(template: str, options: dict[str, Any], prompts: Sequence[Any], which: str) -> None:

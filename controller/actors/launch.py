@@ -191,7 +191,8 @@ def launch(
         )
         stack.callback(rollouts.stop)
         rollouts.start()
-        reward_pool = RewardPool(rewards, config.model.path, config.reward, start.requests["reward"].cpus)
+        cpus, plays = start.requests["reward"].cpus, bool(config.rollout.environment)
+        reward_pool = RewardPool(rewards, config.model.path, config.reward, cpus, with_environment=plays)
         stack.callback(reward_pool.stop)
         if colocated:
             # An engine sizes its cache by the free memory: on a shared GPU it must start before models are loaded.

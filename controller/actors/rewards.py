@@ -22,10 +22,17 @@ AGAIN = {"max_restarts": 3, "max_task_retries": 3}
 
 class RewardPool:
     def __init__(
-        self, functions: Sequence[RewardFunction], tokenizer_path: str, config: RewardConfig, cpus: float
+        self,
+        functions: Sequence[RewardFunction],
+        tokenizer_path: str,
+        config: RewardConfig,
+        cpus: float,
+        *,
+        with_environment: bool = False,
     ) -> None:
+        """with_environment: whether an environment adds its reward to that of the functions."""
         self._columns = sorted({name for function in functions for name in function.columns})
-        self._on_failure, self._has_functions = config.on_failure, bool(functions)
+        self._on_failure, self._adds = config.on_failure, with_environment and bool(functions)
         actor_class = ray.remote(RewardWorker)
         self._actors = [
             actor_class.options(name=f"reward {i}", num_cpus=cpus, **AGAIN).remote(
@@ -68,7 +75,7 @@ class RewardPool:
         found = {}
         for result, score in zip(results, scores, strict=True):
             if result.environment is not None:
-                score = add_environment(score, result.environment, has_functions=self._has_functions)
+                score = add_environment(score, result.environment, as_part=self._adds)
             if score.failure and self._on_failure == "stop":
                 raise WorkerError(
                     f"the reward of sample {result.sample} of prompt {result.uid} failed ({score.failure}). "

@@ -21,6 +21,7 @@ CONDITIONS: Conditions = {
         "engines on GPUs (vLLM's on CPUs do not say which experts a token went through)",
         lambda c: c.uses_gpus and c.samples,
     ),
+    "episodes": ("rollout.environment or rollout.tools", lambda c: c.rollout.plays_episodes),
     "several ranks": ("several training ranks", lambda c: c.training_workers > 1),
     "tracker": ("tracking.wandb or tracking.mlflow", lambda c: c.tracking.wandb or c.tracking.mlflow),
     "reference": (

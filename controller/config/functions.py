@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from symtable import symtable
+from symtable import SymbolTable, symtable
 from typing import Any
 
 from workers.errors import ConfigError
@@ -32,23 +32,31 @@ def check_function(key: str, name: str) -> None:
     match = re.fullmatch(r"(.+\.py|[A-Za-z_]\w*(?:\.\w+)*):([A-Za-z_]\w*)", name)
     if match is None:
         raise ConfigError(f"{key}={name!r} must be module:function or path/file.py:function.")
-    place, function = match.groups()
-    path = source_file(name)
-    if path is None or not path.is_file():
-        what = f"file {place}" if place.endswith(".py") else f"module {place} in the working directory or installed"
-        raise ConfigError(f"{key}={name!r}: there is no {what}.")
-    try:
-        names = symtable(path.read_text(encoding="utf-8"), str(path), "exec")
-    except (SyntaxError, ValueError) as error:
-        raise ConfigError(f"{key}={name!r}: {path} is not valid Python: {error}.") from None
+    function = match.group(2)
+    path, names = check_source(key, name)
     symbol = names.lookup(function) if function in names.get_identifiers() else None
     if symbol is None or not (symbol.is_assigned() or symbol.is_imported()):
         raise ConfigError(f"{key}={name!r}: {path} defines no {function}.")
 
 
+def check_source(key: str, name: str) -> tuple[Path, SymbolTable]:
+    """Return the file of a setting, `module` or `path/file.py`, perhaps with `:function`, and its names.
+
+    Raises ConfigError if it is missing or does not compile.
+    """
+    path, place = source_file(name), name.partition(":")[0]
+    if path is None or not path.is_file():
+        what = f"file {place}" if place.endswith(".py") else f"module {place} in the working directory or installed"
+        raise ConfigError(f"{key}={name!r}: there is no {what}.")
+    try:
+        return path, symtable(path.read_text(encoding="utf-8"), str(path), "exec")
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"{key}={name!r}: {path} is not valid Python: {error}.") from None
+
+
 def source_file(name: str) -> Path | None:
-    """Return the file that a function's name refers to, or None if the module is not found."""
-    place = name.rpartition(":")[0]
+    """Return the file that a function's or a module's name refers to, or None if the module is not found."""
+    place = name.partition(":")[0]
     return Path(place) if place.endswith(".py") else _module_file(place)
 
 

@@ -159,7 +159,7 @@ class RewardConfig:
     )
     workers: int = setting(1, "Processes that score samples during generation.", minimum=1, maximum=10_000)
     timeout_s: float = setting(
-        30.0, "Time limit in seconds for one call of a reward function or of rollout.environment.", above=0
+        30.0, "Time limit in seconds for one call of a reward function, a tool or rollout.environment.", above=0
     )
     concurrency: int = setting(
         16, "Samples that one worker scores at the same time if a reward function is a coroutine.", minimum=1

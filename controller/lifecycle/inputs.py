@@ -42,10 +42,19 @@ from workers.dataproto import record_column
 from workers.environment import as_text
 from workers.errors import ConfigError, DataError
 from workers.rendering import Renderer, render_isolated, template_of
+from workers.rollout.parser_names import known_parsers, parsers_of
 from workers.rollout.requests import COUNTS
 from workers.score import Score
 from workers.user_code.environments import Answered, try_environment
-from workers.user_code.functions import TIMEOUT_SETTING, UserFunction, check_loss, find_class, find_function
+from workers.user_code.functions import (
+    TIMEOUT_SETTING,
+    Tools,
+    UserFunction,
+    check_loss,
+    find_class,
+    find_function,
+    find_tools,
+)
 from workers.user_code.rewards import RAW, RewardFunction, try_rewards
 
 Records = dict[str, list[Record]]
@@ -58,9 +67,9 @@ LONGEST_SHOWN = 2_000  # characters of a prompt in a dry run
 class Tried:
     """Inputs that need no tokenizer.
 
-    train, held_out: records by path. environment, step: pickled class of rollout.environment and function of run.step,
-    or empty. identity: of the training data, for checkpoints. score, answered: of the reward and the environment,
-    for an empty response to the first record.
+    train, held_out: records by path. environment, step: pickled class of rollout.environment or functions of
+    rollout.tools, and function of run.step, or empty. tools: schemas of rollout.tools. identity: of the training data,
+    for checkpoints. score, answered: of the reward and the environment, for an empty response to the first record.
     """
 
     train: Records
@@ -73,6 +82,7 @@ class Tried:
     identity: DataIdentity
     score: Score | None
     answered: Answered | None
+    tools: list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -107,6 +117,10 @@ def try_inputs(config: Config, log: Log = print, given: GivenFunctions = NONE_GI
         _check_lengths(config, path, rows)
     for path, rows in train.items():
         check_loss_columns(path, rows, config.loss_columns)
+    tools = Tools(b"", [])
+    if config.rollout.tools:
+        _check_tools(config, train | held_out)
+        tools = _tools(config, log)
     try_template(config, _first_chats(config, train | held_out), log)
     environment, answered = _environment(config, first, log)
     curriculum = _curriculum(config, train, log)
@@ -117,7 +131,10 @@ def try_inputs(config: Config, log: Log = print, given: GivenFunctions = NONE_GI
             check_loss(key, name, *trial, timeout_s=config.resources.user_code_timeout_s)
     step = find_step(config, log, given) if config.run.step else b""
     cost_model = CostModel.from_model_config(config.model_description())
-    return Tried(train, held_out, functions, environment, step, curriculum, cost_model, identity, score, answered)
+    environment = environment or tools.packed
+    return Tried(
+        train, held_out, functions, environment, step, curriculum, cost_model, identity, score, answered, tools.schemas
+    )
 
 
 def loss_trial(config: Config, records: Sequence[Record]) -> tuple[Any, ...]:
@@ -149,6 +166,7 @@ def tried_lines(config: Config, tried: Tried) -> list[str]:
         *([f"{', '.join(code)}: tried on the first record and an empty response"] if code else []),
         *([_score_line(tried.score)] if tried.score else []),
         *(_episode_lines(tried.answered) if tried.answered else []),
+        *([f"{config.rollout.tools}: tools {', '.join(map(_name, tried.tools))}"] if tried.tools else []),
         *([f"{config.run.step}: imported, makes each step"] if tried.step else []),
     ]
 
@@ -198,17 +216,21 @@ def tokenized(config: Config, tried: Tried, log: Log = print) -> Inputs:
     """Tokenize the inputs. Raises ConfigError or DataError for unusable prompts."""
     data = config.data
     renderer = replace(load_renderer(config, log), continue_last=data.continue_last_message)
-    if config.rollout.environment and isinstance(next(iter(tried.train.values()))[0][data.prompt_key], list):
+    if config.rollout.plays_episodes and isinstance(next(iter(tried.train.values()))[0][data.prompt_key], list):
         from workers.rollout.conversation import check_template
 
-        check_template(renderer, config.model.path)
+        if config.rollout.tools:
+            answer = [{"role": "tool", "content": "three"}]
+            check_template(renderer, config.model.path, {"tools": tried.tools}, key="rollout.tools", answer=answer)
+        else:
+            check_template(renderer, config.model.path, key="rollout.environment")
     rules = PromptRules(
         data.prompt_key,
         data.max_prompt_tokens,
         data.overlong_prompts,
         data.system_prompt,
         data.source_key,
-        data.chat_template_arguments,
+        data.chat_template_arguments | ({"tools": tried.tools} if tried.tools else {}),
     )
     dataset = partial(PromptDataset, renderer=renderer, rules=rules, log=log)
     sources = [
@@ -254,6 +276,30 @@ def _environment(config: Config, example: Record, log: Log) -> tuple[bytes, Answ
     with _waiting(log, f"{key}, tried on an empty response", config, "reward.timeout_s"):
         answered = try_environment(packed, example, config.reward.timeout_s)
     return packed, answered
+
+
+def _tools(config: Config, log: Log) -> Tools:
+    key, name = "rollout.tools", config.rollout.tools
+    with _waiting(log, f"the import of {name}, {key}", config):
+        return find_tools(key, name, timeout_s=config.resources.user_code_timeout_s)
+
+
+def _name(schema: dict[str, Any]) -> str:
+    return str(schema["function"]["name"])
+
+
+def _check_tools(config: Config, data: Mapping[str, list[Record]]) -> None:
+    """Raise ConfigError if prompts are texts, or no parser is known for the template's calls."""
+    tools, model = config.rollout.tools, config.model.path
+    for path, rows in data.items():
+        if any(isinstance(row[config.data.prompt_key], str) for row in rows):
+            raise ConfigError(f"rollout.tools={tools}: {path} has prompts that are texts. Give chat messages.")
+    template = template_of(read_model_files(model, "model.path").folder)
+    if template and not config.rollout.tool_parser and not parsers_of(template.text)[0]:
+        raise ConfigError(
+            f"rollout.tools={tools}: which parser reads the calls of model.path={model} is unknown. Set "
+            f"rollout.tool_parser to one of: {', '.join(sorted(known_parsers('tool_parser')))}."
+        )
 
 
 def find_step(config: Config, log: Log = print, given: GivenFunctions = NONE_GIVEN) -> bytes:

@@ -1,10 +1,11 @@
 """Check turns and lengths of samples, for training and sampling."""
 
 from controller.config import Config
-from controller.config.functions import check_function
+from controller.config.functions import check_function, check_source
 from controller.preflight.training_checks import check_caps
 from workers.config import SamplingConfig
 from workers.errors import ConfigError
+from workers.rollout.parser_names import known_parsers
 
 COLDEST = 0.01
 """Lowest temperature at which vLLM samples."""
@@ -12,7 +13,7 @@ COLDEST = 0.01
 
 def response_limit(config: Config) -> str:
     """Name the settings that determine `Config.longest_response`."""
-    if not config.rollout.environment:
+    if not config.rollout.plays_episodes:
         return f"{config.sampling_key}.max_new_tokens"
     if config.rollout.max_episode_tokens:
         return "rollout.max_episode_tokens"
@@ -42,15 +43,27 @@ def _samplings(config: Config) -> dict[str, SamplingConfig]:
 
 
 def check_turns(config: Config) -> None:
-    """Raise ConfigError for a missing environment, or turns longer than an episode."""
+    """Raise ConfigError for a missing environment or tools, unknown parsers, or turns longer than an episode."""
     rollout = config.rollout
-    if not rollout.environment:
+    if not rollout.plays_episodes:
         return
-    check_function("rollout.environment", rollout.environment)
-    if config.data.continue_last_message:
+    key = "rollout.tools" if rollout.tools else "rollout.environment"
+    if rollout.tools and rollout.environment:
         raise ConfigError(
-            "data.continue_last_message=true: rollout.environment plays whole turns. Remove one of the two settings."
+            f"rollout.tools={rollout.tools}: rollout.environment={rollout.environment} answers the policy's turns. "
+            "Remove one of the two, or call the tools in the environment's step."
         )
+    if rollout.environment:
+        check_function(key, rollout.environment)
+    else:
+        check_source(key, rollout.tools)
+    if config.data.continue_last_message:
+        raise ConfigError(f"data.continue_last_message=true: {key} plays whole turns. Remove one of the two settings.")
+    for kind, name in (("tool_parser", rollout.tool_parser), ("reasoning_parser", rollout.reasoning_parser)):
+        if name and name not in (known := known_parsers(kind)):
+            raise ConfigError(
+                f"rollout.{kind}={name}: vLLM has no such parser. Use one of: {', '.join(sorted(known))}."
+            )
     for key, sampling in _samplings(config).items():
         if sampling.max_new_tokens > rollout.response_limit(sampling):
             raise ConfigError(

@@ -164,7 +164,7 @@ def sample_requests(config: Config, prompts: Sequence[Prompt], samples: int, ste
 
 
 def _start(config: Config, prompt: Prompt) -> EpisodeStart | None:
-    if not config.rollout.environment:
+    if not config.rollout.plays_episodes:
         return None
     text = with_system_prompt(prompt.columns[config.data.prompt_key], config.data.system_prompt, prompt.uid)
     return EpisodeStart(prompt.columns, text, prompt.options)

@@ -21,6 +21,7 @@ from workers.errors import RolloutError
 from workers.remote_batch import RemoteBatch, places
 from workers.rollout.requests import COUNTS, LENGTH, TURNS, SampleResult
 from workers.score import Score
+from workers.user_code.tools import TOOL_PARTS
 
 LONGEST_TEXT = 2_000  # recorded characters of a prompt or a response
 TOKEN_COLUMNS = ("input_ids", "loss_mask", "rollout_log_probs")
@@ -152,7 +153,7 @@ class RolloutBatch:
         return {
             "reward/mean": means.pop("reward"),
             "reward/std": float(self.batch["reward"].std()),
-            **{f"reward/{name}": value for name, value in means.items()},
+            **{name if name in TOOL_PARTS else f"reward/{name}": value for name, value in means.items()},
             "reward/failures": float(len(self.failures)),
             "rollout/samples": float(len(self.batch)),
             "rollout/samples_dropped": float(self.dropped),

@@ -84,7 +84,11 @@ def job_settings(schema: type[SamplerConfig], request: JobRequest) -> tuple[Samp
     path = request.config or (None if request.settings else _of_run(model))
     config = load_as(schema, path, [*request.settings, *request.overrides, "run.resume=auto"])
     if not (request.config or request.settings or request.trust_run) and model.run is not None:
-        functions = [*(() if request.reward else config.reward.weights), config.rollout.environment]
+        functions = [
+            *(() if request.reward else config.reward.weights),
+            config.rollout.environment,
+            config.rollout.tools,
+        ]
         check_trusted(model.run, functions, request.overrides, "add --trust-run, or give your own --config")
     check_effect(config, request.overrides, uses_ranks=config.uses_reward_model or model.checkpoint is not None)
     if model.path and any(override.startswith("model.path=") for override in request.overrides):

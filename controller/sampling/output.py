@@ -34,7 +34,13 @@ SAMPLES, JOB = "samples.jsonl", "job.json"
 NAME_OF_0_2 = '"data.over_long"', '"data.overlong_prompts"'
 OF_DATA = ("data.max_prompt_tokens", "data.overlong_prompts", "data.source_key")
 OF_ENGINES = ("model.dtype", "rollout.engine", "rollout.max_model_tokens")
-OF_EPISODES = ("rollout.max_turns", "rollout.max_episode_tokens")
+OF_EPISODES = tuple(
+    f"rollout.{name}"
+    for name in (
+        *("max_turns", "max_episode_tokens", "max_tool_calls", "max_tool_characters"),
+        *("tool_parser", "reasoning_parser"),
+    )
+)
 
 
 class SamplesFile:
@@ -139,8 +145,8 @@ def check_same_job(folder: Path, job: Mapping[str, Any]) -> None:
 
 def job_identity(model: Model, config: SamplerConfig, data: DataIdentity, given: GivenFunctions) -> dict[str, Any]:
     """Return what affects each sample or score, as JSON by part, without the numbers of prompts and samples."""
-    environment = config.rollout.environment
-    episodes = [environment, _content(environment), _values(config, OF_EPISODES)] if environment else None
+    played = config.rollout.environment or config.rollout.tools
+    episodes = [played, _content(played), _values(config, OF_EPISODES)] if played else None
     rewards = {
         name: [weight, given[name].version if name in given else _content(name)]
         for name, weight in config.reward.weights.items()

@@ -9,18 +9,18 @@ SCORED = Score(0.5, "text", {"format": 0.5}, "42")
 
 def test_an_environments_reward_is_the_samples_alone_or_beside_reward_functions() -> None:
     environment = Score(1.0, "", {"calls": 2.0})
-    alone = add_environment(Score(0.0, "text"), environment, has_functions=False)
+    alone = add_environment(Score(0.0, "text"), environment, as_part=False)
     assert alone == Score(1.0, "text", {"calls": 2.0})
-    both = add_environment(SCORED, environment, has_functions=True)
+    both = add_environment(SCORED, environment, as_part=True)
     assert both == Score(1.5, "text", {"environment": 1.0, "calls": 2.0, "format": 0.5}, "42")
 
 
 def test_an_environments_opening_stands_before_what_was_written_after_it() -> None:
     opening = Score(0.0, "", turns=({"environment": "find"},))
-    one_turn = add_environment(Score(0.0, "12"), opening, has_functions=False)
+    one_turn = add_environment(Score(0.0, "12"), opening, as_part=False)
     assert one_turn.turns == ({"environment": "find"}, {"policy": "12"})
     told = ({"policy": "1"}, {"environment": "more"}, {"policy": "2"})
-    several = add_environment(Score(0.0, "12", turns=told), opening, has_functions=True)
+    several = add_environment(Score(0.0, "12", turns=told), opening, as_part=True)
     assert several.turns == ({"environment": "find"}, *told)
 
 
@@ -29,7 +29,7 @@ def test_an_environments_opening_stands_before_what_was_written_after_it() -> No
     [(SCORED, Score(0.0, "", failure="it")), (Score(0.0, "text", failure="it"), Score(1.0, ""))],
 )
 def test_a_failure_of_either_is_the_samples(scored: Score, environment: Score) -> None:
-    assert add_environment(scored, environment, has_functions=True) == Score(0.0, "text", failure="it")
+    assert add_environment(scored, environment, as_part=True) == Score(0.0, "text", failure="it")
 
 
 @pytest.mark.parametrize(

@@ -122,14 +122,16 @@ def _with_stand_ins(text: str, observation: Messages) -> Iterator[tuple[dict[str
     yield {"role": "assistant", "content": text}, observation
 
 
-def check_template(renderer: Renderer, model: str, options: Options | None = None) -> None:
-    """Raise ConfigError if the chat template cannot continue a turn, tried on a made-up conversation."""
+def check_template(
+    renderer: Renderer, model: str, options: Options | None = None, *, key: str, answer: Text = "three"
+) -> None:
+    """Raise ConfigError, naming `key`, if the template cannot show an answer to a turn, in a made-up conversation."""
     conversation = Conversation(renderer, [{"role": "user", "content": "one"}], options)
     turn = np.asarray([*renderer.ids("two", "the conversation"), renderer.tokenizer.eos_token_id], np.int32)
     try:
-        conversation.observation_ids(turn, "three")
+        conversation.observation_ids(turn, answer)
     except EpisodeError as failure:
-        raise ConfigError(f"rollout.environment: model.path={model}: {failure}.") from None
+        raise ConfigError(f"{key}: model.path={model}: {failure}.") from None
 
 
 def _text_only(observation: Text) -> str:

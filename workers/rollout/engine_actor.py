@@ -44,6 +44,7 @@ from workers.rollout.vllm_interface import (
 from workers.rollout.weight_transfer import private_file
 from workers.score import Score
 from workers.user_code.environments import EnvironmentPool
+from workers.user_code.tools import ToolPool
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -70,7 +71,7 @@ class VllmEngineActor:
         environment: bytes = b"",
         environment_timeout_s: float = 0.0,
     ) -> None:
-        """placement: of `workers.rollout.placement.BACKENDS`. environment: see EnvironmentPool, empty without one."""
+        """placement: of `workers.rollout.placement.BACKENDS`. environment: of EnvironmentPool, or of ToolPool."""
         prepare_environment(rollout, placement)
         use_rays_interface()  # between an engine's GPUs, and for new weights from the policy's node
         self.model, self.config, self.index = model, rollout, index
@@ -78,7 +79,12 @@ class VllmEngineActor:
         self._engine: AsyncLLM | None = None
         self._numbers = itertools.count()
         self._under_way: dict[str, SampleRequest] = {}  # by vLLM's name of the request
-        self._environments = EnvironmentPool(environment, environment_timeout_s) if environment else None
+        self._environments: EnvironmentPool | None = None
+        if rollout.tools:
+            limits = {"max_calls": rollout.max_tool_calls, "max_characters": rollout.max_tool_characters}
+            self._environments = ToolPool(environment, environment_timeout_s, **limits)
+        elif environment:
+            self._environments = EnvironmentPool(environment, environment_timeout_s)
         self._renderer: Renderer | None = None
         self._update_began = 0.0
         self._loads: list[WeightLoad] = []

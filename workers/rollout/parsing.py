@@ -1,72 +1,19 @@
 """Parsing: the policy's turn as reasoning, content and tool calls, by vLLM's own parsers.
 
-    turn ids --decode--> text --reasoning parser--> reasoning, rest --tool parser--> content, calls = Turn
-
-A template tells which parsers read what its model writes: `parsers_of`.
+turn ids --decode--> text --reasoning parser--> reasoning, rest --tool parser--> content, calls = Turn
 """
 
-import ast
-import importlib.util
 import itertools
 import json
 import logging
 from functools import cached_property, partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from workers.environment import Turn
 from workers.errors import ConfigError, named
-
-
-class Format(NamedTuple):
-    """How a family of models writes calls. mark: found in its templates. call: begins each call in a response."""
-
-    mark: str
-    tools: str
-    reasoning: str
-    call: str
-
-
-FORMATS = (
-    Format("<|channel|>", "openai", "openai_gptoss", ""),
-    Format("<|channel>", "gemma4", "gemma4", "<|tool_call>"),
-    Format("<|tool_calls_section_begin|>", "kimi_k2", "kimi_k2", "<|tool_call_begin|>"),
-    Format("<minimax:tool_call>", "minimax_m2", "minimax_m2", "<invoke"),
-    Format("<seed:tool_call>", "seed_oss", "seed_oss", "<seed:tool_call>"),
-    Format("<|START_ACTION|>", "cohere_command3", "cohere_command3", ""),
-    Format("<|tool_call_start|>", "lfm2", "deepseek_r1", "<|tool_call_start|>"),
-    Format("<｜DSML｜", "deepseek_v32", "deepseek_v3", "<｜DSML｜invoke"),
-    Format("```json", "deepseek_v3", "deepseek_r1", "<｜tool▁call▁begin｜>"),
-    Format("<｜tool▁calls▁begin｜>", "deepseek_v31", "deepseek_v3", "<｜tool▁call▁begin｜>"),
-    Format("render_atem", "muse_glimmer", "muse_glimmer", ""),
-    Format("[TOOL_CALLS]", "mistral", "mistral", "[TOOL_CALLS]"),
-    Format("ipython", "llama3_json", "", '{"name":'),
-    Format("<arg_key>", "glm45", "glm45", "<tool_call>"),
-    Format("<function=", "qwen3_coder", "qwen3", "<tool_call>"),
-    Format("<tool_call>", "hermes", "qwen3", "<tool_call>"),
-)
-THINKS = ("</think>", "[THINK]", "<|channel", "thinking")
-
-
-def parsers_of(template: str) -> tuple[str, str]:
-    """Names of vLLM's tool parser and reasoning parser for a chat template, each empty if unknown."""
-    marked = (each for each in FORMATS if each.mark in template)
-    found = next((each for each in marked if each.mark != "```json" or "<｜tool▁calls▁begin｜>" in template), None)
-    thinks = any(mark in template for mark in THINKS)
-    if found is None:
-        return "", "deepseek_r1" if "</think>" in template else ""
-    return found.tools, found.reasoning if thinks else ""
-
-
-def known_parsers(kind: str) -> set[str]:
-    """Names of vLLM's own parsers, read without importing vLLM. kind: `tool_parsers` or `reasoning`."""
-    spec = importlib.util.find_spec("vllm")
-    assert spec is not None and spec.submodule_search_locations is not None
-    tree = ast.parse((Path(spec.submodule_search_locations[0]) / kind / "__init__.py").read_text(encoding="utf-8"))
-    tables = (node.value for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict))
-    return {name for table in tables for name in ast.literal_eval(table)}
+from workers.rollout.parser_names import FORMATS, parsers_of
 
 
 class TurnParser:
@@ -86,7 +33,7 @@ class TurnParser:
         self._arguments = {name: value for name, value in options.items() if name != "tools"}
         self._opens = partial(_generation_prompt, tokenizer, options)
         self._numbers = itertools.count(1)
-        found = parsers_of(tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else "")
+        found = parsers_of(_template(tokenizer, options))
         self._tools = self._usable("tool_parser", tool_parser, found[0])
         self._reasoning = self._usable("reasoning_parser", reasoning_parser, found[1])
         self._call_mark = next((each.call for each in FORMATS if each.tools == self._tools), "")
@@ -164,6 +111,13 @@ class TurnParser:
                 "arguments": arguments if isinstance(arguments, dict) else call.arguments or "",
             },
         }
+
+
+def _template(tokenizer: Any, options: dict[str, Any]) -> str:
+    try:
+        return str(tokenizer.get_chat_template(tools=options.get("tools")))
+    except ValueError:  # it has none
+        return ""
 
 
 def _generation_prompt(tokenizer: Any, options: dict[str, Any]) -> str:

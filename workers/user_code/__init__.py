@@ -2,4 +2,5 @@
 
 functions     found, described, pickled, called once        rewards         a UserProcess for one run's samples
 environments  a fork of a UserProcess for each episode      process         UserProcess, the mechanism of all
+tools         a fork for each call of the policy
 """

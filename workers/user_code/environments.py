@@ -5,7 +5,7 @@ EnvironmentPool.episode --fork of a process that imported it--> RemoteEnvironmen
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -20,7 +20,6 @@ from workers.errors import BallastError, ConfigError, EpisodeError
 from workers.user_code.process import START_SECONDS, Fork, NoAnswerError, UserProcess
 
 PLAYER = "workers.user_code.environments:Player"
-IMPORT = "the import of rollout.environment"
 MOST_EPISODES = 4096  # threads, each of which waits for a process
 
 
@@ -41,6 +40,8 @@ class RemoteEnvironment:
 class EnvironmentPool:
     """Processes that play episodes of one environment class, one each."""
 
+    setting, player = "rollout.environment", PLAYER
+
     def __init__(self, environment: bytes, timeout_s: float) -> None:
         self._environment, self._timeout_s = environment, timeout_s
         self._source: UserProcess | None = None
@@ -50,15 +51,20 @@ class EnvironmentPool:
 
     @asynccontextmanager
     async def episode(self) -> AsyncIterator[RemoteEnvironment]:
-        """Reserve a process for one episode. Raises EpisodeError if none can be started."""
+        async with self.process() as call:
+            yield RemoteEnvironment(call)
+
+    @asynccontextmanager
+    async def process(self) -> AsyncIterator[Callable[[str, Any], Awaitable[Any]]]:
+        """Reserve a process, and yield what calls it. Raises EpisodeError if none can be started."""
         try:
             process = await self._in_thread(self._take)
         except NoAnswerError as error:
-            raise EpisodeError(f"{IMPORT} {error}") from None
+            raise EpisodeError(f"the import of {self.setting} {error}") from None
         except OSError as error:
             raise EpisodeError(f"no process for the environment could be started: {error}") from None
         try:
-            yield RemoteEnvironment(partial(self._in_thread, _call, process, self._timeout_s))
+            yield partial(self._in_thread, _call, process, self._timeout_s)
         except BaseException:
             process.end()
             raise
@@ -75,7 +81,7 @@ class EnvironmentPool:
                 process.end()
             if self._source is None or not self._source.alive:
                 self._end_source()
-                self._source = UserProcess(PLAYER, self._environment)
+                self._source = UserProcess(self.player, self._environment)
                 self._source.receive(START_SECONDS)
             return self._source.fork()
 
@@ -106,7 +112,7 @@ def try_environment(packed: bytes, record: dict[str, Any], timeout_s: float) -> 
         opening = _call(process, timeout_s, "reset", record)
         return Answered(opening, Observation(**_call(process, timeout_s, "step", Turn(""))))
     except (NoAnswerError, EpisodeError) as error:
-        failure = f"{IMPORT} {error}" if isinstance(error, NoAnswerError) else str(error).rstrip(".")
+        failure = f"the import {error}" if isinstance(error, NoAnswerError) else str(error).rstrip(".")
         raise ConfigError(f"rollout.environment failed on the first record and an empty response: {failure}.") from None
     finally:
         source.end()
@@ -133,9 +139,9 @@ class Player:
         method, argument = request
         if method == "reset":
             self._environment = self._class()
-        value = self._runner.run(_result(getattr(self._environment, method)(argument)))
+        value = self._runner.run(result_of(getattr(self._environment, method)(argument)))
         reply(as_opening(value) if method == "reset" else as_observation(value))
 
 
-async def _result(value: Any) -> Any:
+async def result_of(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value

@@ -59,6 +59,20 @@ def find_class(key: str, name: str, methods: tuple[str, ...], *, timeout_s: floa
     return base64.b64decode(found["packed"])
 
 
+@dataclass(frozen=True)
+class Tools:
+    """packed: the functions by name. schemas: as chat templates take them."""
+
+    packed: bytes
+    schemas: list[dict[str, Any]]
+
+
+def find_tools(key: str, name: str, *, timeout_s: float) -> Tools:
+    """Return the functions of the module or file of a setting. Raises ConfigError, also for one without a schema."""
+    found = _imported("workers.trials:describe_tools", key, name, timeout_s)
+    return Tools(base64.b64decode(found["packed"]), found["schemas"])
+
+
 def check_loss(key: str, name: str, *trial: Any, timeout_s: float) -> None:
     """Raise ConfigError if workers could not use the policy loss of a setting. See `workers.trials.try_loss`."""
     _imported("workers.trials:try_loss", key, name, timeout_s, *trial)
@@ -109,21 +123,26 @@ def _is_users(module: ModuleType) -> bool:
 def describe(key: str, name: str) -> dict[str, Any]:
     """Describe `name` in the process: signature, methods, and its base-64 pickle `packed`."""
     module, found = load(key, name)
+    packed = packed_text(key, name, module, found)
+    methods = [method for method in dir(found) if callable(getattr(found, method, None))]
     try:
-        packed = pickled(found, module, sys.modules.get(found.__module__))
+        signature = asdict(signature_of(found))
+    except (TypeError, ValueError):
+        raise ConfigError(f"{key}={name!r} has no signature that can be read. Name a Python function.") from None
+    return signature | {"is_class": isinstance(found, type), "methods": methods, "packed": packed}
+
+
+def packed_text(key: str, name: str, module: ModuleType, found: Any) -> str:
+    """Pickle what was found in `module`, in base 64. Raises ConfigError."""
+    try:
+        packed = pickled(found, module, sys.modules.get(getattr(found, "__module__", "")))
     except Exception as error:
         held = ", ".join(_not_picklable(module)) or "something"
         raise ConfigError(
             f"{key}={name!r} cannot be sent to other processes, because {held} cannot be pickled ({named(error)}). "
             "Make it inside the function, at its first call."
         ) from None
-    methods = [method for method in dir(found) if callable(getattr(found, method, None))]
-    try:
-        signature = asdict(signature_of(found))
-    except (TypeError, ValueError):
-        raise ConfigError(f"{key}={name!r} has no signature that can be read. Name a Python function.") from None
-    packed_text = base64.b64encode(packed).decode()
-    return signature | {"is_class": isinstance(found, type), "methods": methods, "packed": packed_text}
+    return base64.b64encode(packed).decode()
 
 
 def run(packed: bytes, arguments: tuple[Any, ...], key: str) -> Any:
@@ -138,18 +157,23 @@ def load(key: str, name: str) -> tuple[ModuleType, Callable[..., Any]]:
     place, separator, function_name = name.rpartition(":")
     if not separator:
         raise ConfigError(f"{key}={name!r} must be module:function or path/file.py:function.")
-    is_file = place.endswith(".py")
-    if is_file and not Path(place).is_file():
-        raise ConfigError(f"{key}: there is no file {place}.")
-    try:
-        module = _import_file(Path(place)) if is_file else _import_module(place)
-    except (Exception, KeyboardInterrupt) as error:
-        what = place if is_file else f"module {place!r}"
-        raise ConfigError(f"{key}: {what} cannot be imported: {named(error)}.") from error
+    module = load_module(key, place)
     function = getattr(module, function_name, None)
     if not callable(function):
         raise ConfigError(f"{key}={name!r}: {place} has no function {function_name!r}.")
     return module, function
+
+
+def load_module(key: str, place: str) -> ModuleType:
+    """Import `module` or `path/file.py`. Raises ConfigError if it is missing or raises."""
+    is_file = place.endswith(".py")
+    if is_file and not Path(place).is_file():
+        raise ConfigError(f"{key}: there is no file {place}.")
+    try:
+        return _import_file(Path(place)) if is_file else _import_module(place)
+    except (Exception, KeyboardInterrupt) as error:
+        what = place if is_file else f"module {place!r}"
+        raise ConfigError(f"{key}: {what} cannot be imported: {named(error)}.") from error
 
 
 def _import_file(path: Path) -> ModuleType:

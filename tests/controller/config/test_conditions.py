@@ -53,6 +53,7 @@ CASES: list[tuple[str, list[list[str]], list[list[str]]]] = [
     ("GPUs", [["resources.device=cuda"]], [[]]),
     ("CPUs", [[]], [["resources.device=cuda"]]),
     ("engines on GPUs", [["resources.device=cuda"]], [[]]),
+    ("episodes", [["rollout.environment=a.py:b"], ["rollout.tools=a.py"]], [[]]),
     ("several ranks", [["policy.data_parallel=2"], ["policy.parallel.context_parallel=2"]], [[]]),
     ("tracker", [["tracking.wandb=true"], ["tracking.mlflow=true"]], [[]]),
     ("reference", [[KL], ["algorithm.kl_in_reward.coefficient=0.1"]], [[]]),

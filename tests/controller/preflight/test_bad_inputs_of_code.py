@@ -87,6 +87,18 @@ def environment(what: str, text: str, *words: str) -> BadInput:
     return BadInput(f"an environment that {what}", ["rollout.environment", *words], overrides, file("guess.py", text))
 
 
+def tools(what: str, text: str, *words: str, shown: str = "<tool_call>", overrides: Sequence[str] = ()) -> BadInput:
+    """Tools for a chat template that shows `shown`, or for prompts that are texts."""
+
+    def write(folder: Path) -> None:
+        (folder / "tools.py").write_text(text)
+        if shown:
+            template("{{ tools }}{{ messages[0].content }}" + shown)(folder)
+
+    set_to = ["rollout.tools=tools.py", "policy.max_tokens_per_micro_batch=9999", "rollout.max_turns=1"]
+    return BadInput(f"tools {what}", ["rollout.tools", *words], [*set_to, *overrides], write)
+
+
 def curriculum(what: str, body: str, *words: str) -> BadInput:
     text = f"import time\n\n\ndef order(records, epoch):\n    {body}\n"
     # The imports before it, which end, must keep the limit on a busy machine too.
@@ -100,6 +112,16 @@ OTHERS = (
     curriculum("hangs", "time.sleep(99)", "resources.user_code_timeout_s=6"),
     curriculum("names no record", "return [1]", "record 1", "of 1 records"),
     curriculum("exits", "raise SystemExit(2)", "SystemExit: 2"),
+)
+
+TOOL = "def add(a: int) -> int:\n    'Adds.\\n\\n    Args:\\n        a: Number.\\n'\n    return a\n"
+TOOLS = (
+    tools("without type hints", TOOL.replace(": int)", ")"), "add", "type hint"),
+    tools("without a docstring", "def add(a: int): ...\n", "add", "docstring"),
+    tools("that exit at their import", "import sys\nsys.exit(3)\n" + TOOL, "exit code 3"),
+    tools("without functions", "x = 1\n", "no public function"),
+    tools("for prompts that are texts", TOOL, "texts", shown=""),
+    tools("that no parser is known for", TOOL, "rollout.tool_parser", "hermes", "qwen3_coder", shown="."),
 )
 
 LOSSES = (
@@ -150,7 +172,7 @@ TEMPLATES = (
 )
 
 
-@rows(*IMPORTS, *CALLS, *OTHERS, *LOSSES, *TEMPLATES)
+@rows(*IMPORTS, *CALLS, *OTHERS, *TOOLS, *LOSSES, *TEMPLATES)
 def test_code_and_templates_that_fail_when_they_are_tried_are_refused(
     case: BadInput, workspace: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

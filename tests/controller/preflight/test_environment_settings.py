@@ -76,6 +76,8 @@ rollout.max_episode_tokens=60
 policy.max_tokens_per_micro_batch=159
 reward.overlong_tokens=128
 rollout.max_model_tokens=159
+rollout.tools=guess.py
+rollout.reasoning_parser=mine
 """)
 def test_impossible_limits_are_refused(file: Path, named: str, overrides: list[str]) -> None:
     with refused(named):

@@ -70,7 +70,7 @@ def test_an_opening_of_messages_is_rendered_with_the_prompt(chat: Any) -> None:
 
 def test_a_template_that_rewrites_earlier_turns_is_continued(chat: Any) -> None:
     chat.chat_template = REWRITING
-    check_template(Renderer(chat), "models/tiny")
+    check_template(Renderer(chat), "models/tiny", key="rollout.environment")
     conversation = Conversation(Renderer(chat), [{"role": "user", "content": "hi"}])
     for answer in ("sure?", "good"):
         assert (
@@ -82,7 +82,7 @@ def test_a_template_that_rewrites_earlier_turns_is_continued(chat: Any) -> None:
 def test_a_template_that_cannot_continue_is_refused_before_the_run(chat: Any, template: str) -> None:
     chat.chat_template = template
     with refused("rollout.environment"):
-        check_template(Renderer(chat), "models/tiny")
+        check_template(Renderer(chat), "models/tiny", key="rollout.environment")
 
 
 STOCK = Path(str(find_spec("trl").origin)).parent / "chat_templates"  # type: ignore[union-attr]

@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.refusals import refused
 from workers.environment import Turn
-from workers.rollout.parsing import FORMATS, TurnParser, known_parsers, parsers_of
+from workers.rollout.parser_names import FORMATS, known_parsers, parsers_of
+from workers.rollout.parsing import TurnParser
 
 QWEN3, QWEN3_CODER, LLAMA = "<tool_call></think>", "<tool_call><function=</think>", "ipython"
 END = "<|im_end|>"
@@ -108,8 +109,8 @@ def test_any_text_is_a_turn(parts: list[str], finished: bool, template: str) -> 
 
 
 def test_parsers_are_found_by_template_or_refused_by_name() -> None:
-    assert {each.tools for each in FORMATS} <= known_parsers("tool_parsers")
-    assert {each.reasoning for each in FORMATS} - {""} <= known_parsers("reasoning")
+    assert {each.tools for each in FORMATS} <= known_parsers("tool_parser")
+    assert {each.reasoning for each in FORMATS} - {""} <= known_parsers("reasoning_parser")
     assert parsers_of(QWEN3) == ("hermes", "qwen3") and parsers_of("<tool_call>") == ("hermes", "")
     assert parsers_of("<｜tool▁calls▁begin｜>```json") == ("deepseek_v3", "")
     assert parsers_of("```json") == ("", "")

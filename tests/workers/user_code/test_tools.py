@@ -1,0 +1,153 @@
+"""Users' tools in real processes: whatever they do, the policy reads what happened, and the episode goes on."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.refusals import refused
+from workers.environment import Observation, Turn
+from workers.user_code.functions import find_tools
+from workers.user_code.tools import ToolPool
+
+TOOLS = '''
+import asyncio, os, subprocess, time
+from math import sqrt
+
+def divide(a: float, b: float) -> float:
+    """Divide two numbers.
+
+    Args:
+        a: The dividend.
+        b: The divisor.
+    """
+    return a / b
+
+async def wait(seconds: float, word: str = "done") -> dict:
+    """Wait.
+
+    Args:
+        seconds: How long.
+        word: The answer.
+    """
+    await asyncio.sleep(seconds)
+    return {"word": word, "pid": os.getpid()}
+
+def do(what: str) -> str:
+    """Misbehave.
+
+    Args:
+        what: What to do.
+    """
+    if what == "exit":
+        os._exit(7)
+    if what == "leave":
+        raise SystemExit(3)
+    if what == "fork" and os.fork() == 0:
+        time.sleep(99)
+    if what == "children":
+        subprocess.Popen(["sleep", "99"])
+    return "x" * 50_000_000 if what == "megabytes" else what
+
+def _hidden(): ...
+'''
+
+
+def call(name: str, number: int = 1, **arguments: Any) -> dict[str, Any]:
+    return {"id": f"call{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def answers(file: Path, *turns: Turn, record: dict[str, Any] | None = None, **limits: Any) -> list[Observation]:
+    found = find_tools("rollout.tools", str(file), timeout_s=60.0)
+
+    async def play() -> list[Observation]:
+        pool = ToolPool(found.packed, **{"timeout_s": 1.5, "max_calls": 3, "max_characters": 40} | limits)
+        try:
+            async with pool.episode() as environment:
+                assert await environment.reset(record or {}) == ""
+                return [await environment.step(turn) for turn in turns]
+        finally:
+            await pool.stop()
+
+    return asyncio.run(play())
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "tools.py").write_text(TOOLS)
+    return tmp_path / "tools.py"
+
+
+def test_schemas_are_those_of_public_functions(file: Path) -> None:
+    found = find_tools("rollout.tools", str(file), timeout_s=60.0).schemas
+    assert [schema["function"]["name"] for schema in found] == ["divide", "wait", "do"]
+    assert found[0]["function"]["parameters"]["required"] == ["a", "b"]
+    file.write_text(f"{TOOLS}\nfrom os.path import basename\n__all__ = ['divide']\n")
+    found = find_tools("rollout.tools", str(file), timeout_s=60.0).schemas
+    assert [schema["function"]["name"] for schema in found] == ["divide"]
+
+
+def test_whatever_a_call_does_the_policy_reads_what_happened(file: Path) -> None:
+    bad = call("divide") | {"function": {"name": "divide", "arguments": "1, 2"}}
+    turns = [
+        ([call("divide", a=1, b=4)], "0.25"),
+        ([call("divide", a=1, b=0)], "Error: ZeroDivisionError: division by zero"),
+        ([call("divide", a=1)], "Error: TypeError: divide() missing 1 required positional argument: 'b'"),
+        ([call("divided", a=1)], "Error: there is no tool divided. Use one of: divide, do, wait"),
+        ([bad], "Error: the arguments are not a JSON object"),
+        ([call("wait", seconds=99)], "Error: wait took more than reward.timeout_s=1.5 s"),
+        ([call("do", what="exit")], "Error: do ended its process"),
+        ([call("do", what="leave")], "Error: SystemExit: 3"),
+        ([call("do", what="fork")], "fork"),
+        ([call("do", what="children")], "children"),
+        ([call("do", what="megabytes")], f"{'x' * 40} [cut: 49,999,960 more characters]"),
+    ]
+    found = answers(file, *[Turn("", tool_calls=calls) for calls, _ in turns], Turn("4"))
+    assert [observation.text for observation in found[:-1]] == [
+        [{"role": "tool", "tool_call_id": "call1", "name": calls[0]["function"]["name"], "content": words}]
+        for calls, words in turns
+    ]
+    assert [observation.done for observation in found] == [False] * len(turns) + [True]
+    parts = found[-1].parts
+    assert (parts["tools/calls"], parts["tools/failed"], found[-1].reward) == (len(turns), 7, 0.0)
+    assert parts["tools/seconds"] > 1.5
+
+
+def test_calls_of_a_turn_are_made_side_by_side_up_to_a_limit(file: Path) -> None:
+    several = Turn("", tool_calls=[call("wait", n, seconds=0.7, word=str(n)) for n in range(4)])
+    broken = Turn("", tool_calls=[call("do", what="a")], errors=["no JSON"])
+    (found, after, alone) = answers(file, several, broken, Turn("", errors=["no JSON"]))
+    assert found.parts["tools/seconds"] < 3 * 0.7 + 1
+    words = [message["content"] for message in found.text]
+    assert [f'"word": "{n}"' in text for n, text in enumerate(words[:3])] == [True] * 3
+    assert len({text.partition("pid")[2] for text in words[:3]}) == 3  # a process each
+    assert words[3] == "Error: at most 3 calls of a turn are made"
+    assert after.text[0]["content"] == "a\nError: no JSON. Write the call again."
+    assert alone.text == [{"role": "user", "content": "Error: no JSON. Write the call again."}]
+    assert (alone.parts["tools/calls"], alone.parts["tools/failed"]) == (7, 3)
+
+
+def test_a_record_says_which_tools_it_offers(file: Path) -> None:
+    record = {"tools": [{"type": "function", "function": {"name": "divide"}}]}
+    turn = Turn("", tool_calls=[call("do", what="a"), call("divide", a=1, b=2)])
+    (found,) = answers(file, turn, record=record)
+    assert [m["content"] for m in found.text] == ["Error: there is no tool do. Use one of: divide", "0.5"]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def f(a):\n    'Doc.'",
+        "def f(a: int): ...",
+        "def f(a: int):\n    'Doc.'",
+        "import os\nx = 1",
+        "raise ValueError('no')",
+        "import threading\nL = threading.Lock()\ndef f():\n    'Doc.'\n    return L",
+        "import time\ntime.sleep(99)",
+    ],
+)
+def test_tools_without_a_schema_are_refused(tmp_path: Path, source: str) -> None:
+    (tmp_path / "tools.py").write_text(source)
+    with refused("rollout.tools"):
+        find_tools("rollout.tools", str(tmp_path / "tools.py"), timeout_s=10.0)
