@@ -4,7 +4,7 @@ Each field declares its default, documentation and range: `setting(default, "Wha
 `only_with` lists conditions and the settings that need them. `controller.config` combines and checks the sections.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from workers.loss_config import POLICY_LOSS_NAMES as POLICY_LOSS_NAMES
@@ -178,23 +178,63 @@ class ReferenceConfig:
 
 @dataclass
 class SamplingConfig:
-    temperature: float = setting(1.0, "Softmax temperature. 0 is greedy (validation only).", minimum=0, maximum=100)
+    """As vLLM's SamplingParams. docs/conversations.md says which settings need algorithm.loss.rollout_correction."""
+
+    temperature: float = setting(1.0, "Softmax temperature. 0 is greedy (validation only).", minimum=0, maximum=2)
     top_p: float = setting(1.0, "Probability mass of nucleus sampling.", above=0, maximum=1)
     top_k: int = setting(0, "Number of candidate tokens. 0 keeps all.", minimum=0)
+    min_p: float = setting(0.0, "Minimum probability, relative to the likeliest token's.", minimum=0, maximum=1)
     max_new_tokens: int = setting(1024, "Maximum response length, in tokens.", minimum=1)
+    min_new_tokens: int = setting(0, "Minimum response length, in tokens: no end token before.", minimum=0)
+    stop: list[str] = setting(
+        [],
+        "Texts that end a response (or a turn), special tokens included. The tokens up to the end of the text are "
+        "kept and trained.",
+    )
+    stop_token_ids: list[int] = setting(
+        [], "Ids of further end tokens. The model's own, also of generation_config.json, always end a response."
+    )
+    repetition_penalty: float = setting(
+        1.0, "Divides positive logits of tokens in prompt or response, and multiplies negative ones.", above=0
+    )
+    presence_penalty: float = setting(0.0, "Subtracted from logits of tokens in the response.", minimum=-2, maximum=2)
+    frequency_penalty: float = setting(
+        0.0, "Subtracted from logits, for each time that a token is in the response.", minimum=-2, maximum=2
+    )
+    logit_bias: dict[int, float] = setting({}, "Added to the logits of token ids, `{151667: -5}`.")
+    bad_words: list[str] = setting([], "Texts whose last token is never sampled after their other tokens.")
+    structured_outputs: dict[str, Any] = setting(
+        {},
+        "Form of a response: one of `json` (a schema), `json_object`, `regex`, `choice`, `grammar`, `structural_tag`.",
+    )
+
+    def _changed(self, *names: str) -> list[str]:
+        defaults = type(self)()
+        values = ((name, getattr(self, name)) for name in names)
+        return [f"{name}={value}" for name, value in values if value != getattr(defaults, name)]
 
     @property
     def cuts(self) -> list[str]:
-        """Settings that exclude tokens from sampling, such as `top_k=20`."""
-        candidates = [each for each in fields(self) if each.name not in ("temperature", "max_new_tokens")]
-        values = ((each, getattr(self, each.name)) for each in candidates)
-        return [f"{each.name}={value}" for each, value in values if value != each.default]
+        """Settings that exclude unlikely tokens from sampling, such as `top_k=20`."""
+        return self._changed("top_p", "top_k", "min_p")
+
+    @property
+    def changes(self) -> list[str]:
+        """Settings with which likely tokens have other probabilities than the policy gives them."""
+        penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+        return self._changed("min_new_tokens", *penalties, "logit_bias", "bad_words", "structured_outputs")
 
     @property
     def log_probs_are_whole(self) -> bool:
         """Whether engines report log-probs of the full distribution, as the trainer computes them."""
-        # vLLM reports them before temperature and cut, or after both.
-        return self.temperature == 1 or not self.cuts
+        # vLLM reports them before temperature, cut and changes, or after all.
+        return not self.changes and (self.temperature == 1 or not self.cuts)
+
+    @property
+    def may_continue(self) -> bool:
+        """Whether another request can sample the rest of a response, whose beginning it reads as a prompt."""
+        penalties = ("presence_penalty", "frequency_penalty")
+        return not self._changed("stop", *penalties, "bad_words", "structured_outputs")
 
 
 @dataclass

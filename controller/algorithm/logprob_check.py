@@ -109,7 +109,7 @@ def beyond(mean: float, largest: float, limit: float, dtype: str, equal_weights:
     if mean > limit:
         return (
             f"{told}, above policy.max_mismatch={limit:g}. `python -m controller.doctor` compares them at equal "
-            "weights. Raise policy.max_mismatch if samples are older than the weights, or of a distribution that "
-            "rollout.sampling cuts at a temperature other than 1."
+            "weights. Raise policy.max_mismatch if samples are older than the weights, or if "
+            "rollout.sampling changes the distribution."
         )
     return ""

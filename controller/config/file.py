@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_args, get_origin
 
 import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -20,7 +20,9 @@ from controller.config.aliases import answer, previous_name
 from workers.errors import ConfigError
 
 Schema = TypeVar("Schema")
-Numbers = dict[str, float]  # with Options, the types of setting that are not a single value
+# The types of setting that are not a single value.
+Numbers = dict[str, float]
+Biases = dict[int, float]
 Options = dict[str, Any]
 LONGEST_SHOWN = 100  # characters of a value in an error
 LARGEST_INT, LARGEST_FLOAT = 10**9, 1e6  # sizes without a declared maximum: anything larger is a slip
@@ -71,7 +73,7 @@ class Setting:
     def allows(self, value: Any) -> bool:
         if self.choices:
             return value in self.choices
-        if self.type == Numbers:
+        if self.type in (Numbers, Biases):
             return all(abs(number) <= LARGEST_FLOAT for number in value.values())
         if not isinstance(value, (int, float)):
             return True
@@ -129,7 +131,7 @@ def read(schema: type[Schema], files: Sequence[str | Path], overrides: Sequence[
         _check_keys_and_types(part, known, source)
         merged = OmegaConf.unsafe_merge(merged, part)  # in place: `merge` copies all settings for every override
         for key, found in known.items():  # a mapping given again replaces the one before
-            if found.type == Numbers and OmegaConf.select(part, key) is not None:
+            if found.type in (Numbers, Biases) and OmegaConf.select(part, key) is not None:
                 OmegaConf.update(merged, key, OmegaConf.select(part, key), merge=False)
     config = _to_object(merged, known)
     _check_ranges(config, known)
@@ -187,7 +189,7 @@ def _read_override(override: str, known: Mapping[str, Setting]) -> DictConfig:
         raise ConfigError(f"{override!r} is not an override. Write key.sub=value.")
     key, _, value = override.partition("=")
     for name, found in known.items():
-        if found.type == Numbers and key.startswith(f"{name}."):
+        if found.type in (Numbers, Biases) and key.startswith(f"{name}."):
             raise ConfigError(f"{key}: {name} is given whole, in place of the one before: {name}='{{NAME: NUMBER}}'.")
     if not value.strip() and key in known and known[key].type is str:
         override = f"{key}=''"  # as a shell gives `key=` and `key=""`. YAML would read it as null
@@ -261,6 +263,9 @@ _TYPES = {
     float: "a number (float)",
     str: "a text (str)",
     Numbers: "numbers by name (NAME: NUMBER, ...)",
+    Biases: "numbers by token id (ID: NUMBER, ...)",
+    list[str]: "a list of texts ([TEXT, ...])",
+    list[int]: "a list of whole numbers ([NUMBER, ...])",
     Options: "values by name (NAME: VALUE, ...)",
 }
 
@@ -269,10 +274,15 @@ def is_of_type(value: Any, wanted: type) -> bool:
     """Whether a setting of the type `wanted` accepts `value`."""
     if isinstance(value, bool) or wanted is bool:
         return isinstance(value, bool) and wanted is bool
-    if wanted == Options:
-        return isinstance(value, dict)
-    if wanted == Numbers:
-        return isinstance(value, dict) and all(is_of_type(number, float) for number in value.values())
+    kind, inner = get_origin(wanted), get_args(wanted)
+    if kind is list:
+        return isinstance(value, list) and all(is_of_type(each, inner[0]) for each in value)
+    if kind is dict:
+        names, values = inner
+        return isinstance(value, dict) and all(
+            (names is str or is_of_type(name, names)) and (values is Any or is_of_type(each, values))
+            for name, each in value.items()
+        )
     accepted: dict[type, tuple[type, ...]] = {int: (int,), float: (int, float), str: (str, int, float)}
     return isinstance(value, accepted[wanted])
 

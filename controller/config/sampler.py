@@ -7,12 +7,12 @@ They read a training's configuration unchanged, and refuse training settings on 
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Self
 
 from controller.config.schema import Config
-from controller.config.sections import AlgorithmConfig, BatchConfig, DataConfig
+from controller.config.sections import VALIDATED_ALIKE, AlgorithmConfig, BatchConfig, DataConfig
 from workers.config import SamplingConfig
 from workers.errors import ConfigError
 from workers.rollout.requests import GENERATION_STEP, VALIDATION_STEP
@@ -81,10 +81,10 @@ class EvaluateConfig(SamplerConfig):
     does = "Validation metrics of a model on data.validation, with confidence intervals."
     seed_step = VALIDATION_STEP
     needs_reward = True
-    # validation.sampling may follow one of rollout.sampling
+    # validation.sampling may follow the others of rollout.sampling
     without_effect = (
         *(*OF_TRAINING, "data.train", "data.sources", "rollout.samples_per_prompt"),
-        *(f"rollout.sampling.{name}" for name in ("temperature", "top_p", "top_k")),
+        *(f"rollout.sampling.{each.name}" for each in fields(SamplingConfig) if each.name not in VALIDATED_ALIKE),
     )
 
     @property

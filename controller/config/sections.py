@@ -279,8 +279,12 @@ class BalanceConfig:
     )
 
 
+VALIDATED_ALIKE = ("max_new_tokens", "stop", "stop_token_ids")
+"""Settings of rollout.sampling that those of validation.sampling follow: responses end in the same way."""
+
+
 def _validation_sampling() -> SamplingConfig:
-    return SamplingConfig(max_new_tokens=cast(int, "${rollout.sampling.max_new_tokens}"))
+    return SamplingConfig(**{name: cast(Any, f"${{rollout.sampling.{name}}}") for name in VALIDATED_ALIKE})
 
 
 @dataclass

@@ -8,7 +8,7 @@ from dataclasses import is_dataclass
 from typing import Any
 
 from controller.config.conditions import Conditions, effect_words
-from controller.config.file import LARGEST_FLOAT, LARGEST_INT, Numbers, Options, Setting, settings, value_of
+from controller.config.file import LARGEST_FLOAT, LARGEST_INT, Biases, Numbers, Options, Setting, settings, value_of
 from controller.config.offline import PreferencesConfig, SftConfig
 from controller.config.schema import Config
 from controller.config.training import TrainingConfig
@@ -73,8 +73,14 @@ def _section(name: str, section: Any, found: list[Setting], conditions: Conditio
 
 
 def _row(setting: Setting, effect: str) -> str:
-    by_name: dict[type, str] = {Numbers: "numbers by name", Options: "values by name"}
-    kind = by_name.get(setting.type, setting.type.__name__)
+    several: dict[type, str] = {
+        Numbers: "numbers by name",
+        Biases: "numbers by token id",
+        Options: "values by name",
+        list[str]: "list of texts",
+        list[int]: "list of whole numbers",
+    }
+    kind = several.get(setting.type, setting.type.__name__)
     told = " ".join(filter(None, (setting.doc, _allowed(setting), effect))).replace("|", "\\|")
     return f"| `{setting.key}` | {kind} | {_default(setting)} | {told} |"
 
@@ -84,7 +90,7 @@ def _default(setting: Setting) -> str:
         return "must be set"
     if isinstance(setting.default, bool):
         return f"`{str(setting.default).lower()}`"
-    return "empty" if setting.default in ("", {}) else f"`{setting.default}`"
+    return "empty" if setting.default in ("", {}, []) else f"`{setting.default}`"
 
 
 def _allowed(setting: Setting) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from controller.config import Config, TrainingConfig
 from controller.config.model_files import read_model_files, weight_bytes
 from controller.config.sampler import SamplerConfig
-from controller.preflight.engine_checks import response_limit
+from controller.preflight.engine_checks import response_limit, samplings
 from workers.config import ModelConfig
 from workers.errors import BallastError, ConfigError
 
@@ -67,6 +67,7 @@ def check_models(config: TrainingConfig) -> None:
     _check_ends(config, policy)
     _check_positions(config, "model.path", config.model.path, policy)
     if isinstance(config, Config):
+        _check_token_ids(config, _vocabulary(policy))
         _check_engine(config, policy)
     for role in _roles(config):
         if role.key == "model.path":
@@ -113,6 +114,14 @@ def _check_ends(config: TrainingConfig, model: "PreTrainedModel") -> None:
                 f"model.path={config.model.path}: eos_token_id {end!r} is outside the vocabulary of "
                 f"{_vocabulary(model)}. Correct config.json or generation_config.json."
             )
+
+
+def _check_token_ids(config: Config, vocabulary: int) -> None:
+    for key, sampling in samplings(config).items():
+        for name in ("stop_token_ids", "logit_bias"):
+            for token in getattr(sampling, name):
+                if not 0 <= token < vocabulary:
+                    raise ConfigError(f"{key}.{name}: {token} is outside the vocabulary of {vocabulary}. Correct it.")
 
 
 def _check_positions(config: TrainingConfig, key: str, path: str, model: "PreTrainedModel") -> None:

@@ -93,6 +93,14 @@ def _check_staleness(config: Config) -> None:
 
 def _check_sampled_ratios(config: Config) -> None:
     sampling, correction = config.rollout.sampling, config.algorithm.loss.rollout_correction
+    if sampling.changes and (correction.weights == "none" or correction.rejection != "none"):
+        raise ConfigError(
+            f"rollout.sampling.{sampling.changes[0]}: it samples from another distribution than the policy's, which is "
+            "trained. Set algorithm.loss.rollout_correction.weights=token or sequence, without rejection, or set it in "
+            "validation.sampling alone."
+        )
+    if sampling.changes:
+        return
     readers = {
         f"rollout.max_staleness={config.rollout.max_staleness}": config.old_log_probs == "sampler",
         "algorithm.loss.rollout_correction": correction.is_on,

@@ -22,7 +22,7 @@ from controller.preflight.data_checks import check_data
 from controller.preflight.engine_checks import (
     check_engine_count,
     check_lengths,
-    check_temperatures,
+    check_samplings,
     check_turns,
     response_limit,
 )
@@ -68,7 +68,7 @@ def check_settings(config: Config) -> None:
     check_validation(config)
     check_engine_count(config)
     check_engine_options(config.rollout.engine)
-    check_temperatures(config)
+    check_samplings(config)
     check_turns(config)
     if config.reward.overlong_tokens >= config.longest_response:
         raise ConfigError(
@@ -146,7 +146,7 @@ def check_sampler(config: SamplerConfig, given: GivenFunctions = NONE_GIVEN) -> 
     if samples > 1 and config.rollout.sampling.temperature == 0:
         raise ConfigError(f"{temperature}=0: {samples} samples of a prompt are equal. Ask for one, or set it above 0.")
     check_engine_options(config.rollout.engine)
-    check_temperatures(config)
+    check_samplings(config)
     check_turns(config)
     check_lengths(config)
     check_data(config, check_model_files(config))

@@ -159,4 +159,9 @@ def _sampling_notes(config: Config) -> list[str]:
             f"rollout.sampling.{sampling.cuts[0]} cuts the distribution that is sampled from. The trainer's log-probs "
             "are of the whole one"
         )
+    if sampling.changes:
+        notes.append(
+            f"rollout.sampling.{sampling.changes[0]} changes the distribution that is sampled from. "
+            "algorithm.loss.rollout_correction weighs its tokens by the trained policy's"
+        )
     return notes

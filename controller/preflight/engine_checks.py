@@ -28,8 +28,22 @@ def check_engine_count(config: Config) -> None:
         )
 
 
-def check_temperatures(config: Config) -> None:
-    for key, sampling in _samplings(config).items():
+FORMS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+
+
+def check_samplings(config: Config) -> None:
+    for key, sampling in samplings(config).items():
+        if sampling.min_new_tokens > sampling.max_new_tokens:
+            raise ConfigError(
+                f"{key}.min_new_tokens={sampling.min_new_tokens} is above {key}.max_new_tokens="
+                f"{sampling.max_new_tokens}. Lower it."
+            )
+        for name in ("stop", "bad_words"):
+            if not all(getattr(sampling, name)):
+                raise ConfigError(f"{key}.{name}={getattr(sampling, name)}: a text is empty. Remove it.")
+        if sampling.structured_outputs and [*sampling.structured_outputs] not in [[form] for form in FORMS]:
+            names = ", ".join(sampling.structured_outputs)
+            raise ConfigError(f"{key}.structured_outputs has {names}. Give one of {', '.join(FORMS)}.")
         if 0 < sampling.temperature < COLDEST:
             raise ConfigError(
                 f"{key}.temperature={sampling.temperature:g}: vLLM samples at {COLDEST:g} or above. Raise it, or set 0 "
@@ -37,7 +51,7 @@ def check_temperatures(config: Config) -> None:
             )
 
 
-def _samplings(config: Config) -> dict[str, SamplingConfig]:
+def samplings(config: Config) -> dict[str, SamplingConfig]:
     found = {config.sampling_key: config.rollout.sampling}
     return found | ({"validation.sampling": config.validation.sampling} if config.data.validation else {})
 
@@ -64,7 +78,7 @@ def check_turns(config: Config) -> None:
             raise ConfigError(
                 f"rollout.{kind}={name}: vLLM has no such parser. Use one of: {', '.join(sorted(known))}."
             )
-    for key, sampling in _samplings(config).items():
+    for key, sampling in samplings(config).items():
         if sampling.max_new_tokens > rollout.response_limit(sampling):
             raise ConfigError(
                 f"rollout.max_episode_tokens={rollout.max_episode_tokens} is below "

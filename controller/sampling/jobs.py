@@ -121,14 +121,15 @@ def described(schema: type[SamplerConfig], request: JobRequest) -> str:
     there = sum(map(len, tried.train.values()))
     prompts = min(there, request.prompts or config.first_prompts or there)
     written = f"{model.checkpoint}, to be written as a model to {model.path}" if model.is_missing else ""
+    cut = [f"temperature={sampling.temperature:g}", *sampling.cuts, *sampling.changes]
+    options = ", ".join(option.replace("=", " ", 1) for option in cut)
     rewards = [*config.reward.weights, *filter(None, [config.rollout.environment, config.reward.model.path])]
     return "\n".join(
         [
             f"model: {written or config.model.path}",
             f"data: {', '.join(config.data.weights)}, {counted(prompts, 'prompt')}",
-            f"samples: {samples * prompts:,}, {samples} of each prompt; temperature {sampling.temperature:g}, top_p "
-            f"{sampling.top_p:g}, top_k {sampling.top_k}, at most {sampling.max_new_tokens} new tokens "
-            f"({config.sampling_key})",
+            f"samples: {samples * prompts:,}, {samples} of each prompt; {options}, at most {sampling.max_new_tokens} "
+            f"new tokens ({config.sampling_key})",
             f"rewards: {', '.join(rewards) or 'none'}",
             f"engines: {config.engines}, on {'GPUs' if config.uses_gpus else 'CPUs'}",
             f"output: {config.run_folder}",

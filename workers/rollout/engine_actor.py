@@ -194,17 +194,20 @@ class VllmEngineActor:
             number = len(request.begun.ids)
             ids, limit = np.concatenate([ids, request.begun.ids]), limit - number
         name = f"{request.uid}/{request.sample}/{next(self._numbers)}"
-        parameters = sampling_parameters(replace(sampling, max_new_tokens=limit), turn_seed(request.seed, number))
-        self._under_way[name] = request
+        minimum = min(limit, max(0, sampling.min_new_tokens - (len(request.begun.ids) if request.begun else 0)))
+        sampling = replace(sampling, max_new_tokens=limit, min_new_tokens=minimum)
+        parameters = sampling_parameters(sampling, turn_seed(request.seed, number))
+        if sampling.may_continue:
+            self._under_way[name] = request
         try:
             outputs = self.engine.generate(tokens_input(ids.tolist()), parameters, name, priority=request.priority)
             (output,) = [output async for output in outputs]
         finally:
-            del self._under_way[name]
+            self._under_way.pop(name, None)
         return as_response(output).after(request.begun)
 
     async def partial_responses(self) -> dict[int, Response]:
-        """Return unfinished responses with tokens, by their requests' seeds, without episodes."""
+        """Return unfinished responses that another engine can continue, by their requests' seeds, without episodes."""
         found = {}
         for name, response in unfinished_responses(self.engine).items():
             request = self._under_way.get(name)

@@ -39,6 +39,7 @@ class Response:
     ids: int32 [n], including an end-of-sequence token. log_probs: float32 [n]. versions: int32 [n], of the weights.
     finish_reason: `stop` or `length`, empty while unfinished. read_tokens: tokens before it, of which `cached_tokens`
     were in the prefix cache. routed_experts: int16 [m, layers, k] of the first m tokens read, with model.router_replay.
+    stop_string: whether a text of sampling.stop ended it, so that its last token is not an end token.
     """
 
     ids: np.ndarray
@@ -48,6 +49,7 @@ class Response:
     read_tokens: int = 0
     cached_tokens: int = 0
     routed_experts: np.ndarray | None = None
+    stop_string: bool = False
 
     def after(self, begun: "Response | None") -> "Response":
         """Join with the beginning that another engine sampled, which this engine read as a part of the prompt."""

@@ -141,17 +141,30 @@ def _gpu_arguments(config: RolloutConfig, placement: str) -> dict[str, Any]:
 def sampling_parameters(sampling: SamplingConfig, seed: int) -> "SamplingParams":
     """One sample: token ids and their log-probs, returned once, when it is finished."""
     from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+    form = sampling.structured_outputs
 
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
+        min_p=sampling.min_p,
         max_tokens=sampling.max_new_tokens,
+        min_tokens=sampling.min_new_tokens,
+        stop=sampling.stop,
+        stop_token_ids=sampling.stop_token_ids,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=sampling.logit_bias or None,
+        bad_words=sampling.bad_words,
+        structured_outputs=StructuredOutputsParams(**form) if form else None,
         seed=seed,
         logprobs=0,
         flat_logprobs=True,
-        detokenize=False,
+        detokenize=bool(sampling.stop),
+        skip_special_tokens=False,  # else a stop text such as </tool_call> is never seen where it is one token
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,
     )
@@ -185,6 +198,7 @@ def as_response(output: "RequestOutput") -> Response:
         read_tokens=len(output.prompt_token_ids or ()),
         cached_tokens=output.num_cached_tokens or 0,
         routed_experts=None if experts is None else experts.astype(np.int16),
+        stop_string=isinstance(completion.stop_reason, str),
     )
 
 

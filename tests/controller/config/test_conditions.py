@@ -17,9 +17,19 @@ SCHEMAS = [Config, SftConfig, PreferencesConfig]
 BASE = ["model.path=model", "resources.device=cpu"]
 GAE, KL, LORA = "algorithm.advantage=gae", "algorithm.loss.kl_coefficient=0.1", "model.lora.rank=4"
 
+OF_SEVERAL: dict[Any, str] = {
+    dict[int, float]: "{5: 0.5}",
+    dict[str, float]: "{a: 0.5}",
+    dict[str, Any]: "{a: 1}",
+    list[str]: "[a]",
+    list[int]: "[5]",
+}
+
 
 def another_value(found: Setting) -> Any:
     """A value that the setting takes and that is not its default."""
+    if found.type in OF_SEVERAL:
+        return OF_SEVERAL[found.type]
     if found.type is bool:
         return str(not found.default).lower()
     if found.choices or found.type is str:

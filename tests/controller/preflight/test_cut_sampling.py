@@ -11,11 +11,21 @@ from controller.preflight.checks import check, check_layout
 from controller.preflight.engine_checks import COLDEST
 from controller.replay import settings
 from tests.controller.config_workspace import refusal
-from tests.refusals import refused
+from tests.refusals import refused, refused_rows
 from workers.config import SamplingConfig
 from workers.rollout.vllm_interface import engine_arguments, sampling_parameters
 
-CUTS = {"top_k": "150", "top_p": "0.9"}
+CUTS = {"top_k": "150", "top_p": "0.9", "min_p": "0.1"}
+CHANGES = {
+    "min_new_tokens": "3",
+    "repetition_penalty": "1.1",
+    "presence_penalty": "0.5",
+    "frequency_penalty": "-0.5",
+    "logit_bias": "{5: -2}",
+    "bad_words": "[a, b c]",
+    "structured_outputs": "{regex: a+}",
+}
+EXACT = {"temperature", "max_new_tokens", "stop", "stop_token_ids"}
 CORRECTION = "algorithm.loss.rollout_correction"
 READERS = (
     "rollout.max_staleness=1",
@@ -24,7 +34,7 @@ READERS = (
 
 
 def test_every_setting_of_sampling_is_tried_here() -> None:
-    assert {field.name for field in fields(SamplingConfig)} == {"temperature", "max_new_tokens", *CUTS}
+    assert {field.name for field in fields(SamplingConfig)} == {*EXACT, *CUTS, *CHANGES}
 
 
 def log_probs_of(config: Config) -> str:
@@ -61,6 +71,46 @@ def test_without_a_cut_log_probs_have_the_temperature(workspace: Path) -> None:
     config = load("config.yaml", ["rollout.sampling.temperature=0.7", *READERS[1:2]])
     check(config)
     assert (log_probs_of(config), compares_exactly(config)) == ("processed_logprobs", True)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_another_distribution_is_trained_with_importance_weights_alone(workspace: Path, name: str) -> None:
+    change, weights = f"rollout.sampling.{name}={CHANGES[name]}", f"{CORRECTION}.weights=token"
+    for others in ([], ["rollout.max_staleness=1"], [READERS[-1]], [weights, READERS[-1]]):
+        assert refusal(change, *others).startswith(f"rollout.sampling.{name}=")
+    for others in ([weights], [weights, "rollout.max_staleness=1", "rollout.sampling.top_p=0.9"]):
+        config = load("config.yaml", [change, *others])
+        check(config)
+        assert (log_probs_of(config), compares_exactly(config)) == ("processed_logprobs", False)
+    check(load("config.yaml", [change.replace("rollout", "validation")]))
+
+
+def test_responses_of_validation_end_as_those_of_training(workspace: Path) -> None:
+    config = load("config.yaml", ["rollout.sampling.stop=['</a>', 'b c']", "rollout.sampling.stop_token_ids=[7]"])
+    check(config)
+    assert (log_probs_of(config), compares_exactly(config)) == ("processed_logprobs", True)
+    assert config.validation.sampling == config.rollout.sampling
+    parameters = sampling_parameters(config.validation.sampling, seed=1)
+    assert (parameters.stop, parameters.stop_token_ids, parameters.detokenize) == (["</a>", "b c"], [7], True)
+
+
+@refused_rows(
+    """
+    rollout.sampling.min_new_tokens=65
+    validation.sampling.stop="['', a]"
+    rollout.sampling.bad_words="['']"
+    validation.sampling.structured_outputs="{regex: a, choice: [b]}"
+    validation.sampling.structured_outputs="{regexp: a}"
+    rollout.sampling.stop=a
+    rollout.sampling.stop_token_ids=[a]
+    rollout.sampling.logit_bias="{a: 1}"
+    rollout.sampling.temperature=2.5
+    rollout.sampling.stop_token_ids=[32]
+    validation.sampling.logit_bias="{-1: 2}"
+    """
+)
+def test_samplings_that_vllm_would_refuse_are_refused(workspace: Path, named: str, overrides: list[str]) -> None:
+    assert refusal(*overrides).startswith(named)
 
 
 @pytest.mark.parametrize("section", ["rollout", "validation"])

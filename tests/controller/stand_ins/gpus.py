@@ -162,6 +162,7 @@ class StandInVllm:
         routed, read = self._world.routed_experts, len(prompt["prompt_token_ids"]) + len(tokens) - 1
         completion = SimpleNamespace(
             finish_reason="stop",
+            stop_reason=None,
             token_ids=tokens,
             logprobs=SimpleNamespace(logprobs=[self._log_prob] * len(tokens)),
             weight_versions=[SimpleNamespace(version=self._name, start=0, end=len(tokens))],

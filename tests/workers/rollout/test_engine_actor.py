@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from controller.engines.engine_pool import EnginePool, Sample
 from controller.engines.fleet import RestartBudget
 from tests.end_to_end.processes import living
-from tests.workers.rollout import tiny
+from tests.workers.rollout import changed_distributions, tiny
 from tests.workers.rollout.probed_actor import ProbedActor
 from workers.config import ModelConfig, RolloutConfig, SamplingConfig
 from workers.dataproto import DataProto
@@ -79,6 +79,7 @@ class Engines:
         self.pool.start()
         self.pool.wait_started()
         self.version = 0
+        self.tokenizer = AutoTokenizer.from_pretrained(model)
 
     def call(self, method: str, *arguments: Any, replica: int = 0) -> Any:
         """Call a method of the actor itself."""
@@ -288,6 +289,54 @@ def test_a_response_that_was_begun_goes_on_after_its_first_tokens(engines: Engin
         assert result.response_tokens <= 200
         expected = tiny.log_probs(new, row["input_ids"], 1.0)[result.prompt_tokens + tokens :]
         np.testing.assert_allclose(response["rollout_log_probs"][tokens:], expected, atol=LOG_PROB_TOLERANCE)
+
+
+CHANGED = (
+    {"min_p": 0.02},
+    {"min_new_tokens": 30, "stop_token_ids": [200, 201]},
+    {"repetition_penalty": 1.3},
+    {"presence_penalty": 0.7, "frequency_penalty": 0.4, "logit_bias": {tiny.ID["a"]: 6.0, 300: -2.0}},
+    {"bad_words": ["a", "bb"], "logit_bias": {tiny.ID["a"]: 9.0, tiny.ID["b"]: 9.0}},
+    {"structured_outputs": {"regex": "[ab]{2,4}"}},
+)
+
+
+@pytest.mark.parametrize("changes", CHANGED, ids=lambda changes: "+".join(changes))
+def test_log_probs_are_of_the_distribution_that_options_make(engines: Engines, changes: dict[str, Any]) -> None:
+    model = tiny.random_model(12)
+    engines.load(model)
+    for temperature in (1.0, 0.7):
+        sampling = SamplingConfig(max_new_tokens=24, temperature=temperature, **changes)
+        finished = engines.sample(requests_for(6, samples=2), **vars(sampling))
+        assert largest_difference(finished, model, temperature) > 0.01  # the comparison can tell the two apart
+        for result, row in rows_of(finished):
+            expected = changed_distributions.log_probs(model, row["input_ids"], result.prompt_tokens, sampling)
+            np.testing.assert_allclose(row["rollout_log_probs"][row["loss_mask"]], expected, atol=LOG_PROB_TOLERANCE)
+
+
+def test_a_stop_text_or_another_end_token_ends_a_response_whose_tokens_are_all_kept(engines: Engines) -> None:
+    model = tiny.random_model(13)
+    engines.load(model)
+    tokenizer = engines.tokenizer
+    ends = {
+        "stop": ["ab", "d12", "d13", "9<eos>"],  # within tokens "word12?", over two tokens, and an end token's text
+        "stop_token_ids": [*range(150, 200)],
+    }
+    for name, values in ends.items():
+        finished = engines.sample(requests_for(16, samples=4), max_new_tokens=150, **{name: values})
+        assert largest_difference(finished, model) < LOG_PROB_TOLERANCE
+        stopped = 0
+        for result, row in rows_of(finished):
+            response = row["input_ids"][result.prompt_tokens :]
+            whole, before = (tokenizer.decode(ids) for ids in (response, response[:-1]))
+            assert row["loss_mask"].sum() == result.response_tokens == len(response)
+            seen = [response[-1] in values, *np.isin(response[:-1], values)]
+            if name == "stop":
+                seen = [any(text in whole for text in values), any(text in before for text in values)]
+            assert not any(seen[1:])
+            assert (result.finish_reason == STOP) == (seen[0] or response[-1] == tiny.EOS)
+            stopped += seen[0]
+        assert stopped > 20
 
 
 # Episodes

@@ -13,13 +13,13 @@ from workers.environment import Observation
 VOCABULARY = 512
 EOS = 1
 MAX_MODEL_TOKENS = 256
+ID = {chr(i + 31): i for i in range(2, 96)}  # a token a character, '!' to '~'
 
 
 def save_model(folder: Path, seed: int = 0) -> Path:
     """Write random weights and the tokenizer as a Hugging Face folder."""
     random_model(seed).save_pretrained(folder)
-    # A token a character, '!' to '~' from 2 on; the others stand for nothing that is ever encoded.
-    characters = {chr(i + 31): i for i in range(2, 96)} | {f"word{i}": i for i in range(96, VOCABULARY)}
+    characters = ID | {f"word{i}": i for i in range(96, VOCABULARY)}  # the words are never encoded
     tokenizer = Tokenizer(models.BPE({"<pad>": 0, "<eos>": EOS} | characters, merges=[]))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>").save_pretrained(folder)
     return folder
