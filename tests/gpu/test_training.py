@@ -11,10 +11,11 @@ import torch
 
 from tests.gpu.conftest import NEEDS_CUDA
 from tests.workers.model.test_compile import largest_error, trained
-from tests.workers.model.tiny import save_tiny_model
+from tests.workers.model.tiny import relative_error, save_tiny_model
 from workers.config import ModelConfig, OptimizerConfig
 from workers.dataproto import DataProto
 from workers.model.engine import TrainingEngine
+from workers.model.logprobs import linear_log_probs
 from workers.model.losses import Denominators, sft
 
 GIB = 2**30
@@ -34,6 +35,22 @@ def test_compiled_by_inductor_layers_compute_the_same(path, settings, cuda):
     """
     settings = settings | {"device": cuda, "dtype": "float32", "steps": 1}
     assert largest_error(trained(path, compile=True, **settings), trained(path, **settings)) < 1e-4
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+def test_log_probs_in_chunks_equal_float64(dtype, tolerance, device):
+    """The passes over the logits are compiled on a card."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(size, 64, generator=generator).to(device, dtype) for size in (300, 5000))
+    targets = torch.randint(0, 5000, (300,), generator=generator).to(device)
+    found = []
+    for given in ((hidden, weight), (hidden.double(), weight.double())):
+        leaves = [tensor.detach().requires_grad_() for tensor in given]
+        log_probs, entropy = linear_log_probs(*leaves, None, targets, temperature=8.0, chunk_tokens=128)
+        (log_probs.sum() + entropy.sum()).backward()
+        found.append([log_probs, entropy, *(leaf.grad for leaf in leaves)])
+    for one, other in zip(*found, strict=True):
+        assert relative_error(one.double(), other) < tolerance
 
 
 def test_offloaded_activations_change_nothing(path, device):

@@ -9,13 +9,20 @@ the target's log-probability and the entropy, [n] each, and the gradient of hidd
 N predicted tokens, H hidden size, V vocabulary (of this rank, if shared).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+MOST_GRAPHS = 64
+"""Compiled graphs of one function. Beyond dynamo's default of 8 it runs uncompiled. Two kinds of layers with adapters
+exceed 8."""
 
 
 def linear_log_probs(
@@ -54,8 +61,8 @@ class _Head:
     group: dist.ProcessGroup | None
     first_id: int
 
-    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        logits = torch.nn.functional.linear(hidden, weight, bias).to(dtype)
+    def scaled(self, raw: Tensor, dtype: torch.dtype) -> Tensor:
+        logits = raw.to(dtype)
         logits = logits if self.factor == 1.0 else logits.mul_(self.factor)
         if self.softcap is not None:
             logits = logits.div_(self.softcap).tanh_().mul_(self.softcap)
@@ -106,14 +113,13 @@ class _LinearLogProbs(torch.autograd.Function):
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         normalizer = torch.empty(len(hidden), dtype=dtype, device=hidden.device)
         results = torch.empty(2, len(hidden), dtype=dtype, device=hidden.device)
+        predict, _ = _chunk_functions(hidden.device.type, head.group is not None)
         for rows in _chunks(len(hidden), chunk_tokens):
-            logits = head.logits(hidden[rows], weight, bias, dtype)
-            normalizer[rows] = head.logsumexp(logits)
-            all_log_probs = logits.sub_(normalizer[rows, None])
-            ids, mine = head.own(targets[rows], len(weight))
-            results[0, rows] = all_log_probs.gather(-1, ids[:, None]).squeeze(-1).where(mine, 0.0)
-            results[1, rows] = all_log_probs.exp().mul_(all_log_probs).sum(-1).neg_()
-            del logits, all_log_probs  # before the next chunk's exist
+            raw = F.linear(hidden[rows], weight, bias)
+            normalizer[rows], results[0, rows], results[1, rows] = predict(
+                raw, *head.own(targets[rows], len(weight)), head, dtype
+            )
+            del raw  # before the next chunk's exist
         log_probs, entropy = head.sum(results).unbind()
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy)
         ctx.head, ctx.chunk_tokens = head, chunk_tokens
@@ -129,45 +135,55 @@ class _LinearLogProbs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=dtype) if needs_weight else None
         grad_bias = torch.zeros_like(bias, dtype=dtype) if needs_bias else None
+        _, differentiate = _chunk_functions(hidden.device.type, head.group is not None)
         for rows in _chunks(len(hidden), ctx.chunk_tokens):
-            logits = head.logits(hidden[rows], weight, bias, dtype)
-            slope = head.slope(logits)
-            ids, mine = head.own(targets[rows], len(weight))
-            grad_logits = _grad_logits(
-                logits.sub_(normalizer[rows, None]),
-                ids,
-                mine,
+            raw = F.linear(hidden[rows], weight, bias)
+            grad_logits, bias_sum = differentiate(
+                raw,
+                *head.own(targets[rows], len(weight)),
+                normalizer[rows],
                 entropy[rows],
                 None if grad_log_probs is None else grad_log_probs[rows],
                 None if grad_entropy is None else grad_entropy[rows],
+                head,
+                needs_bias,
             )
-            if slope is not None:
-                grad_logits.mul_(slope)
             if grad_bias is not None:
-                grad_bias += grad_logits.sum(0)
-            # Use the compute type below: these two products are most of the cost.
-            grad_logits = grad_logits.to(hidden.dtype)
+                grad_bias += bias_sum
             if grad_hidden is not None:
                 grad_hidden[rows] = grad_logits @ weight
             if grad_weight is not None:
                 _add_product(grad_weight, grad_logits.T, hidden[rows])
-            del logits, slope, grad_logits  # before the next chunk's exist
+            del raw, grad_logits  # before the next chunk's exist
         if grad_hidden is not None:
             head.sum(grad_hidden)
         return grad_hidden, _cast(grad_weight, weight), _cast(grad_bias, bias), None, None, None
 
 
-def _grad_logits(
-    log_probs: Tensor,
+def _predict(raw: Tensor, ids: Tensor, mine: Tensor, head: _Head, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Return logsumexp, log-prob of `ids` where `mine`, and entropy, [n] each. May overwrite raw logits [n, V]."""
+    logits = head.scaled(raw, dtype)
+    normalizer = head.logsumexp(logits)
+    all_log_probs = logits.sub_(normalizer[:, None])
+    log_probs = all_log_probs.gather(-1, ids[:, None]).squeeze(-1).where(mine, 0.0)
+    return normalizer, log_probs, all_log_probs.exp().mul_(all_log_probs).sum(-1).neg_()
+
+
+def _differentiate(
+    raw: Tensor,
     ids: Tensor,
     mine: Tensor,
+    normalizer: Tensor,
     entropy: Tensor,
     grad_log_probs: Tensor | None,
     grad_entropy: Tensor | None,
-) -> Tensor:
-    """Return the gradient of the scaled logits [n, V], in the memory of log_probs [n, V] unless the entropy has a
-    gradient.
-    """
+    head: _Head,
+    needs_bias: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradient of raw logits [n, V], in their dtype, and its sum over rows [V] if needed."""
+    logits = head.scaled(raw, normalizer.dtype)
+    slope = head.slope(logits)
+    log_probs = logits.sub_(normalizer[:, None])
     if grad_log_probs is None:
         grad_log_probs = torch.zeros_like(entropy)
     if grad_entropy is None:
@@ -175,7 +191,27 @@ def _grad_logits(
     else:
         grad = log_probs.exp()
         grad.mul_(log_probs.add_(entropy[:, None]).mul_(-grad_entropy[:, None]).sub_(grad_log_probs[:, None]))
-    return grad.scatter_add_(-1, ids[:, None], grad_log_probs.where(mine, 0.0)[:, None])
+    at_target = grad_log_probs.where(mine, 0.0)[:, None]
+    if torch.compiler.is_compiling():  # a scatter would end the kernel and write the matrix once more
+        grad += at_target.where(torch.arange(grad.shape[1], device=ids.device) == ids[:, None], 0.0)
+    else:
+        grad.scatter_add_(-1, ids[:, None], at_target)
+    if slope is not None:
+        grad.mul_(slope)
+    # The products with weight and hidden are most of the cost, so they use the compute type.
+    return grad.to(raw.dtype), grad.sum(0) if needs_bias else None
+
+
+@cache
+def _chunk_functions(device: str, shares_vocabulary: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Compile the passes over a chunk's logits on GPUs, where each pass takes as long as its memory traffic.
+
+    On an H200, 1.5B parameters and a vocabulary of 151,936, they took 121 of 656 ms of a micro-batch.
+    """
+    if device != "cuda" or shares_vocabulary:  # the reductions over ranks would split the kernels
+        return _predict, _differentiate
+    compiled = partial(torch.compile, recompile_limit=MOST_GRAPHS)
+    return compiled(_predict), compiled(_differentiate)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

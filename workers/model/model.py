@@ -36,7 +36,7 @@ from workers.config import ModelConfig
 from workers.errors import BallastError, ConfigError, UnsupportedModelError, clause, named
 from workers.model.activations import activations_on_host
 from workers.model.attention.attention import ATTENTION_NAME, ballast_packed
-from workers.model.logprobs import linear_log_probs
+from workers.model.logprobs import MOST_GRAPHS, linear_log_probs
 from workers.model.rows.packing import ModelInput
 from workers.model.rules.families import KERNEL_FEATURES, final_softcap, logit_factor, required_features
 from workers.model.rules.model_rules import check_kernel_features, check_layout
@@ -343,9 +343,6 @@ def _check_path(path: str) -> None:
 
 
 BACKEND = "inductor"  # CPU tests use a backend that only traces
-MOST_GRAPHS = 64
-"""Graphs of one function. Two kinds of layers with adapters exceed dynamo's default of 8, beyond which the function
-runs uncompiled."""
 
 
 def compile_layers(layers: Iterable[nn.Module]) -> None:

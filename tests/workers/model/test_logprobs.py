@@ -6,7 +6,13 @@ from torch import Tensor
 from tests.tensor_memory import peak_tensor_bytes
 from tests.workers.model.ranks import RankPool
 from tests.workers.model.tiny import relative_error
+from workers.model import logprobs
 from workers.model.logprobs import linear_log_probs
+
+TRACED = [
+    torch.compile(passed, backend="aot_eager", fullgraph=True, recompile_limit=logprobs.MOST_GRAPHS)
+    for passed in (logprobs._predict, logprobs._differentiate)
+]
 
 
 def inputs(count: int = 13, hidden: int = 5, vocabulary: int = 11) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -40,7 +46,13 @@ def naive(
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize(("softcap", "factor"), [(None, 1.0), (None, 0.3), (1.5, 0.3)])
-def test_values_and_gradients_equal_the_naive_ones(chunk_tokens, temperature, with_bias, softcap, factor):
+@pytest.mark.parametrize("passes", ["eager", "compiled"])
+def test_values_and_gradients_equal_the_naive_ones(
+    chunk_tokens, temperature, with_bias, softcap, factor, passes, monkeypatch
+):
+    """Compiled by a backend that only traces. On a GPU, inductor makes kernels of the same graphs."""
+    if passes == "compiled":
+        monkeypatch.setattr(logprobs, "_chunk_functions", lambda *_: TRACED)
     hidden, weight, bias, targets = inputs()
     leaves = [hidden, weight, *([bias] if with_bias else [])]
     used_bias = bias if with_bias else None
