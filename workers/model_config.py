@@ -34,6 +34,11 @@ class ModelConfig:
     )
 
     path: str = setting("???", "Folder with a Hugging Face model and tokenizer, or a name in the local hub cache.")
+    chat_template: str = setting(
+        "",
+        "Jinja file with a chat template, used instead of the model's own. Every node needs it. Saved models have it "
+        "as chat_template.jinja.",
+    )
     dtype: str = setting(
         "auto",
         "Parameter and compute type. `auto` is float32 on CPU and bfloat16 on GPU (parameters kept in float32).",
@@ -117,6 +122,7 @@ class ModelConfig:
         return replace(
             self,
             path=path or self.path,
+            chat_template="",
             lora=LoraConfig(),
             router_replay="none",
             router_aux_loss_coefficient=0.0,

@@ -11,10 +11,10 @@ Special tokens written in a text are read as such. Templates are programs that m
 import json
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,31 +25,113 @@ from workers.json_file import read_json
 from workers.user_code.functions import TIMEOUT_SETTING
 from workers.user_code.process import NoAnswerError, ask
 
-DEFAULT = "default"  # name of the template for prompts without tools
+DEFAULT, TOOLS = "default", "tool_use"  # names of the templates for prompts without and with tools
+OF_EVERY_TEMPLATE = {"messages", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "unk_token"}
+ASKING = ("defined", "undefined", "default")
+FUNCTIONS = {"raise_exception", "strftime_now"}  # that transformers gives to templates
+RESERVED = ("messages", "tools", "add_generation_prompt")
+"""Variables of templates that `chat_template_arguments` must leave alone."""
 
 
 @dataclass(frozen=True)
 class Template:
-    """text: in Jinja. special_tokens: further variables, such as bos_token."""
+    """text: in Jinja. special_tokens: further variables, such as bos_token. with_tools: another text for prompts with
+    tools, or empty.
+    """
 
     text: str
     special_tokens: dict[str, str]
+    with_tools: str = ""
+
+    def text_for(self, options: Mapping[str, Any]) -> str:
+        return (options.get("tools") and self.with_tools) or self.text
 
 
-def template_of(folder: Path) -> Template | None:
-    """Read the template where transformers looks for it, or None. Raises ConfigError for invalid JSON or UTF-8."""
+def template_of(folder: Path, file: str = "") -> Template | None:
+    """Read the template where transformers looks for it, or None. Raises ConfigError for invalid JSON or UTF-8.
+
+    file: model.chat_template, which replaces the template of the model in `folder`.
+    """
     settings = _of_file(folder / "tokenizer_config.json")
-    text: Any = settings.get("chat_template")
+    special_tokens = _special_tokens(folder, settings)
+    if file:
+        return Template(read_template(file), special_tokens)
+    found: Any = settings.get("chat_template")
     if (folder / "chat_template.json").is_file():
-        text = _of_file(folder / "chat_template.json").get("chat_template")
-    if (file := folder / "chat_template.jinja").is_file():
-        try:
-            text = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"model.path: {file} cannot be read: {error}.") from None
-    if isinstance(text, list):
-        text = {entry.get("name"): entry.get("template") for entry in text if isinstance(entry, dict)}.get(DEFAULT)
-    return Template(text, _special_tokens(folder, settings)) if isinstance(text, str) and text else None
+        found = _of_file(folder / "chat_template.json").get("chat_template")
+    texts: dict[Any, Any] = {DEFAULT: found}
+    if isinstance(found, list):
+        texts = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
+    files = {DEFAULT: folder / "chat_template.jinja", TOOLS: folder / "additional_chat_templates" / f"{TOOLS}.jinja"}
+    texts |= {name: read_template(str(file), "model.path") for name, file in files.items() if file.is_file()}
+    text, with_tools = (texts[name] if isinstance(texts.get(name), str) else "" for name in (DEFAULT, TOOLS))
+    return Template(text, special_tokens, with_tools) if text else None
+
+
+def read_template(file: str, setting: str = "model.chat_template") -> str:
+    """Read a Jinja file. Raises ConfigError, naming `setting`."""
+    try:
+        if not Path(file).is_file():
+            raise OSError("there is no such file")
+        text = Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{setting}={file}: cannot be read: {error}. Give a Jinja file in UTF-8.") from None
+    if not text.strip():
+        raise ConfigError(f"{setting}={file}: the file is empty. Give a Jinja file.")
+    return text
+
+
+@dataclass(frozen=True)
+class Variables:
+    """Names that a template reads. arguments: those that look like a caller's, because the template does not set them,
+    or asks whether they are set.
+    """
+
+    read: frozenset[str]
+    arguments: frozenset[str]
+
+
+@lru_cache
+def variables_of(template: str) -> Variables:
+    """Analyse a template. Compiles it, which may take forever: try it in another process first."""
+    from jinja2 import meta, nodes
+    from jinja2.ext import Extension
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """The tag of transformers that marks an assistant's turn."""
+
+        tags = {"generation"}  # noqa: RUF012 (as in jinja2)
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    tree = ImmutableSandboxedEnvironment(extensions=[Generation, "jinja2.ext.loopcontrols"]).parse(template)
+    read = meta.find_undeclared_variables(tree) - FUNCTIONS
+    stored = {node.name for node in tree.find_all(nodes.Name) if node.ctx == "store"}
+    in_macros = {
+        (id(node), parameter.name)
+        for macro in tree.find_all(nodes.Macro)
+        for node in macro.find_all(nodes.Name)
+        for parameter in macro.args
+    }
+    asked = {
+        node.node.name
+        for node in tree.find_all((nodes.Test, nodes.Filter))
+        if node.name in ASKING
+        and isinstance(node.node, nodes.Name)
+        and (id(node.node), node.node.name) not in in_macros
+    }
+    return Variables(frozenset(read), frozenset(read - OF_EVERY_TEMPLATE - (stored - asked)))
+
+
+def check_read(template: str, options: Iterable[str]) -> None:
+    """Raise ConfigError for options that the template never reads. Compiles it, as `variables_of` does."""
+    if unread := sorted(set(options) - (variables_of(template).read if options else set())):
+        known = sorted(variables_of(template).arguments)
+        advice = f"It reads {', '.join(known)}" if known else "It reads no arguments and no tools"
+        raise ConfigError(f"the chat template never reads {unread[0]!r}. {advice}.")
 
 
 @contextmanager
@@ -84,6 +166,7 @@ def _of_file(path: Path) -> dict[str, Any]:
 Messages = list[dict[str, Any]]
 Options = dict[str, Any]
 """Of `apply_chat_template`: `tools`, JSON schemas, and variables of the template by name."""
+CONTROLS = {"add_generation_prompt", "continue_final_message"}  # options that this module sets
 LONGEST_RENDERED = 20_000_000  # characters: above any model's context, and tokenized within a minute
 PROBE = "probe"
 
@@ -126,6 +209,8 @@ def options_of(record: Mapping[str, Any], run: Options, where: str) -> Options:
     Both columns may be JSON in a text. Raises DataError, naming the record `where`, for other values.
     """
     arguments = _parsed(record, "chat_template_arguments", dict, where)
+    if arguments and (found := sorted(arguments.keys() & set(RESERVED))):
+        raise DataError(f"{where} has a chat template argument {found[0]!r}, which is set otherwise. Leave it out.")
     tools = _parsed(record, "tools", list, where)
     options = run | (arguments or {}) | ({} if tools is None else {"tools": [_tool(tool, where) for tool in tools]})
     return options if options.get("tools") else {name: value for name, value in options.items() if name != "tools"}
@@ -192,13 +277,22 @@ class Renderer:
     """A tokenizer with its chat template.
 
     vocabulary: number of the model's ids, 0 if unknown. timeout_s: of a rendering, 0 for none. continue_last: whether
-    to continue a final assistant message.
+    to continue a final assistant message. source: the setting that the template comes from.
     """
 
     tokenizer: Any
     vocabulary: int = 0
     timeout_s: float = 0.0
     continue_last: bool = False
+    source: str = "model.path"
+
+    @classmethod
+    def with_template(cls, tokenizer: Any, file: str, vocabulary: int = 0, timeout_s: float = 0.0) -> "Renderer":
+        """Use `file`, the value of model.chat_template, unless it is empty. Raises ConfigError if it cannot be read."""
+        if not file:
+            return cls(tokenizer, vocabulary, timeout_s)
+        tokenizer.chat_template = read_template(file)
+        return cls(tokenizer, vocabulary, timeout_s, source="model.chat_template")
 
     def prompt_ids(self, prompt: Any, where: str, options: Options | None = None) -> np.ndarray:
         """Ids, int32 [P], of a cleaned prompt. options: of `options_of`. Raises DataError, naming `where`."""
@@ -227,9 +321,15 @@ class Renderer:
         if not getattr(self.tokenizer, "chat_template", None):
             raise DataError(f"{where} holds chat messages, but the tokenizer of model.path has no chat template.")
         try:
+            if given := options.keys() - CONTROLS:
+                check_read(self.tokenizer.get_chat_template(tools=options.get("tools")), given)
             return self._render(in_form(messages, *self._forms), **options)
+        except ConfigError as error:
+            raise DataError(f"{where} is not rendered: {error}") from None
         except Exception as error:  # templates may raise anything
-            raise DataError(f"{where} is not rendered by the chat template of model.path: {named(error)}.") from error
+            raise DataError(
+                f"{where} is not rendered by the chat template of {self.source}: {named(error)}."
+            ) from error
 
     def ids(self, text: str, where: str) -> list[int]:
         return self._encoded(text, where, add_special_tokens=False)
@@ -288,12 +388,12 @@ class Renderer:
 
 
 def render_isolated(
-    template: Template, prompts: Sequence[Messages], model: str, *, answered: bool, timeout_s: float
+    template: Template, prompts: Sequence[tuple[Messages, Options]], which: str, *, answered: bool, timeout_s: float
 ) -> None:
-    """Render in a new process. answered: whether prompts end with a response. Raises ConfigError, naming `model`."""
-    render, which = "workers.trials:render_prompts", f"the chat template of model.path={model}"
+    """Render in a new process. answered: whether prompts end with a response. Raises ConfigError, naming `which`."""
+    render, tried = "workers.trials:render_prompts", [(template.text_for(one[1]), *one) for one in prompts]
     try:
         options = template.special_tokens | {"add_generation_prompt": not answered}
-        ask(render, template.text, options, list(prompts), which, timeout_s=timeout_s, setting=TIMEOUT_SETTING)
+        ask(render, tried, options, which, timeout_s=timeout_s, setting=TIMEOUT_SETTING)
     except NoAnswerError as error:
         raise ConfigError(f"{which} {error} on the first {len(prompts)} prompts. Fix the template.") from None

@@ -3,13 +3,14 @@
 import resource
 import sys
 from collections.abc import Sequence
+from functools import partial
 from inspect import isfunction
 from typing import Any
 
 from workers.config import LossConfig
 from workers.errors import BallastError, ConfigError, clause, named
 from workers.loss_config import undecorated
-from workers.rendering import Messages, check_size, forms, in_form
+from workers.rendering import Messages, Options, check_read, check_size, forms, in_form
 from workers.user_code.functions import load, load_module, packed_text
 from workers.user_code.process import RAISED
 
@@ -73,19 +74,22 @@ def describe_tools(key: str, name: str) -> dict[str, Any]:
     return {"packed": packed_text(key, name, module, tools), "schemas": schemas}
 
 
-def render_prompts(template: str, options: dict[str, Any], prompts: Sequence[Any], which: str) -> None:
-    """Render chat messages. options: special tokens, and add_generation_prompt. Raises ConfigError."""
+def render_prompts(prompts: Sequence[tuple[str, Messages, Options]], special: dict[str, Any], which: str) -> None:
+    """Render chat messages by a template, each with its options. special: options of all. Raises ConfigError."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    def render(messages: Messages) -> str:
-        (text,), _ = render_jinja_template([messages], chat_template=template, **options)
+    def render(messages: Messages, template: str, **options: Any) -> str:
+        (text,), _ = render_jinja_template([messages], chat_template=template, **special | options)
         return check_size(str(text))
 
     resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
-    shown = forms(render)
-    for number, messages in enumerate(prompts, start=1):
+    shown = {template: forms(partial(render, template=template)) for template, *_ in prompts}
+    for number, (template, messages, options) in enumerate(prompts, start=1):
         try:
-            render(in_form(messages, *shown))
+            check_read(template, options)
+            render(in_form(messages, *shown[template]), template, **options)
+        except ConfigError as error:
+            raise ConfigError(f"{which}, on prompt {number} of those tried: {error}") from None
         except Exception as error:
             line = f", in line {error.lineno}" if hasattr(error, "lineno") else ""
             raise ConfigError(f"{which} raised {named(error)}{line}, on prompt {number} of those tried.") from None

@@ -10,10 +10,9 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
-from controller.config import Config
+from controller.config import Config, TrainingConfig
 from controller.config.file import value_of
 from controller.config.model_files import TOKENIZERS, read_model_files
 from controller.config.offline import OfflineConfig
@@ -37,7 +36,7 @@ def data_identity(config: Config, train: Mapping[str, Sequence[Record]]) -> Data
     return {
         "sources": [[len(records), _digest_of_records(records)] for records in train.values()],
         "weights": [weight / total for weight in config.data.weights.values()],
-        "tokenizer": _digest_of_tokenizer(read_model_files(config.model.path, "model.path").folder),
+        "tokenizer": _digest_of_tokenizer(config),
         "settings": {key: value_of(config, key) for key in keys},
     }
 
@@ -54,7 +53,7 @@ def offline_identity(config: OfflineConfig, train: Sequence[Record]) -> DataIden
     ]
     return {
         "sources": [[len(train), _digest_of_records(train)]],
-        "tokenizer": _digest_of_tokenizer(read_model_files(config.model.path, "model.path").folder),
+        "tokenizer": _digest_of_tokenizer(config),
         "settings": {key: value_of(config, key) for key in keys},
     }
 
@@ -67,7 +66,7 @@ def differences(now: DataIdentity, then: DataIdentity) -> list[str]:
         if (settings_now := now["settings"].get(key, settings_then)) != settings_then
     ]
     if _differ(now, then, "tokenizer"):
-        found.append("the tokenizer or chat template of model.path is another")
+        found.append("the tokenizer or chat template is another")
     if _differ(now, then, "sources"):
         found.append(
             f"data.train or data.sources has {_sizes(now)} records of other content than the {_sizes(then)} then"
@@ -101,11 +100,11 @@ def _digest_of_records(records: Sequence[Record]) -> str:
     return digest.hexdigest()
 
 
-def _digest_of_tokenizer(folder: Path) -> str:
-    digest = hashlib.sha256()
+def _digest_of_tokenizer(config: TrainingConfig) -> str:
+    digest, folder = hashlib.sha256(), read_model_files(config.model.path, "model.path").folder
     for name in TOKENIZERS:
         if (folder / name).is_file():
             digest.update((folder / name).read_bytes())
-    template = template_of(folder)
+    template = template_of(folder, config.model.chat_template)
     digest.update(template.text.encode() if template else b"")
     return digest.hexdigest()

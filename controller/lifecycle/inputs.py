@@ -41,7 +41,7 @@ from controller.preflight.algorithm_checks import check_keep_best
 from workers.dataproto import record_column
 from workers.environment import as_text
 from workers.errors import ConfigError, DataError
-from workers.rendering import Renderer, render_isolated, template_of
+from workers.rendering import Messages, Options, Renderer, render_isolated, template_of
 from workers.rollout.parser_names import known_parsers, parsers_of
 from workers.rollout.requests import COUNTS
 from workers.score import Score
@@ -58,6 +58,8 @@ from workers.user_code.functions import (
 from workers.user_code.rewards import RAW, RewardFunction, try_rewards
 
 Records = dict[str, list[Record]]
+Chat = tuple[Messages, Options]
+"""Chat messages, and the options to render them with."""
 
 TRIED_PROMPTS = 32  # of each data set, because the run renders the others as it tokenizes them
 LONGEST_SHOWN = 2_000  # characters of a prompt in a dry run
@@ -121,7 +123,7 @@ def try_inputs(config: Config, log: Log = print, given: GivenFunctions = NONE_GI
     if config.rollout.tools:
         _check_tools(config, train | held_out)
         tools = _tools(config, log)
-    try_template(config, _first_chats(config, train | held_out), log)
+    try_template(config, _first_chats(config, train | held_out, tools.schemas), log)
     environment, answered = _environment(config, first, log)
     curriculum = _curriculum(config, train, log)
     if config.algorithm.loss.name == "custom":
@@ -219,20 +221,13 @@ def tokenized(config: Config, tried: Tried, log: Log = print) -> Inputs:
     if config.rollout.plays_episodes and isinstance(next(iter(tried.train.values()))[0][data.prompt_key], list):
         from workers.rollout.conversation import check_template
 
+        options = _run_options(config, tried.tools)
         if config.rollout.tools:
             answer = [{"role": "tool", "content": "three"}]
-            check_template(renderer, config.model.path, {"tools": tried.tools}, key="rollout.tools", answer=answer)
+            check_template(renderer, config.model.path, options, key="rollout.tools", answer=answer)
         else:
-            check_template(renderer, config.model.path, key="rollout.environment")
-    rules = PromptRules(
-        data.prompt_key,
-        data.max_prompt_tokens,
-        data.overlong_prompts,
-        data.system_prompt,
-        data.source_key,
-        data.chat_template_arguments | ({"tools": tried.tools} if tried.tools else {}),
-    )
-    dataset = partial(PromptDataset, renderer=renderer, rules=rules, log=log)
+            check_template(renderer, config.model.path, options, key="rollout.environment")
+    dataset = partial(PromptDataset, renderer=renderer, rules=_rules(config, tried.tools), log=log)
     sources = [
         dataset(rows, shuffle=data.shuffle, seed=config.run.seed, name=path, curriculum=tried.curriculum)
         for path, rows in tried.train.items()
@@ -246,7 +241,7 @@ def tokenized(config: Config, tried: Tried, log: Log = print) -> Inputs:
         validation=validation[0] if validation else None,
         weights=data.weights,
         first_prompt=renderer.tokenizer.decode(next(iter(sources[0])).ids),
-        warnings=turn_end_warnings(config, renderer) if _first_chats(config, tried.train) else (),
+        warnings=turn_end_warnings(config, renderer) if _first_chats(config, tried.train, tried.tools) else (),
     )
 
 
@@ -351,22 +346,29 @@ def _check_lengths(config: Config, path: str, rows: list[Record]) -> None:
         )
 
 
-def _first_chats(config: Config, data: Mapping[str, list[Record]]) -> list[Any]:
-    found: list[Any] = []
+def _first_chats(config: Config, data: Mapping[str, list[Record]], tools: Sequence[Any]) -> list[Chat]:
+    found: list[Chat] = []
+    key, rules = config.data.prompt_key, _rules(config, tools)
     for path, rows in data.items():
-        chats = [row[config.data.prompt_key] for row in rows if isinstance(row[config.data.prompt_key], list)]
-        found += [with_system_prompt(prompt, config.data.system_prompt, path) for prompt in chats[:TRIED_PROMPTS]]
+        chats = [(f"{path} record {i}", row) for i, row in enumerate(rows, start=1) if isinstance(row[key], list)]
+        found += [
+            (with_system_prompt(row[key], rules.system_prompt, where), rules.options_of(row, where))
+            for where, row in chats[:TRIED_PROMPTS]
+        ]
     return found
 
 
-def try_template(config: TrainingConfig, chats: Sequence[Any], log: Log = print, *, answered: bool = False) -> None:
-    """Render `chats`, which may end with a response, by model.path's template in a separate process.
+def try_template(config: TrainingConfig, chats: Sequence[Chat], log: Log = print, *, answered: bool = False) -> None:
+    """Render `chats`, which may end with a response, by the chat template in a separate process.
 
-    Raises DataError without a template, ConfigError if it fails.
+    Raises DataError without a template, ConfigError if it fails, or if a setting of templates has no chat to act on.
     """
     if not chats:
+        for key in ("model.chat_template", "data.chat_template_arguments"):
+            if value := value_of(config, key):
+                raise ConfigError(f"{key}={value}: the prompts are texts. Give chat messages, or remove {key}.")
         return
-    template = template_of(read_model_files(config.model.path, "model.path").folder)
+    template = template_of(read_model_files(config.model.path, "model.path").folder, config.model.chat_template)
     if template is None and config.is_described:
         return  # the tokenizer is on another machine
     if template is None:
@@ -374,8 +376,10 @@ def try_template(config: TrainingConfig, chats: Sequence[Any], log: Log = print,
             f"some prompts are chat messages, but the tokenizer of model.path={config.model.path} has no chat template."
         )
     timeout_s = config.resources.user_code_timeout_s
-    with _waiting(log, f"the chat template of model.path={config.model.path}", config):
-        render_isolated(template, chats, config.model.path, answered=answered, timeout_s=timeout_s)
+    key = "model.chat_template" if config.model.chat_template else "model.path"
+    which = f"the chat template of {key}={value_of(config, key)}"
+    with _waiting(log, which, config):
+        render_isolated(template, chats, which, answered=answered, timeout_s=timeout_s)
 
 
 def load_renderer(config: TrainingConfig, log: Log = print) -> Renderer:
@@ -384,7 +388,8 @@ def load_renderer(config: TrainingConfig, log: Log = print) -> Renderer:
 
         tokenizer = load_tokenizer(config.model.path)
     vocabulary = read_model_files(config.model.path, "model.path").text.get("vocab_size") or 0
-    renderer = Renderer(tokenizer, vocabulary, config.resources.user_code_timeout_s)
+    timeout_s = config.resources.user_code_timeout_s
+    renderer = Renderer.with_template(tokenizer, config.model.chat_template, vocabulary, timeout_s)
     if tokenizer.eos_token_id is not None:
         renderer.checked([tokenizer.eos_token_id], f"the tokenizer of model.path={config.model.path}")
     return renderer
@@ -398,6 +403,22 @@ def turn_end_warnings(config: TrainingConfig, renderer: Renderer) -> tuple[str, 
     return (
         f"model.path={config.model.path}: the chat template ends a turn with {renderer.tokenizer.decode([end])!r}, and "
         f"engines do not stop there. Add its id, {end}, to eos_token_id of generation_config.json.",
+    )
+
+
+def _run_options(config: Config, tools: Sequence[Any]) -> Options:
+    return config.data.chat_template_arguments | ({"tools": tools} if tools else {})
+
+
+def _rules(config: Config, tools: Sequence[Any]) -> PromptRules:
+    data = config.data
+    return PromptRules(
+        data.prompt_key,
+        data.max_prompt_tokens,
+        data.overlong_prompts,
+        data.system_prompt,
+        data.source_key,
+        _run_options(config, tools),
     )
 
 

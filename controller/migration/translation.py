@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from controller.config import Config, load
 from controller.config.aliases import Counterpart, counterparts
-from controller.config.file import is_of_type, settings
+from controller.config.file import Options, is_of_type, settings
 from controller.migration.derived import DERIVED, derive
 from controller.migration.reading import typed
 from controller.preflight.checks import check_settings
@@ -22,7 +22,7 @@ from workers.errors import ConfigError
 
 KNOWN = {found.key: found for found in settings(Config())}
 ROWS = [row for row in counterparts() if row.is_of(KNOWN)]
-ENGINE = "rollout.engine"
+OPTIONS = {key for key, found in KNOWN.items() if found.type == Options}
 PLACEHOLDERS = {"model.path": "models/policy", "data.train": "data/train.jsonl", "reward.function": "reward.py:reward"}
 
 
@@ -156,8 +156,9 @@ def _apply(migration: Migration, row: Counterpart, theirs: str, value: Any, *, i
 
 def _passed_on(migration: Migration, row: Counterpart, shown: str, value: Any) -> dict[str, Any]:
     value = typed(value) if isinstance(value, str) else value  # a number that JSON or Python quotes
-    if row.here == (ENGINE,) and not isinstance(value, Mapping):
-        return {ENGINE: {**migration.settings.get(ENGINE, {}), row.key.rpartition(".")[2]: value}}
+    if OPTIONS.issuperset(row.here) and not isinstance(value, Mapping):
+        (key,), name = row.here, shown.partition("=")[0].rpartition(".")[2].replace("-", "_")
+        return {key: {**migration.settings.get(key, {}), name: value}}
     values = value if isinstance(value, list) and len(value) == len(row.here) > 1 else [value] * len(row.here)
     changes = {key: one for key, one in zip(row.here, values, strict=True) if key in KNOWN and _takes(key, one)}
     if len(changes) < len(row.here):

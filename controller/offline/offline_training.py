@@ -106,7 +106,7 @@ def _read_examples(config: OfflineConfig) -> tuple[Examples, DataIdentity]:
         for path, records in read.items()
     }
     first = [example for records in examples.values() for record in records[:TRIED_PROMPTS] for example in record]
-    chats = [[*one.prompt, *one.response] for one in first if isinstance(one.response, list)]
+    chats = [([*one.prompt, *one.response], one.options) for one in first if isinstance(one.response, list)]
     try_template(config, chats, answered=True)
     return examples, identity
 

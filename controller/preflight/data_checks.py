@@ -55,7 +55,8 @@ def _check_sources(config: Config) -> None:
 
 
 def _check_prompt(config: Config, model: ModelFiles, which: str, prompt: Any) -> None:
-    if isinstance(prompt, list) and not model.chat_template and (model.tokenizer or not config.is_described):
+    has_template = bool(model.chat_template or config.model.chat_template)
+    if isinstance(prompt, list) and not has_template and (model.tokenizer or not config.is_described):
         raise ConfigError(
             f"{which} are chat messages, but the tokenizer of model.path={config.model.path} has no chat template."
         )

@@ -10,11 +10,13 @@ from controller.actors.cluster_address import check_address
 from controller.checkpoints.progress import checkpoints_at
 from controller.checkpoints.run_lock import check_folder_is_free
 from controller.config import Config, TrainingConfig
+from controller.config.file import value_of
 from controller.config.model_files import ModelFiles, check_whole, is_job_copy, read_model_files
 from controller.config.training import Limits
 from workers.config import OptimizerConfig
 from workers.errors import CheckpointError, ConfigError, clause
 from workers.model.rules.model_rules import kernel_problem
+from workers.rendering import RESERVED, read_template
 
 LONGEST_FILE_NAME = 255  # NAME_MAX of common file systems
 
@@ -155,6 +157,12 @@ def check_model_files(config: TrainingConfig) -> ModelFiles:
         files = read_model_files(path, key)
         if not config.is_described:
             check_whole(files, path, key)
+    template, arguments = config.model.chat_template, "data.chat_template_arguments"
+    if template and (Path(template).exists() or not config.is_described):
+        read_template(template)
+    for name in value_of(config, arguments):
+        if name in RESERVED:
+            raise ConfigError(f"{arguments}: {name} is set otherwise. Remove it.")
     return read_model_files(config.model.path, "model.path")
 
 

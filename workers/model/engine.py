@@ -66,6 +66,7 @@ from workers.model.sharding.tensor_parallel import share_model
 from workers.model.stages.stage_pipeline import Stage, clip_over_stages
 from workers.model.timing import MicroStepClock
 from workers.model.value_head import LOADERS
+from workers.rendering import read_template
 
 
 class TrainingEngine:
@@ -100,6 +101,7 @@ class TrainingEngine:
         self.reshard_after_forward = reshard_after_forward
         self.dtype = compute_dtype(model_config.dtype, self.device)
         self.tokenizer = load_tokenizer(model_config.path)
+        self.chat_template = read_template(model_config.chat_template) if model_config.chat_template else ""
         self.parallel = make_parallel(self.device, parallel)
         self.clock = MicroStepClock(self.device)
         # Parameters, gradients and optimiser state stay in float32 when the computation is in bfloat16.
@@ -416,7 +418,9 @@ class TrainingEngine:
         """
         reshard(self.module)
         source = self.model_config.path
-        write_model(self.checkpoint_weights, source, Path(path), self.stored_dtype, file_bytes)
+        write_model(
+            self.checkpoint_weights, source, Path(path), self.stored_dtype, file_bytes, chat_template=self.chat_template
+        )
 
     def _before_backward(self, part: Part, last: bool) -> None:
         settings, layers = self.parallel.config, self.module.layers_of(part)

@@ -110,7 +110,8 @@ class VllmEngineActor:
         # In a thread, so that `stop` and `pids` answer while the engine loads.
         engine = await asyncio.to_thread(self._build)
         if self._environments is not None:
-            self._renderer = Renderer(await asyncio.to_thread(self._load_tokenizer))
+            tokenizer = await asyncio.to_thread(self._load_tokenizer)
+            self._renderer = Renderer.with_template(tokenizer, self.model.chat_template)
         await engine.update_weight_version("0")
         self._engine = engine
 

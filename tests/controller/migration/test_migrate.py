@@ -154,6 +154,18 @@ def test_every_key_that_is_given_is_in_the_settings_or_in_a_list() -> None:
 
 
 @pytest.mark.parametrize(
+    "given",
+    [
+        {"data.apply_chat_template_kwargs.enable_thinking": False, "actor_rollout_ref.model.path": "x"},
+        {"chat_template_kwargs": {"enable_thinking": False}, "num_generations": 8},
+        {"chat_template_kwargs.enable_thinking": False, "num_generations": 8},
+    ],
+)
+def test_arguments_of_chat_templates_keep_their_names(given: dict[str, Any]) -> None:
+    assert migrate(given).settings["data.chat_template_arguments"] == {"enable_thinking": False}
+
+
+@pytest.mark.parametrize(
     ("source", "message"),
     [
         ("nowhere.sh", "nowhere.sh cannot be read: "),

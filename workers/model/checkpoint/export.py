@@ -62,18 +62,25 @@ def _plan_files(weights: CheckpointWeights, dtype: torch.dtype, file_bytes: int)
 
 
 def write_model(
-    weights: CheckpointWeights, source: str, path: Path, dtype: torch.dtype, file_bytes: int = FILE_BYTES
+    weights: CheckpointWeights,
+    source: str,
+    path: Path,
+    dtype: torch.dtype,
+    file_bytes: int = FILE_BYTES,
+    chat_template: str = "",
 ) -> None:
     """Write the model to `path`, weights in `dtype`. Collective: all ranks return when it is complete.
 
-    source: the model's folder or name in the hub cache, whose other files are copied. Raises OutputError, on every
-    rank, if a rank cannot write.
+    source: the model's folder or name in the hub cache, whose other files are copied. chat_template: text that replaces
+    the source's, unless empty. Raises OutputError, on every rank, if a rank cannot write.
     """
     files, ranks = _plan_files(weights, dtype, file_bytes), dist.get_world_size()
     with _replaced(path) as folder:
         for first in range(0, len(files), ranks):
             _write_round(weights, files[first : first + ranks], folder, dtype)
         _on_rank_zero(lambda: _write_metadata(weights, source, folder, files, dtype), path)
+        if chat_template:
+            _on_rank_zero(lambda: _replace_template(folder, chat_template), path)
 
 
 def write_folder(path: Path, write: Callable[[Path], None]) -> None:
@@ -146,6 +153,11 @@ def _copy_files(source: Path, folder: Path) -> None:
                 copy = folder / file.relative_to(source)
                 copy.parent.mkdir(exist_ok=True)
                 shutil.copyfile(file, copy)
+
+
+def _replace_template(folder: Path, text: str) -> None:
+    shutil.rmtree(folder / "additional_chat_templates", ignore_errors=True)  # preferred for prompts with tools
+    (folder / "chat_template.jinja").write_text(text, encoding="utf-8")
 
 
 def _write_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:

@@ -188,3 +188,13 @@ def test_files_beside_the_weights_are_the_sources(tmp_path, ranks: RankPool, hea
         assert found == expected
         assert not [path for path in folder.rglob("*") if path.name in LEFT_OUT]
         assert GenerationConfig.from_pretrained(folder).eos_token_id == [4, 2]
+
+
+def test_the_template_that_replaced_the_sources_is_saved_instead(tmp_path, ranks: RankPool):
+    source, template = source_with_files_beside(tmp_path / "source", "lm"), tmp_path / "mine.jinja"
+    template.write_text("{{ messages }}")
+    settings = {"chat_template": str(template)}
+    ranks.run(save_beside, 1, source, str(tmp_path / "target"), "lm", 0, settings, str(tmp_path / "step-1"))
+    expected = files_beside(Path(source)) | {"chat_template.jinja": b"{{ messages }}"}
+    del expected["additional_chat_templates/tools.jinja"]
+    assert files_beside(tmp_path / "target") == expected
