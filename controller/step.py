@@ -24,6 +24,7 @@ from controller.actors.worker_group import WorkerGroup
 from controller.algorithm import advantages
 from controller.algorithm.logprob_check import AtEqualWeights
 from controller.planning.planner import with_group_tokens
+from controller.rollout.samples import learned
 from controller.run import Run
 from controller.training_loop import Step, prefixed
 from workers.config import LossConfig, ValueLossConfig
@@ -62,7 +63,7 @@ def learn(run: Run, batch: RemoteBatch) -> None:
 
 @dataclass(frozen=True)
 class Epoch:
-    """A pass over a step's samples. mini_batches: rows of each, in order. plan: the policy's."""
+    """A pass over a step's `learned` samples. mini_batches: rows of each, in order. plan: the policy's."""
 
     mini_batches: list[np.ndarray]
     plan: Plan
@@ -87,12 +88,16 @@ def collect(run: Run) -> RemoteBatch:
         rollout = run.buffer.collect(run.number)
     run.record_samples(rollout)
     groups = np.unique(rollout.trained["uid"], return_inverse=True)[1]
-    return rollout.trained.with_columns(group_number=groups).with_meta(step=run.number, steps=run.config.run.steps)
+    batch = rollout.trained.with_columns(group_number=groups).with_meta(step=run.number, steps=run.config.run.steps)
+    return batch if len(learned(batch, run.config.reward)) else batch.select([])
 
 
 def plan_updates(run: Run, batch: RemoteBatch) -> list[Epoch]:
-    """Draw mini-batches of batch.epochs passes, and assign their sequences to ranks and micro-steps."""
-    planner = run.planner
+    """Draw mini-batches of batch.epochs passes, and assign their sequences to ranks and micro-steps.
+
+    Rows number the `learned` sequences.
+    """
+    planner, batch = run.planner, learned(batch, run.config.reward)
     with run.record.phase("plan"):
         drawn = [planner.draw(batch, run.number, epoch) for epoch in range(run.config.batch.epochs)]
         epochs = [Epoch(rows, planner.plan(batch, rows, "policy.update")) for rows in drawn]
@@ -192,7 +197,9 @@ def update_critic(run: Run, batch: RemoteBatch, epochs: Sequence[Epoch]) -> dict
     """
     if run.roles.critic is None:
         return {}
-    plans = [run.planner.plan(batch, epoch.mini_batches, "critic.update") for epoch in epochs]
+    plans = [
+        run.planner.plan(learned(batch, run.config.reward), epoch.mini_batches, "critic.update") for epoch in epochs
+    ]
     found = results(_update(run, run.roles.critic, batch, epochs, plans, run.config.critic.loss))
     metrics = {name: value for name, value in found.items() if name in CRITIC_METRICS}
     run.record.add(prefixed("critic", metrics))
@@ -230,7 +237,7 @@ def _update(
     plans: Sequence[Plan],
     loss: LossConfig | ValueLossConfig,
 ) -> Metrics:
-    parts = []
+    parts, batch = [], learned(batch, run.config.reward)
     with on_training_roles(run, "update"):
         run.interrupts.hold()
         for number, (epoch, plan) in enumerate(zip(epochs, plans, strict=True)):

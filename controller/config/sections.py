@@ -170,6 +170,13 @@ class RewardConfig:
         "`zero` gives reward 0, `drop` leaves the sample out, `stop` ends the run. All failures are counted.",
         choices=("zero", "drop", "stop"),
     )
+    truncated: str = setting(
+        "train",
+        "Handling of samples that a limit on tokens or turns cut off: `train` on them, `mask` them (their rewards "
+        "count in the group's baseline, and the loss is that of the batch without them), or `drop` them, rewards "
+        "included.",
+        choices=("train", "mask", "drop"),
+    )
     overlong_tokens: int = setting(
         0,
         "Soft penalty for long responses (DAPO), in tokens: within this distance of sampling.max_new_tokens (in an "

@@ -16,7 +16,6 @@ import ray
 from ray import ObjectRef
 
 from controller.actors.launch import WorkerGroups
-from controller.algorithm import advantages
 from controller.checkpoints.progress import Progress
 from controller.config import Config
 from controller.data.prompts import Prompt, Prompts
@@ -158,10 +157,11 @@ class AsyncRolloutBuffer(RolloutBuffer):
     def _has_signal(self, group: Group) -> bool:
         drop_failed = self.config.reward.on_failure == "drop"
         try:
-            batch = self.shaped(assemble(list(group.finished.values()), group.scores, drop_failed=drop_failed)).batch
-        except RolloutError:  # none of its samples was finished
+            found = assemble(list(group.finished.values()), group.scores, drop_failed=drop_failed)
+            batch = self.shaped(self.without_dropped(found)).batch
+        except RolloutError:  # none of its samples was finished, or each was dropped
             return False
-        return bool(advantages.has_signal(batch["reward"], batch["uid"]).any())
+        return bool(self.has_signal(batch).any())
 
     def _rollout(self, groups: Sequence[Group]) -> RolloutBatch:
         """Return samples of these groups, in prompt order. Raises RolloutError if there are none."""
@@ -170,7 +170,7 @@ class AsyncRolloutBuffer(RolloutBuffer):
         scores = {key: score for group in ordered for key, score in group.scores.items()}
         dropped = [result for group in ordered for result in group.dropped]
         before, self._retried = self._retried, self._generation.router.retried
-        return self.shaped(self.assembled(finished, scores, dropped, self._retried - before))
+        return self.shaped(self.without_dropped(self.assembled(finished, scores, dropped, self._retried - before)))
 
     def _restored(self) -> StoredSamples:
         """Return the checkpoint's samples, or None if its file is missing or broken."""

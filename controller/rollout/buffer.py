@@ -21,7 +21,14 @@ from controller.engines.engine_pool import Sample
 from controller.engines.router import Key
 from controller.observability.run_record import RunRecord
 from controller.planning.planner import Planner
-from controller.rollout.samples import SAMPLED_COLUMNS, TOKEN_COLUMNS, RolloutBatch, assemble, with_record_columns
+from controller.rollout.samples import (
+    SAMPLED_COLUMNS,
+    TOKEN_COLUMNS,
+    RolloutBatch,
+    assemble,
+    learned,
+    with_record_columns,
+)
 from workers.config import SamplingConfig
 from workers.remote_batch import RemoteBatch
 from workers.rollout.requests import EpisodeStart, SampleRequest, SampleResult, sample_seed
@@ -69,7 +76,7 @@ class RolloutBuffer:
             prompts = self._next(wanted)
             by_uid |= {prompt.uid: prompt for prompt in prompts}
             found = self.roll_out(prompts, self.config.rollout.samples_per_prompt, self.config.rollout.sampling, step)
-            rounds.append(self.with_baseline(self.shaped(found), prompts, step))
+            rounds.append(self.with_baseline(self.shaped(self.without_dropped(found)), prompts, step))
             kept.append(self.keep_groups_with_signal(rounds[-1].batch))
             wanted -= len(np.unique(kept[-1]["uid"]))
         if limit > 1:
@@ -97,6 +104,9 @@ class RolloutBuffer:
             return rollout
         greedy = replace(self.config.rollout.sampling, temperature=0.0, top_p=1.0, top_k=0)
         return rollout.with_baseline(self.shaped(self.roll_out(prompts, 1, greedy, step)))
+
+    def without_dropped(self, rollout: RolloutBatch) -> RolloutBatch:
+        return rollout.without_truncated() if self.config.reward.truncated == "drop" else rollout
 
     def shaped(self, rollout: RolloutBatch) -> RolloutBatch:
         settings, longest = self.config.reward, self.config.longest_response
@@ -150,7 +160,12 @@ class RolloutBuffer:
         """Drop groups of equal rewards, unless algorithm.zero_variance_groups keeps them."""
         if self.config.algorithm.zero_variance_groups == "keep":
             return batch
-        return batch.select(advantages.has_signal(batch["reward"], batch["uid"]))
+        return batch.select(self.has_signal(batch))
+
+    def has_signal(self, batch: RemoteBatch) -> np.ndarray:
+        """True if the rewards of a sequence's group differ and some of its sequences are trained, bool [B]."""
+        trained = np.unique(learned(batch, self.config.reward)["uid"])
+        return advantages.has_signal(batch["reward"], batch["uid"]) & np.isin(batch["uid"], trained)
 
 
 def sample_requests(config: Config, prompts: Sequence[Prompt], samples: int, step: int) -> list[SampleRequest]:

@@ -3,6 +3,7 @@
 (SampleResult, reference of its block) + Score, for each sample --assemble--> RolloutBatch
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from controller.algorithm.validation_metrics import ScoredResponse
+from controller.config.sections import RewardConfig
 from controller.data.prompts import Prompt
 from controller.engines.engine_pool import Sample
 from controller.engines.router import Key
@@ -35,8 +37,9 @@ class RolloutBatch:
 
     samples: columns as in SampleResult: uid, sample, COUNTS (int64), prefix_hashes, truncated (bool), seconds
     (float64). Its tokens: TOKEN_COLUMNS and, with model.router_replay, ROUTED_EXPERTS. by_sample: scores in the order
-    of `samples`. failures: why samples have no score. version_tokens: tokens by version of the weights. trained: rows
-    that a step trains on, in order, with record columns, or empty until the buffer has chosen them.
+    of `samples`. truncated_dropped: samples that reward.truncated=drop left out. failures: why samples have no score.
+    version_tokens: tokens by version of the weights. trained: rows that a step trains on, in order, with record
+    columns, or empty until the buffer has chosen them.
     """
 
     samples: RemoteBatch
@@ -44,6 +47,7 @@ class RolloutBatch:
     dropped: int
     retried: int
     failures: tuple[str, ...] = ()
+    truncated_dropped: int = 0
     rounds: int = 1
     version_tokens: Mapping[int, int] = field(default_factory=dict)
     trained: RemoteBatch = field(default_factory=lambda: RemoteBatch({}, {}))
@@ -62,6 +66,7 @@ class RolloutBatch:
             sum(found.dropped for found in rounds),
             sum(found.retried for found in rounds),
             tuple(failure for found in rounds for failure in found.failures),
+            sum(found.truncated_dropped for found in rounds),
             sum(found.rounds for found in rounds),
             _totals([found.version_tokens for found in rounds]),
         )
@@ -73,6 +78,18 @@ class RolloutBatch:
             for (key, score), value in zip(self.by_sample.items(), values.tolist(), strict=True)
         }
         return replace(self, by_sample=by_sample)
+
+    def without_truncated(self) -> "RolloutBatch":
+        """Drop and count truncated samples. Raises RolloutError if no other is left."""
+        kept = ~self.samples["truncated"]
+        if not kept.any():
+            raise RolloutError(
+                "reward.truncated=drop: every sample of this round was truncated. Set mask, or raise "
+                "rollout.sampling.max_new_tokens."
+            )
+        by_sample = dict(itertools.compress(self.by_sample.items(), kept))
+        dropped = self.truncated_dropped + int(np.sum(~kept))
+        return replace(self, samples=self.samples.select(kept), by_sample=by_sample, truncated_dropped=dropped)
 
     def with_baseline(self, greedy: "RolloutBatch") -> "RolloutBatch":
         """Add the greedy response's reward to the same prompt as the column `greedy_reward`.
@@ -161,7 +178,9 @@ class RolloutBatch:
             "rollout/sampling_rounds": float(self.rounds),
             "rollout/response_tokens_mean": float(tokens.mean()),
             "rollout/response_tokens_max": float(tokens.max()),
-            "rollout/truncated_share": float(self.batch["truncated"].mean()),
+            "rollout/truncated_share": float(
+                (self.batch["truncated"].sum() + self.truncated_dropped) / (len(self.batch) + self.truncated_dropped)
+            ),
             "rollout/prefix_cache_hits": float(
                 self.batch["cached_tokens"].sum() / max(1, self.batch["read_tokens"].sum())
             ),
@@ -170,6 +189,11 @@ class RolloutBatch:
             "rollout/oldest_weight_version": float(self.batch["weight_version"].min()),
             "rollout/newest_weight_version": float(self.batch["newest_weight_version"].max()),
         }
+
+
+def learned(batch: RemoteBatch, reward: RewardConfig) -> RemoteBatch:
+    """Return the sequences that the loss sees: with reward.truncated=mask, those that no limit cut off."""
+    return batch.select(~batch["truncated"]) if reward.truncated == "mask" else batch
 
 
 def with_record_columns(batch: RemoteBatch, prompts: Mapping[str, Prompt], names: Sequence[str]) -> RemoteBatch:

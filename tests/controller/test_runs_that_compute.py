@@ -25,8 +25,9 @@ from examples.addition.warm_start import tokenizer
 from tests.controller.stand_ins.run import StandInRun, StandIns, write_stand_in_workspace
 from tests.workers.model.tiny import files_beside, tiny_config, unpacked_log_probs
 from workers.dataproto import DataProto
-from workers.errors import DataError, NonFiniteError
+from workers.errors import DataError, NonFiniteError, RolloutError
 from workers.remote_batch import RemoteBatch
+from workers.rollout.requests import sample_seed
 
 Run = Callable[..., StandInRun]
 
@@ -193,6 +194,63 @@ def test_m9_two_epochs_are_two_passes_of_a_plain_loop_over_the_same_mini_batches
     expected, found = dict(model.named_parameters()), weights_of(finished)
     assert max(float((found[name] - weight.detach()).abs().max()) for name, weight in expected.items()) < 1e-9
     assert finished.outcome.steps[0]["tokens/update"] == 2 * batch["length"].sum()
+
+
+AGGREGATIONS = {
+    "token_mean": lambda tokens, groups: 1 / tokens.sum(),
+    "sequence_mean_token_mean": lambda tokens, groups: 1 / (len(tokens) * tokens),
+    "sequence_mean_token_sum": lambda tokens, groups: 1 / len(tokens),
+    "sequence_mean_token_sum_norm": lambda tokens, groups: 1 / (len(tokens) * 8),
+    "group_mean_token_mean": lambda tokens, groups: (
+        1 / (len(np.unique(groups)) * np.array([tokens[groups == group].sum() for group in groups]))
+    ),
+}
+
+
+def cut(seed: int) -> tuple[int, str]:
+    """A response of 2 to 7 tokens, of which four in ten are cut off."""
+    return 2 + seed % 6, "length" if seed // 6 % 10 < 4 else "stop"
+
+
+@pytest.mark.parametrize(("rule", "aggregation"), [("drop", "token_mean"), *(("mask", name) for name in AGGREGATIONS)])
+def test_the_loss_of_masked_samples_is_that_of_a_batch_without_them_and_their_rewards_count(
+    run: Run, stand_ins: StandIns, batches: list[RemoteBatch], rule: str, aggregation: str
+) -> None:
+    stand_ins.compute("float64")
+    stand_ins.world.answer = cut
+    loss = [f"algorithm.loss.aggregation={aggregation}", "algorithm.loss.constant_length=8"]
+    loss = loss[: 1 + aggregation.endswith("norm")]
+    finished = run(f"reward.truncated={rule}", *loss, "run.steps=1", "rollout.samples_per_prompt=4")
+    (batch,) = batches
+    metrics, kept = finished.outcome.steps[0], np.flatnonzero(~batch["truncated"])
+    assert metrics["rollout/truncated_share"] * 8 == 8 - len(kept)
+    assert len(batch) == (8 if rule == "mask" else len(kept)) and 2 < len(kept) < 7
+    advantages = sequence_advantages(finished.config.algorithm, batch, batch["reward"])
+    weights = AGGREGATIONS[aggregation](batch["response_tokens"][kept], batch["group_number"][kept])
+    rows, model = batch.gather(), AutoModelForCausalLM.from_pretrained("model", dtype=torch.float64)
+    total = 0.0
+    for row, weight in zip(kept, np.broadcast_to(weights, kept.shape), strict=True):
+        one = rows.slice(row, row + 1)
+        ((log_probs, _),) = unpacked_log_probs(model, one)
+        ratio = (log_probs - log_probs.detach())[one.tokens["loss_mask"]].exp()
+        total = total - weight * advantages[row] * ratio.sum()
+    total.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    assert metrics["policy/loss"] == pytest.approx(total.item(), rel=1e-6, abs=1e-9)
+    assert metrics["policy/grad_norm"] == pytest.approx(norm.item(), rel=1e-6)
+
+
+def test_a_step_whose_samples_are_all_truncated_trains_nothing_or_ends_the_run(
+    run: Run, stand_ins: StandIns, batches: list[RemoteBatch]
+) -> None:
+    stand_ins.compute()
+    whole = sample_seed(0, 1, "0", 1)  # of step 1
+    stand_ins.world.answer = lambda seed: (3, "stop" if seed == whole else "length")
+    finished = run("reward.truncated=mask", "algorithm.zero_variance_groups=drop")
+    assert [batch["uid"].tolist() for batch in batches] == [["0", "0"]]  # the other group's rewards differ too
+    assert [step["rollout/truncated_share"] for step in finished.outcome.steps] == [0.75, 1]
+    with pytest.raises(RolloutError, match=r"reward\.truncated=drop"):
+        run("reward.truncated=drop", "run.name=dropped")
 
 
 def test_a_run_of_two_epochs_goes_on_from_a_checkpoint_as_if_never_stopped(run: Run) -> None:

@@ -68,6 +68,7 @@ class World:
 
     log_prob: that of every token by the policy's present weights. loses_updates: engines keep their first weights and
     say nothing of it. routed_experts: int16 [layers, k], what engines say that every token went through, if anything.
+    answer: tokens and finish reason of the response to a seed.
     """
 
     def __init__(self) -> None:
@@ -75,6 +76,7 @@ class World:
         self.log_prob = FIRST_LOG_PROB
         self.loses_updates = False
         self.routed_experts: np.ndarray | None = None
+        self.answer: Callable[[int], tuple[int, str]] = lambda seed: (TOKENS, "stop")
         self.ray: LocalRay
         self.trouble: Callable[[str, str], None] = lambda actor, what: None
 
@@ -158,10 +160,11 @@ class StandInVllm:
         self._world.event("generate")
         assert self._owned() >= {"weights", "kv_cache"} and not self._sleeps, "the engine sleeps"
         assert self.version == int(self._name), f"weights {self.version} serve as version {self._name}"
-        tokens = [1 + (parameters.seed + i) % 30 for i in range(min(TOKENS, parameters.max_tokens))]
+        count, reason = self._world.answer(parameters.seed)
+        tokens = [1 + (parameters.seed + i) % 30 for i in range(min(count, parameters.max_tokens))]
         routed, read = self._world.routed_experts, len(prompt["prompt_token_ids"]) + len(tokens) - 1
         completion = SimpleNamespace(
-            finish_reason="stop",
+            finish_reason=reason,
             stop_reason=None,
             token_ids=tokens,
             logprobs=SimpleNamespace(logprobs=[self._log_prob] * len(tokens)),
