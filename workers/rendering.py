@@ -338,9 +338,8 @@ class Renderer:
         """Return ids of a text, and where each ends in it. Raises DataError, naming `where`."""
         if not self.tokenizer.is_fast:
             raise DataError(f"{where}: the tokenizer of model.path has no fast form, which tells tokens' places.")
-        ids = self.ids(text, where)
-        places = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-        return ids, np.array([end for _, end in places], np.int64)
+        found = self._tokenized(text, where, add_special_tokens=False, return_offsets_mapping=True)
+        return found["input_ids"], np.array([end for _, end in found["offset_mapping"]], np.int64)
 
     def marked(self, messages: Messages, where: str, **options: Any) -> tuple[list[int], np.ndarray]:
         """Return ids of messages, and which the template marks as the assistant's. Raises DataError, naming `where`."""
@@ -371,11 +370,16 @@ class Renderer:
             return self.tokenizer.apply_chat_template(messages, **options)
 
     def _encoded(self, text: str, where: str, **options: bool) -> list[int]:
+        return list(self._tokenized(text, where, **options)["input_ids"])
+
+    def _tokenized(self, text: str, where: str, **options: bool) -> Any:
         try:
             text.encode()  # tokenizers' errors say less about half a character
         except UnicodeEncodeError as error:
             raise DataError(f"{where} cannot be encoded as Unicode: {named(error)}.") from None
-        return self.checked(self.tokenizer(text, **options)["input_ids"], where)
+        found = self.tokenizer(text, **options)
+        self.checked(found["input_ids"], where)
+        return found
 
     def checked(self, ids: list[int], where: str) -> list[int]:
         """Return the ids. Raises DataError, naming `where`, for an id that the model lacks."""

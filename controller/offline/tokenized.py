@@ -133,14 +133,15 @@ def _chat_row(renderer: Renderer, messages: Messages, turns: Sequence[int], opti
     def render(messages: Messages, *, add_generation_prompt: bool = False) -> str:
         return renderer.text(messages, where, **options, add_generation_prompt=add_generation_prompt)
 
+    marked = turns and MARKS.search(str(renderer.tokenizer.chat_template))
+    if marked and all(message["role"] != "assistant" for message in messages[: turns[0]]):
+        return _row(*renderer.marked(messages, where, **options), where)
     whole = render(messages)
     ids, ends = renderer.ids_and_ends(whole, where)
-    learned = np.zeros(len(ids), dtype=bool)
-    if MARKS.search(str(renderer.tokenizer.chat_template)) and turns:
+    if marked:
         learned = renderer.marked(messages, where, **options)[1]
-        if any(message["role"] == "assistant" for message in messages[: turns[0]]):
-            learned &= ends > _span(render, messages, turns[0], whole, where)[0]
-        return _row(ids, learned, where)
+        return _row(ids, learned & (ends > _span(render, messages, turns[0], whole, where)[0]), where)
+    learned = np.zeros(len(ids), dtype=bool)
     special = [token for token, added in renderer.tokenizer.added_tokens_decoder.items() if added.special]
     for turn in turns:
         start, stop = _span(render, messages, turn, whole, where)

@@ -19,7 +19,7 @@ from examples.addition.warm_start import tokenizer as characters
 from tests.controller.offline.local_run import OF_COMMAND, SCHEMAS, SETTINGS
 from workers.errors import DataError
 from workers.model.model import load_tokenizer
-from workers.rendering import Renderer
+from workers.rendering import Renderer, variables_of
 
 STOCK = Path(str(find_spec("trl").origin)).parent / "chat_templates"  # type: ignore[union-attr]
 TEMPLATES = {path.stem: path.read_text() for path in sorted(STOCK.glob("*.jinja"))}
@@ -76,7 +76,9 @@ def row(made: Renderer, kind: str, train_on: str = "all") -> Row:
     messages, tools = CONVERSATIONS[kind], kind in ("calls", "both")
     if "+ tool['function']['arguments'] +" in made.tokenizer.chat_template:  # some ask for arguments as a text
         messages = json.loads(json.dumps(messages), object_hook=with_text)
-    record = {"messages": messages} | ({"tools": TOOLS} if tools else {})
+    record = {"messages": messages} | (
+        {"tools": TOOLS} if tools and "tools" in variables_of(made.tokenizer.chat_template).read else {}
+    )
     (example,) = with_options(sft_examples(record, ("messages", "prompt", "response"), kind), record, {}, kind)
     return example_row(made, example, kind, train_on)
 
