@@ -114,7 +114,8 @@ class Run(TrainingRun[Config]):
         batch, record = rollout.trained, self.record
         samples, version = rollout.batch, self.weight_version
         record.samples(rollout, batch, self.prompt_text)
-        record.add(rollout.metrics() | {"rollout/samples_left_out": float(len(samples) - len(batch))})
+        left_out = len(samples) - len(set(zip(batch["uid"].tolist(), batch["sample"].tolist(), strict=True)))
+        record.add(rollout.metrics() | {"rollout/samples_left_out": float(left_out)})
         oldest, newest = samples["weight_version"], samples["newest_weight_version"]
         record.add(staleness(oldest, newest, rollout.version_tokens, version))
         # Without a KL in the reward, only unequal rewards in a group give signal.

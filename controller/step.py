@@ -23,8 +23,8 @@ from balancing import Plan
 from controller.actors.worker_group import WorkerGroup
 from controller.algorithm import advantages
 from controller.algorithm.logprob_check import AtEqualWeights
-from controller.planning.planner import with_group_tokens
-from controller.rollout.samples import learned
+from controller.planning.planner import with_loss_counts
+from controller.rollout.samples import learned, sample_numbers
 from controller.run import Run
 from controller.training_loop import Step, prefixed
 from workers.config import LossConfig, ValueLossConfig
@@ -80,15 +80,17 @@ def on_training_roles(run: Run, phase: str) -> Iterator[None]:
 def collect(run: Run) -> RemoteBatch:
     """Return the step's training samples, or empty if no group has signal (see algorithm.zero_variance_groups).
 
-    Columns [B]: uid (equal for samples of one prompt), group_number (the same, numbered from 0), sample, reward,
-    length, prompt_tokens, response_tokens, truncated, weight_version, and columns of `RolloutBatch`. Tokens: input_ids,
-    loss_mask, rollout_log_probs.
+    A sample is one row, or several where the chat template changed what came before a turn. Columns [B]: uid (equal
+    for samples of one prompt), group_number (the same, numbered from 0), sample_number (equal for rows of one sample),
+    sample, reward, length, prompt_tokens, response_tokens, truncated, weight_version, and columns of `RolloutBatch`.
+    Tokens: input_ids, loss_mask, rollout_log_probs.
     """
     with run.record.phase("rollout"):
         rollout = run.buffer.collect(run.number)
     run.record_samples(rollout)
     groups = np.unique(rollout.trained["uid"], return_inverse=True)[1]
-    batch = rollout.trained.with_columns(group_number=groups).with_meta(step=run.number, steps=run.config.run.steps)
+    batch = rollout.trained.with_columns(group_number=groups, sample_number=sample_numbers(rollout.trained))
+    batch = batch.with_meta(step=run.number, steps=run.config.run.steps)
     return batch if len(learned(batch, run.config.reward)) else batch.select([])
 
 
@@ -184,10 +186,12 @@ def _kl_in_reward(run: Run, batch: RemoteBatch) -> tuple[float, np.ndarray]:
     adapted = run.progress.kl_coefficient
     weight = settings.coefficient if adapted is None else adapted
     plan = run.planner.forward_plan(batch, "reference.log_probs")
-    kl = (run.roles.reference or run.roles.policy).kl(batch, plan, settings.estimator)
-    run.kl_coefficient = advantages.adapted_kl_weight(weight, float(kl.mean()), len(batch), settings)
+    rows = (run.roles.reference or run.roles.policy).kl(batch, plan, settings.estimator)
+    sample = advantages.samples_of(batch)[1]
+    kl = np.bincount(sample, rows)
+    run.kl_coefficient = advantages.adapted_kl_weight(weight, float(kl.mean()), len(kl), settings)
     run.record.add({"reward/kl": float(kl.mean()), "reward/kl_coefficient": weight})
-    return weight, kl
+    return weight, kl[sample]
 
 
 def update_critic(run: Run, batch: RemoteBatch, epochs: Sequence[Epoch]) -> dict[str, float]:
@@ -241,7 +245,7 @@ def _update(
     with on_training_roles(run, "update"):
         run.interrupts.hold()
         for number, (epoch, plan) in enumerate(zip(epochs, plans, strict=True)):
-            part = with_group_tokens(batch, epoch.mini_batches).with_meta(epoch=number)
+            part = with_loss_counts(batch, epoch.mini_batches).with_meta(epoch=number)
             updated = group.update(part, plan, loss)
             # Sum over ranks and micro-batches, mean over mini-batches and epochs.
             parts.append(updated | {"loss": Metric.sum(updated["loss"].value / len(plans))})
@@ -265,6 +269,6 @@ def _check_changed_weights(run: Run) -> None:
     sampling = config.rollout.sampling
     sampling = replace(sampling, max_new_tokens=min(COMPARED_TOKENS, sampling.max_new_tokens))
     prompts = run.buffer.prompts.take(0, config.batch.prompts_per_step)
-    batch = run.buffer.roll_out(prompts, config.rollout.samples_per_prompt, sampling, NUMERICS_CHECK_STEP).batch
+    batch = run.buffer.roll_out(prompts, config.rollout.samples_per_prompt, sampling, NUMERICS_CHECK_STEP).rows
     passed = run.roles.policy.log_probs(batch, run.planner.forward_plan(batch, "policy.log_probs"))
     run.logprob_check.compare(run.number, passed.metrics, AtEqualWeights.CHANGED)

@@ -243,7 +243,7 @@ class RolloutConfig:
         (".max_staleness above 0", "out_of_order_window, kv_cache_after_update"),
         ("GPUs", "gpu_memory_utilization, enforce_eager"),
         ("CPUs", "cpu_kv_cache_gib, threads"),
-        ("episodes", "max_turns, max_episode_tokens, tool_parser, reasoning_parser"),
+        ("episodes", "max_turns, max_episode_tokens, tool_parser, reasoning_parser, history"),
         (".tools", "max_tool_calls, max_tool_characters"),
     )
 
@@ -321,7 +321,7 @@ class RolloutConfig:
     max_episode_tokens: int = setting(
         0,
         "Maximum tokens of an episode after its prompt: the policy's turns (each up to sampling.max_new_tokens) and "
-        "the environment's. 0 uses max_turns * sampling.max_new_tokens.",
+        "the environment's, as far as they are in the next turn's context. 0 uses max_turns * sampling.max_new_tokens.",
         minimum=0,
     )
 
@@ -341,6 +341,14 @@ class RolloutConfig:
     )
     reasoning_parser: str = setting(
         "", "vLLM's parser of reasoning, by name, as rollout.tool_parser. Empty finds it from the chat template."
+    )
+    history: str = setting(
+        "auto",
+        "What a turn finds of the turns before it, in a chat. `template`: what the chat template makes of the whole "
+        "conversation, as when the model is served. If it drops earlier thoughts, the sample becomes several rows. "
+        "`keep`: all sampled tokens as they are. `auto`: `template`, or `keep` if the algorithm needs one row a sample "
+        "(see docs/conversations.md).",
+        choices=("auto", "keep", "template"),
     )
 
     @property

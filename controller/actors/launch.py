@@ -299,7 +299,7 @@ def engine_maker(
         } | ({"runtime_env": {"env_vars": variables}} if devices else {})
         return actor_class.options(**options).remote(
             config.model,
-            config.rollout,
+            replace(config.rollout, history=config.history),
             index=replica,
             placement=config.rollout_placement,
             max_model_tokens=config.max_model_tokens,

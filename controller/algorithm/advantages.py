@@ -246,10 +246,18 @@ def adapted_kl_weight(coefficient: float, kl: float, sequences: int, settings: K
 
 
 def sequence_advantages(algorithm: AlgorithmConfig, batch: RemoteBatch, rewards: np.ndarray) -> np.ndarray:
-    """Return an advantage per sequence by `algorithm.advantage`, float32 [B]."""
-    columns = batch.columns | {"reward": rewards, "tokens": batch["response_tokens"]}
+    """Return an advantage per row by `algorithm.advantage`, float32 [B]. A sample of several rows counts once."""
+    first, sample = samples_of(batch)
+    columns = {name: column[first] for name, column in (batch.columns | {"reward": rewards}).items()}
+    columns["tokens"] = np.bincount(sample, batch["response_tokens"]).astype(np.int64)
     options = {"normalize_by_std": algorithm.normalize_by_std, "k": algorithm.pass_k}
-    return estimate(algorithm.advantage, columns, **options).astype(np.float32)
+    return estimate(algorithm.advantage, columns, **options).astype(np.float32)[sample]
+
+
+def samples_of(batch: RemoteBatch) -> tuple[np.ndarray, np.ndarray]:
+    """Return the first row of each of S samples, int64 [S], and the sample of each row, int64 [B]."""
+    numbers = batch.columns.get("sample_number", np.arange(len(batch)))
+    return np.unique(numbers, return_index=True, return_inverse=True)[1:]
 
 
 def value_metrics(metrics: Metrics) -> dict[str, float]:

@@ -199,6 +199,27 @@ class Config(TrainingConfig):
         return differ and algorithm.advantage in ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
     @property
+    def needs_one_row(self) -> str:
+        """The setting that needs all tokens of a sample in one row, as `key=value`, or empty."""
+        algorithm, loss = self.algorithm, self.algorithm.loss
+        correction = loss.rollout_correction
+        needing = {
+            "algorithm.advantage=gae": self.uses_critic,
+            f"algorithm.advantage={algorithm.advantage}": self.uses_token_returns,
+            f"algorithm.loss.name={loss.name}": loss.name in ("gspo", "gmpo"),
+            "algorithm.loss.rollout_correction.weights=sequence": correction.weights == "sequence",
+            "algorithm.loss.rollout_correction.rejection=sequence": correction.rejection == "sequence",
+        }
+        return next((name for name, needs in needing.items() if needs), "")
+
+    @property
+    def history(self) -> str:
+        """rollout.history with `auto` resolved. Users' losses and steps may need one row a sample."""
+        one_row = self.needs_one_row or self.algorithm.loss.name == "custom" or self.run.step
+        automatic = "keep" if one_row else "template"
+        return automatic if self.rollout.history == "auto" else self.rollout.history
+
+    @property
     def uses_reward_model(self) -> bool:
         return bool(self.reward.model.path)
 

@@ -108,12 +108,21 @@ def draw_mini_batches(
     return [np.sort(part) if groups is None else np.flatnonzero(np.isin(groups, names[part])) for part in parts]
 
 
-def with_group_tokens(batch: "RemoteBatch", mini_batches: Sequence[np.ndarray]) -> "RemoteBatch":
-    """Add the column `group_tokens`: loss tokens of each sequence's group within its mini-batch, int64 [B]."""
-    counts, groups = np.zeros(len(batch), np.int64), batch["group_number"]
+def with_loss_counts(batch: "RemoteBatch", mini_batches: Sequence[np.ndarray]) -> "RemoteBatch":
+    """Add the column `group_tokens`: loss tokens of each sequence's group within its mini-batch, int64 [B].
+
+    If samples have several rows, also `sample_tokens`, those of its sample, and `mini_batch_samples`, the samples with
+    a loss token.
+    """
+    tokens, groups = batch["response_tokens"], batch["group_number"]
+    samples = batch.columns.get("sample_number", np.arange(len(batch)))
+    found = {name: np.zeros_like(tokens) for name in ("group_tokens", "sample_tokens", "mini_batch_samples")}
     for rows in mini_batches:
-        counts[rows] = np.bincount(groups[rows], batch["response_tokens"][rows])[groups[rows]]
-    return batch.with_columns(group_tokens=counts)
+        found["group_tokens"][rows] = np.bincount(groups[rows], tokens[rows])[groups[rows]]
+        found["sample_tokens"][rows] = np.bincount(samples[rows], tokens[rows])[samples[rows]]
+        found["mini_batch_samples"][rows] = len(np.unique(samples[rows][tokens[rows] > 0]))
+    several = len(np.unique(samples)) < len(batch)
+    return batch.with_columns(**found if several else {"group_tokens": found["group_tokens"]})
 
 
 def plan_arguments(
@@ -214,5 +223,5 @@ class Planner:
     def draw(self, batch: "RemoteBatch", step: int, epoch: int = 0) -> list[np.ndarray]:
         """Draw the mini-batches of a pass over a step's samples (see `draw_mini_batches`)."""
         config = self.config
-        groups = batch["group_number"] if config.split_by == "group" else None
+        groups = batch["group_number"] if config.split_by == "group" else batch.columns.get("sample_number")
         return draw_mini_batches(len(batch), config.mini_batches, config.run.seed, step, epoch, groups)

@@ -78,6 +78,11 @@ def check_turns(config: Config) -> None:
             raise ConfigError(
                 f"rollout.{kind}={name}: vLLM has no such parser. Use one of: {', '.join(sorted(known))}."
             )
+    if rollout.history == "template" and config.needs_one_row:
+        raise ConfigError(
+            f"rollout.history=template: {config.needs_one_row} needs a sample in one row, and a chat template that "
+            "rewrites earlier turns makes several. Set keep, or another algorithm."
+        )
     for key, sampling in samplings(config).items():
         if sampling.max_new_tokens > rollout.response_limit(sampling):
             raise ConfigError(

@@ -117,7 +117,7 @@ class AsyncRolloutBuffer(RolloutBuffer):
         released, self._released = self._released, []
         rollout = self._rollout([*groups, *released])
         by_uid = {group.prompt.uid: group.prompt for group in groups}
-        batch = rollout.batch.select(np.isin(rollout.batch["uid"], list(by_uid)))
+        batch = rollout.rows.select(np.isin(rollout.rows["uid"], list(by_uid)))
         batch = self.keep_groups_with_signal(batch)
         if self.config.algorithm.zero_variance_groups == "replace":
             self.log_missing(step, wanted - len(np.unique(batch["uid"])))
@@ -210,16 +210,17 @@ class AsyncRolloutBuffer(RolloutBuffer):
 
     def _put(self, samples: Sequence[FinishedSample]) -> None:
         """Add stored samples to their groups, and score samples without a score."""
-        finished = [sample for sample in samples if sample.row]
-        block = ray.put(DataProto.from_rows([sample.row for sample in finished])) if finished else None
-        for row, sample in enumerate(finished):
+        finished = [sample for sample in samples if sample.rows]
+        block = ray.put(DataProto.from_rows([row for sample in finished for row in sample.rows])) if finished else None
+        begins = np.cumsum([0, *(len(sample.rows) for sample in finished)]).tolist()
+        for row, sample in zip(begins, finished, strict=False):
             result, group = replace(sample.result, row=row), self._groups[int(sample.result.uid)]
             if sample.score is None:
                 self._score([result], block)
             else:
                 group.finished[result.key], group.scores[result.key] = (result, block), sample.score
         for sample in samples:
-            if not sample.row:
+            if not sample.rows:
                 self._groups[int(sample.result.uid)].dropped.append(sample.result)
 
     def _score(self, results: list[SampleResult], block: ObjectRef) -> None:
@@ -232,7 +233,7 @@ class AsyncRolloutBuffer(RolloutBuffer):
 def _stored(group: Group) -> list[FinishedSample]:
     blocks = {block: ray.get(block) for block in dict.fromkeys(block for _, block in group.finished.values())}
     found = [
-        FinishedSample(result, blocks[block].row(result.row), group.scores.get(key))
+        FinishedSample(result, [blocks[block].row(row) for row in result.rows], group.scores.get(key))
         for key, (result, block) in sorted(group.finished.items())
     ]
-    return found + [FinishedSample(result, {}, None) for result in group.dropped]
+    return found + [FinishedSample(result, [], None) for result in group.dropped]

@@ -77,7 +77,7 @@ class RolloutBuffer:
             by_uid |= {prompt.uid: prompt for prompt in prompts}
             found = self.roll_out(prompts, self.config.rollout.samples_per_prompt, self.config.rollout.sampling, step)
             rounds.append(self.with_baseline(self.shaped(self.without_dropped(found)), prompts, step))
-            kept.append(self.keep_groups_with_signal(rounds[-1].batch))
+            kept.append(self.keep_groups_with_signal(rounds[-1].rows))
             wanted -= len(np.unique(kept[-1]["uid"]))
         if limit > 1:
             self.log_missing(step, wanted)
@@ -151,9 +151,9 @@ class RolloutBuffer:
     def scored_by_model(self, rollout: RolloutBatch) -> RolloutBatch:
         if self.roles.reward_model is None:
             return rollout
-        plan = self.planner.forward_plan(rollout.batch, "reward_model.scores")
+        plan = self.planner.forward_plan(rollout.last_rows, "reward_model.scores")
         self.roles.sleep_engines()
-        scores = self.roles.reward_model.score(rollout.batch, plan)
+        scores = self.roles.reward_model.score(rollout.last_rows, plan)
         return rollout.with_reward_part("model", scores, weight=self.config.reward.model.weight)
 
     def keep_groups_with_signal(self, batch: RemoteBatch) -> RemoteBatch:

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -22,7 +23,8 @@ from controller.observability.run_folder import writing
 from controller.rollout.samples import SAMPLED_COLUMNS, RolloutBatch
 from workers.dataproto import DataProto, object_column
 from workers.errors import DataError
-from workers.remote_batch import RemoteBatch
+from workers.remote_batch import RemoteBatch, places
+from workers.rollout.episode import branches_of
 from workers.rollout.prefix_hashes import prefix_hashes
 from workers.rollout.requests import Response, SampleResult
 from workers.score import Score
@@ -33,10 +35,10 @@ PARTIAL = ("ids", "log_probs", "versions")
 
 @dataclass(frozen=True)
 class FinishedSample:
-    """A result with its row of tokens (`Episode.row`), and its score if known. A dropped sample lacks a row."""
+    """A result with its rows of tokens (`Episode.rows`), and its score if known. A dropped sample lacks rows."""
 
     result: SampleResult
-    row: dict[str, np.ndarray]
+    rows: list[dict[str, np.ndarray]]
     score: Score | None
 
 
@@ -53,7 +55,7 @@ def write_samples(path: Path, samples: StoredSamples) -> None:
     records = {"finished": [_record(sample) for sample in samples.finished], "partial": list(samples.partial)}
     partial = [{name: getattr(response, name) for name in PARTIAL} for response in samples.partial.values()]
     arrays = {"records": _as_bytes(records)}
-    arrays |= _packed("finished", DataProto.from_rows([sample.row for sample in samples.finished if sample.row]))
+    arrays |= _packed("finished", DataProto.from_rows([row for sample in samples.finished for row in sample.rows]))
     arrays |= _packed("partial", DataProto.from_rows(partial))
     _write(path, arrays)
 
@@ -76,13 +78,15 @@ def write_step(path: Path, rollout: RolloutBatch) -> None:
     Raises OutputError, and DataError for a value of a record that JSON does not have.
     """
     samples, trained = rollout.samples, rollout.trained
-    row_of = {key: row for row, key in enumerate(_keys(samples))}
+    row_of = {place: row for row, place in enumerate(rollout.rows.tokens["input_ids"])}
     added = {name: column for name, column in trained.columns.items() if name not in rollout.batch.columns}
     objects = {name: column.tolist() for name, column in added.items() if column.dtype.kind == "O"}
     arrays = {f"added.{name}": column for name, column in added.items() if name not in objects}
-    # Hashes of prefixes follow from the tokens.
-    arrays |= {f"columns.{name}": column for name, column in samples.columns.items() if name != "prefix_hashes"}
-    arrays["trained"] = np.array([row_of[key] for key in _keys(trained)], dtype=np.int64)
+    # Hashes of prefixes and branches follow from the tokens.
+    kept = {name: column for name, column in samples.columns.items() if name not in ("prefix_hashes", "branches")}
+    arrays |= {f"columns.{name}": column for name, column in kept.items()}
+    arrays["columns.branches"] = np.array([len(found) for found in samples["branches"]], dtype=np.int64)
+    arrays["trained"] = np.array([row_of[place] for place in trained.tokens["input_ids"]], dtype=np.int64)
     try:
         arrays["scores"] = _as_bytes([asdict(score) for score in rollout.by_sample.values()])
         arrays["objects"] = _as_bytes(objects)
@@ -91,7 +95,7 @@ def write_step(path: Path, rollout: RolloutBatch) -> None:
             f"run.record_samples cannot keep a column of algorithm.loss.columns={','.join(objects)}: {error}. Give it "
             "as numbers or text."
         ) from None
-    _write(path, arrays | _packed("tokens", _fetched(samples.tokens["input_ids"])))
+    _write(path, arrays | _packed("tokens", _fetched(samples)))
 
 
 def read_step(path: Path, put: Callable[[DataProto], Any] | None = None) -> RolloutBatch:
@@ -101,25 +105,38 @@ def read_step(path: Path, put: Callable[[DataProto], Any] | None = None) -> Roll
     """
     with _opened(path) as arrays:
         tokens, columns, trained = _unpacked("tokens", arrays), _named("columns", arrays), arrays["trained"]
+        columns = dict.fromkeys(("branches", "cut_tokens"), 0 * columns["prompt_tokens"]) | columns
         objects = {name: object_column(values) for name, values in _from_bytes(arrays["objects"]).items()}
         scores = [Score(**values) for values in _from_bytes(arrays["scores"])]
         added = _named("added", arrays) | objects
-        prompts = columns["prompt_tokens"].tolist()
-    hashes = [prefix_hashes(tokens.row(row)["input_ids"], prompts[row]) for row in range(len(tokens))]
-    kept = [name for name in SAMPLED_COLUMNS if name in tokens.tokens]
-    samples = RemoteBatch.of_block((put or ray.put)(tokens), columns | {"prefix_hashes": object_column(hashes)}, kept)
+        prompts, branches = columns["prompt_tokens"].tolist(), columns["branches"]
+    first = np.cumsum(branches + 1) - branches - 1
+    rows = [[tokens.row(row) for row in range(start, start + 1 + n)] for start, n in zip(first, branches, strict=True)]
+    columns["prefix_hashes"] = object_column(
+        [prefix_hashes(each["input_ids"], prompt) for (each, *_), prompt in zip(rows, prompts, strict=True)]
+    )
+    columns["branches"] = object_column(
+        [branches_of(found, prompt) for found, prompt in zip(rows, prompts, strict=True)]
+    )
+    kept, block = [name for name in SAMPLED_COLUMNS if name in tokens.tokens], (put or ray.put)(tokens)
+    samples = RemoteBatch(columns, {name: places(name, repeat(block), first.tolist()) for name in kept})
     rollout = RolloutBatch(samples, dict(zip(_keys(samples), scores, strict=True)), dropped=0, retried=0)
-    return replace(rollout, trained=rollout.batch.select(trained).with_columns(**added))
+    return replace(rollout, trained=rollout.rows.select(trained).with_columns(**added))
 
 
 def _keys(samples: RemoteBatch) -> list[tuple[str, int]]:
     return list(zip(samples["uid"].tolist(), samples["sample"].tolist(), strict=True))
 
 
-def _fetched(places: np.ndarray) -> DataProto:
-    refs = list(dict.fromkeys(ref for ref, _, _ in places))
+def _fetched(samples: RemoteBatch) -> DataProto:
+    """Fetch the rows of each sample: all tokens in order, and the branches."""
+    found = samples.tokens["input_ids"]
+    refs = list(dict.fromkeys(ref for ref, _, _ in found))
     blocks = dict(zip(refs, ray.get(refs), strict=True))
-    return DataProto.from_rows([blocks[ref].row(row) for ref, _, row in places])
+    each = zip(found, samples["branches"], strict=True)
+    return DataProto.from_rows(
+        [blocks[ref].row(row + n) for (ref, _, row), branches in each for n in range(1 + len(branches))]
+    )
 
 
 def _write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
@@ -164,19 +181,21 @@ def _named(name: str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]
 def _record(sample: FinishedSample) -> dict[str, Any]:
     score = None if sample.score is None else asdict(sample.score)
     result = asdict(sample.result)
-    del result["prefix_hashes"]  # they follow from the tokens
+    del result["prefix_hashes"]  # they follow from the tokens, as do the branches
+    result["branches"] = len(sample.result.branches)
     return {"result": result, "score": score}
 
 
 def _finished(record: Mapping[str, Any], rows: Iterable[dict[str, np.ndarray]]) -> FinishedSample:
     values = dict(record["result"])
-    environment = values.pop("environment")
+    environment, branches = values.pop("environment"), values.pop("branches", 0)
     versions = tuple((version, tokens) for version, tokens in values.pop("version_tokens"))
     result = SampleResult(**values, version_tokens=versions, environment=_score(environment))
-    row = next(iter(rows)) if result.row >= 0 else {}
-    if row:
-        result = replace(result, prefix_hashes=prefix_hashes(row["input_ids"], result.prompt_tokens))
-    return FinishedSample(result, row, _score(record["score"]))
+    found = [next(iter(rows)) for _ in range(1 + branches)] if result.row >= 0 else []
+    if found:
+        hashes = prefix_hashes(found[0]["input_ids"], result.prompt_tokens)
+        result = replace(result, prefix_hashes=hashes, branches=branches_of(found, result.prompt_tokens))
+    return FinishedSample(result, found, _score(record["score"]))
 
 
 def _score(values: Mapping[str, Any] | None) -> Score | None:

@@ -5,8 +5,8 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -21,13 +21,14 @@ from controller.observability.shown_text import other_columns, shortened, shown_
 from workers.dataproto import object_column, record_column
 from workers.errors import RolloutError
 from workers.remote_batch import RemoteBatch, places
-from workers.rollout.requests import COUNTS, LENGTH, TURNS, SampleResult
+from workers.rollout.requests import COUNTS, LENGTH, TURNS, Branch, SampleResult
 from workers.score import Score
 from workers.user_code.tools import TOOL_PARTS
 
 LONGEST_TEXT = 2_000  # recorded characters of a prompt or a response
 TOKEN_COLUMNS = ("input_ids", "loss_mask", "rollout_log_probs")
 ROUTED_EXPERTS = "routed_experts"
+BRANCH_COLUMNS = tuple(each.name for each in fields(Branch))
 SAMPLED_COLUMNS = (*TOKEN_COLUMNS, ROUTED_EXPERTS)
 
 
@@ -35,7 +36,7 @@ SAMPLED_COLUMNS = (*TOKEN_COLUMNS, ROUTED_EXPERTS)
 class RolloutBatch:
     """Samples of one or several rounds of generation.
 
-    samples: columns as in SampleResult: uid, sample, COUNTS (int64), prefix_hashes, truncated (bool), seconds
+    samples: columns as in SampleResult: uid, sample, COUNTS (int64), prefix_hashes, branches, truncated (bool), seconds
     (float64). Its tokens: TOKEN_COLUMNS and, with model.router_replay, ROUTED_EXPERTS. by_sample: scores in the order
     of `samples`. truncated_dropped: samples that reward.truncated=drop left out. failures: why samples have no score.
     version_tokens: tokens by version of the weights. trained: rows that a step trains on, in order, with record
@@ -56,6 +57,17 @@ class RolloutBatch:
     def batch(self) -> RemoteBatch:
         """`samples` with the column `reward`, float64 [B]."""
         return self.samples.with_columns(reward=np.array([score.reward for score in self.by_sample.values()]))
+
+    @cached_property
+    def rows(self) -> RemoteBatch:
+        """`batch` as rows to train on. A sample of several branches has several, one after the other."""
+        return training_rows(self.batch)
+
+    @cached_property
+    def last_rows(self) -> RemoteBatch:
+        """The row of each sample in which the last turn was sampled."""
+        branches = np.maximum(1, [len(found) for found in self.samples["branches"]])
+        return self.rows.select(np.cumsum(branches) - 1)
 
     @staticmethod
     def concat(rounds: Sequence["RolloutBatch"]) -> "RolloutBatch":
@@ -184,6 +196,8 @@ class RolloutBatch:
             "rollout/prefix_cache_hits": float(
                 self.batch["cached_tokens"].sum() / max(1, self.batch["read_tokens"].sum())
             ),
+            "rollout/rows_per_sample": len(self.rows) / len(self.batch),
+            "rollout/cut_tokens_mean": float(self.batch["cut_tokens"].mean()),
             "rollout/turns_mean": float(self.batch["turns"].mean()),
             "rollout/observation_tokens_mean": float(observed.mean()),
             "rollout/oldest_weight_version": float(self.batch["weight_version"].min()),
@@ -194,6 +208,32 @@ class RolloutBatch:
 def learned(batch: RemoteBatch, reward: RewardConfig) -> RemoteBatch:
     """Return the sequences that the loss sees: with reward.truncated=mask, those that no limit cut off."""
     return batch.select(~batch["truncated"]) if reward.truncated == "mask" else batch
+
+
+def training_rows(samples: RemoteBatch) -> RemoteBatch:
+    """Replace each sample with branches by these, in order, with their lengths, prompts and tokens."""
+    branches = [found or (None,) for found in samples["branches"]]
+    each = samples.select(np.repeat(np.arange(len(samples)), [len(found) for found in branches]))
+    own = [(row, number, branch) for row, (number, branch) in enumerate(_numbered(branches)) if branch]
+    columns = {name: column.copy() for name, column in each.columns.items() if name != "branches"}
+    tokens = {name: column.copy() for name, column in each.tokens.items()}
+    for row, number, branch in own:
+        for name in BRANCH_COLUMNS:
+            columns[name][row] = getattr(branch, name)
+        for column in tokens.values():
+            block, name, first = column[row]
+            column[row] = (block, name, first + 1 + number)
+    return RemoteBatch(columns, tokens, samples.meta)
+
+
+def _numbered(branches: Iterable[Sequence[Any]]) -> Iterator[tuple[int, Any]]:
+    return itertools.chain.from_iterable(map(enumerate, branches))
+
+
+def sample_numbers(rows: RemoteBatch) -> np.ndarray:
+    """Number samples from 0, int64 [B], one for all rows of a sample, which stand together."""
+    follows = [np.append(False, rows[name][1:] == rows[name][:-1]) for name in ("uid", "sample")]
+    return np.cumsum(~(follows[0] & follows[1])) - 1 if len(rows) else np.empty(0, np.int64)
 
 
 def with_record_columns(batch: RemoteBatch, prompts: Mapping[str, Prompt], names: Sequence[str]) -> RemoteBatch:
@@ -229,6 +269,7 @@ def assemble(
         "sample": np.array([result.sample for result in found], dtype=np.int64),
         **{name: np.array([getattr(result, name) for result in found], dtype=np.int64) for name in COUNTS},
         "prefix_hashes": object_column([result.prefix_hashes for result in found]),
+        "branches": object_column([result.branches for result in found]),
         "truncated": np.array([result.finish_reason in (LENGTH, TURNS) for result in found]),
         "seconds": np.array([result.seconds for result in found]),
     }

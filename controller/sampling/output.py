@@ -6,7 +6,7 @@ job.json: identity of the samples --the same--> keep the lines, and remove one t
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -107,12 +107,18 @@ def as_line(result: SampleResult, score: Score, prompt: Prompt, prompt_key: str,
     return line
 
 
-def token_columns(result: SampleResult, row: Mapping[str, np.ndarray]) -> Line:
+def token_columns(result: SampleResult, rows: Sequence[Mapping[str, np.ndarray]]) -> Line:
     """Return token ids and log-probs of everything after the prompt, R numbers each. Digits restore the float32.
 
-    With several turns also `sampled`, R of 0 or 1: an environment's tokens have log-prob 0.
+    With several turns also `sampled`, R of 0 or 1: an environment's tokens have log-prob 0. `rows`, these columns of
+    each row to train on, if the chat template changed what came before a turn.
     """
-    start = result.prompt_tokens
+    first, *branches = rows
+    line = _tokens_after(first, result.prompt_tokens)
+    return line | ({"rows": [_tokens_after(row, result.prompt_tokens) for row in branches]} if branches else {})
+
+
+def _tokens_after(row: Mapping[str, np.ndarray], start: int) -> Line:
     mask = row["loss_mask"][start:]
     line = {
         "prompt_ids": row["input_ids"][:start].tolist(),
@@ -146,7 +152,8 @@ def check_same_job(folder: Path, job: Mapping[str, Any]) -> None:
 def job_identity(model: Model, config: SamplerConfig, data: DataIdentity, given: GivenFunctions) -> dict[str, Any]:
     """Return what affects each sample or score, as JSON by part, without the numbers of prompts and samples."""
     played = config.rollout.environment or config.rollout.tools
-    episodes = [played, _content(played), _values(config, OF_EPISODES)] if played else None
+    values = _values(config, OF_EPISODES) | {"history": config.history}
+    episodes = [played, _content(played), values] if played else None
     rewards = {
         name: [weight, given[name].version if name in given else _content(name)]
         for name, weight in config.reward.weights.items()

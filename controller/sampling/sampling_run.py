@@ -202,8 +202,8 @@ def _with_model_scores(job: Job, roles: "WorkerGroups", samples: list[Sampled]) 
     assert roles.reward_model is not None
     scores = {sample.result.key: sample.score for sample in samples}
     rollout = assemble([(sample.result, sample.block) for sample in samples], scores)
-    plan = Planner(job.config, job.inputs.cost_model).forward_plan(rollout.batch, "reward_model.scores")
-    values = roles.reward_model.score(rollout.batch, plan)
+    plan = Planner(job.config, job.inputs.cost_model).forward_plan(rollout.last_rows, "reward_model.scores")
+    values = roles.reward_model.score(rollout.last_rows, plan)
     rollout = rollout.with_reward_part("model", values, weight=job.config.reward.model.weight)
     return [sample._replace(score=rollout.by_sample[sample.result.key]) for sample in samples]
 
@@ -217,4 +217,4 @@ def _line(job: Job, sampled: Sampled) -> Line:
     if not config.writes_tokens:
         return line
     block: DataProto = ray.get(sampled.block)
-    return line | token_columns(result, block.row(result.row))
+    return line | token_columns(result, [block.row(row) for row in result.rows])

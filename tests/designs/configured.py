@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from balancing import CostModel, Plan
 from controller.actors.launch import worker_arguments
 from controller.config import Config, load
-from controller.planning.planner import Planner, draw_mini_batches, with_group_tokens
+from controller.planning.planner import Planner, draw_mini_batches, with_loss_counts
 from controller.preflight.checks import check
 from tests.benchmarks.families.measuring import build
 from tests.controller.config_workspace import write_workspace
@@ -151,7 +151,7 @@ def _on_a_rank(file: str, overrides: tuple[str, ...], sequences: DataProto | Non
     )
     planner = Planner(config, CostModel.tokens())
     drawn = draw_mini_batches(len(whole), config.batch.mini_batches, config.run.seed, step=1)
-    batch = with_group_tokens(batch, drawn)
+    batch = with_loss_counts(batch, drawn)
     whole = replace(whole, columns=whole.columns | {"group_tokens": torch.from_numpy(batch["group_tokens"])})
     forward = planner.forward_plan(batch, "policy.log_probs").for_rank(worker.coordinates.dp)
     with recorded_cells(worker.engine.module) as cells, CountedCalls() as counted:

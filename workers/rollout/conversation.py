@@ -1,7 +1,7 @@
 """Conversation: the text of an episode, for the environment and for the chat template. Only new text is encoded.
 
     turn ids --turn--> Turn for Environment.step
-    text of an observation --observation_ids--> the ids that follow the turn
+    text of an observation --observed--> the ids that follow the turn, and the next prompt if it is another one
 
 With chat messages, the template renders the observation behind a stand-in for the turn. The text behind the end of the
 stand-in is new:
@@ -10,13 +10,13 @@ stand-in is new:
     encoded                               \n<user>Sure?<end>\n<assistant>
 
 The policy's own text is never rendered, so nothing in it can be mistaken for the template's. Sampled tokens stay as
-they are, also where the template would drop an earlier turn's thoughts.
+they are. Where the template would drop an earlier turn's thoughts, rollout.history decides (`History`).
 """
 
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,28 +24,51 @@ import numpy as np
 from workers.environment import Text, Turn
 from workers.errors import ConfigError, DataError, EpisodeError
 from workers.rendering import Messages, Options, Renderer, cleaned
+from workers.rollout.history import History
 from workers.rollout.parsing import TurnParser
+from workers.rollout.requests import Response
 
 
 class Conversation:
-    """The messages or the text of one episode."""
+    """The messages or the text of one episode.
+
+    cut_tokens: see `History`. refused: whether the template could not render a turn as a message. From there on the
+    conversation is continued as with `rollout.history=keep`.
+    """
 
     def __init__(
-        self, renderer: Renderer, prompt: Text, options: Options | None = None, parser: TurnParser | None = None
+        self,
+        renderer: Renderer,
+        prompt: Text,
+        options: Options | None = None,
+        parser: TurnParser | None = None,
+        *,
+        rewrites: bool = False,
     ) -> None:
-        """prompt, options: as it was tokenized, including its system message. parser: of turns, None for plain text."""
+        """prompt, options: as it was tokenized, including its system message. parser: of turns, None for plain text.
+
+        rewrites: whether the template may change what came before, as with `rollout.history=template`.
+        """
         self._renderer, self._tokenizer, self._parser = renderer, renderer.tokenizer, parser
         self._messages = list(prompt) if isinstance(prompt, list) else None
-        self._options = options or {}
+        self._options, self._rewrites = options or {}, rewrites
+        self._history: History | None = None
+        self.refused = False
+
+    @property
+    def cut_tokens(self) -> int:
+        return self._history.cut_tokens if self._history else 0
 
     def opened(self, prompt_ids: np.ndarray, opening: Text) -> np.ndarray:
-        """The prompt, int32, extended by the environment's opening. Raises EpisodeError as `observation_ids` does."""
-        if not opening:
-            return prompt_ids
+        """The prompt, int32, extended by the environment's opening. Raises EpisodeError as `observed` does."""
         if self._messages is None:
-            return np.concatenate([prompt_ids, self._encode(_text_only(opening))])
-        self._messages += _as_messages(opening)
-        return self._encode(self._render(self._messages))
+            return np.concatenate([prompt_ids, self._encode(_text_only(opening))]) if opening else prompt_ids
+        if opening:
+            self._messages += _as_messages(opening)
+            prompt_ids = self._encode(self._render(self._messages))
+        if self._rewrites:
+            self._history = History(self._tokenizer, self._encode, self._render(self._messages), prompt_ids)
+        return prompt_ids
 
     def turn(self, ids: np.ndarray, *, finished: bool) -> Turn:
         """The turn for the environment. finished: whether the policy ended it."""
@@ -54,13 +77,47 @@ class Conversation:
         plain = str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=True))
         return Turn(plain, str(self._tokenizer.decode(ids.tolist())), plain)
 
-    def observation_ids(self, turn_ids: np.ndarray, observation: Text) -> np.ndarray:
-        """Ids, int32, of an observation after a turn. Raises EpisodeError if the template cannot render it there."""
+    def observed(self, turn: Response, said: Turn, observation: Text) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return the ids, int32, of an observation after a turn, and the next prompt if it changes what came before.
+
+        said: the turn's text.
+        Raises EpisodeError if the template cannot render it there.
+        """
         if self._messages is None:
-            return self._encode(_text_only(observation))
-        end = str(self._tokenizer.decode(turn_ids[-1:].tolist()))
-        self._messages, text = continued(self._render, self._messages, _as_messages(observation), end)
-        return self._encode(text)
+            return self._encode(_text_only(observation)), None
+        following = _answers(_as_messages(observation), said.tool_calls)
+        before, end = self._messages, str(self._tokenizer.decode(turn.ids[-1:].tolist()))
+        served = self._served(said.message(), turn.ids, following)
+        if served is not None and served[1] is None:
+            return self._encode(served[0]), None
+        kept, text = continued(self._render, before, following, end)
+        if served is None:
+            self._messages = kept
+        return self._encode(text), served and served[1]
+
+    def _served(
+        self, message: dict[str, Any], ids: np.ndarray, following: Messages
+    ) -> tuple[str, np.ndarray | None] | None:
+        """Return `History.next_prompt` after a turn, or None if the conversation is continued as with `keep`."""
+        if self._history is None or self.refused or self._messages is None:
+            return None
+        said = [*self._messages, self._history.opaque(message, ids)]
+        try:
+            rendered = self._render_calls([*said, *following])
+            self.refused = following[0]["role"] == "tool" and not _shows(self._render_calls, said, following)
+        except DataError:  # such as two calls where a template takes one
+            self.refused = True
+        if self.refused:
+            return None
+        self._messages = [*said, *following]
+        return self._history.next_prompt(rendered)
+
+    def _render_calls(self, messages: Messages) -> str:
+        """Render, with the calls' arguments as texts if the template takes no objects."""
+        try:
+            return self._render(messages)
+        except DataError:
+            return self._render([_with_texts(message) for message in messages])
 
     def _encode(self, text: str) -> np.ndarray:
         return np.asarray(self._renderer.ids(text, "the conversation"), dtype=np.int32)
@@ -129,15 +186,41 @@ def check_template(
     conversation = Conversation(renderer, [{"role": "user", "content": "one"}], options)
     turn = np.asarray([*renderer.ids("two", "the conversation"), renderer.tokenizer.eos_token_id], np.int32)
     try:
-        conversation.observation_ids(turn, answer)
+        response = Response(turn, np.zeros(len(turn), np.float32), np.zeros(len(turn), np.int32))
+        conversation.observed(response, conversation.turn(turn, finished=True), answer)
     except EpisodeError as failure:
         raise ConfigError(f"{key}: model.path={model}: {failure}.") from None
+
+
+def _with_texts(message: dict[str, Any]) -> dict[str, Any]:
+    def text(call: dict[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        arguments = function["arguments"]
+        written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        return call | {"function": function | {"arguments": written}}
+
+    calls = message.get("tool_calls")
+    return message | {"tool_calls": [text(call) for call in calls]} if calls else message
 
 
 def _text_only(observation: Text) -> str:
     if not isinstance(observation, str):
         raise EpisodeError("the environment returned chat messages, but the prompt is a text")
     return observation
+
+
+def _answers(observation: Messages, calls: Sequence[dict[str, Any]]) -> Messages:
+    """Name the tools' answers as the calls that they answer, by id or in order."""
+    names = {call["id"]: call["function"]["name"] for call in calls}
+    order = iter(names)
+    named = []
+    for message in observation:
+        if message["role"] == "tool":
+            call = message.get("tool_call_id") or next(order, None)
+            known = {"tool_call_id": call, "name": names.get(call)}
+            message = {name: value for name, value in known.items() if value} | message
+        named.append(message)
+    return named
 
 
 def _as_messages(observation: Text) -> Messages:

@@ -26,7 +26,7 @@ from workers.errors import LostError, RolloutError
 from workers.network import use_rays_interface
 from workers.rendering import Renderer
 from workers.rollout.conversation import Conversation
-from workers.rollout.episode import Episode, play
+from workers.rollout.episode import Episode, branches_of, play
 from workers.rollout.parsing import TurnParser
 from workers.rollout.placement import check_placement
 from workers.rollout.prefix_hashes import prefix_hashes
@@ -53,7 +53,7 @@ FLUSH_SECONDS = 0.25
 STOP_SECONDS = 10.0
 ALIVE_SECONDS = 1.0  # between checks that a silent engine is alive
 Row = dict[str, np.ndarray]
-Sample = tuple[SampleResult, Row | None]
+Sample = tuple[SampleResult, list[Row]]
 
 
 class VllmEngineActor:
@@ -135,7 +135,7 @@ class VllmEngineActor:
     async def generate(
         self, requests: list[SampleRequest], sampling: SamplingConfig
     ) -> AsyncIterator[DataProto | list[SampleResult]]:
-        """Yield a DataProto of `Episode.row`s and then the list of their results, repeatedly, as samples finish.
+        """Yield a DataProto of `Episode.rows` and then the list of their results, repeatedly, as samples finish.
 
         The block comes first, so that it exists when a caller gets the list. Failed samples have no row. If the engine
         dies, RolloutError ends the stream.
@@ -156,20 +156,20 @@ class VllmEngineActor:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         start, engine = time.time(), self.engine
-        row: Row | None = None
+        rows: list[Row] = []
         try:
             vocabulary = engine.model_config.get_vocab_size()
             check_prompt(request.prompt_ids, vocab_size=vocabulary, max_model_tokens=self._max_model_tokens)
-            result, row = await self._play(request, sampling)
+            result, rows = await self._play(request, sampling)
         except EngineDeadError as error:
             raise RolloutError(f"the engine of rollout replica {self.index} died: {_reason(error)}") from error
         except Exception as error:  # other errors of vLLM concern this request alone
             reason = f"{type(error).__name__}: {error.__cause__ or error}"
             tokens = len(request.prompt_ids)
             result = SampleResult(request.uid, request.sample, tokens, 0, ERROR, weight_version=-1, error=reason)
-        return replace(result, replica=self.index, start=start, seconds=time.time() - start), row
+        return replace(result, replica=self.index, start=start, seconds=time.time() - start), rows
 
-    async def _play(self, request: SampleRequest, sampling: SamplingConfig) -> tuple[SampleResult, Row]:
+    async def _play(self, request: SampleRequest, sampling: SamplingConfig) -> Sample:
         limit = self.config.response_limit(sampling)
         episode = Episode(request.prompt_ids, max_turns=self.config.max_turns, max_tokens=limit)
         sample = partial(self._turn, request, sampling)
@@ -182,9 +182,10 @@ class VllmEngineActor:
         if isinstance(start.prompt, list):
             names = self.config.tool_parser, self.config.reasoning_parser
             parser = TurnParser(self._renderer.tokenizer, *names, start.options)
-        conversation = Conversation(self._renderer, start.prompt, start.options, parser)
+        rewrites = self.config.history == "template"
+        conversation = Conversation(self._renderer, start.prompt, start.options, parser, rewrites=rewrites)
         reason, score = await play(episode, sample, self._environments.episode(), conversation, start.record)
-        return _finished(request, episode, reason, score)
+        return _finished(request, episode, reason, score, cut_tokens=conversation.cut_tokens)
 
     async def _turn(self, request: SampleRequest, sampling: SamplingConfig, episode: Episode) -> Response:
         """Sample a turn, or the rest of a response that a lost engine began."""
@@ -345,20 +346,24 @@ def _end_engine(engine: "AsyncLLM | None") -> None:
 
 def _flush(samples: list[Sample]) -> tuple[DataProto, list[SampleResult]]:
     """Join the rows, and number the results, sorted by (uid, sample)."""
-    rows: list[Row] = []
+    block: list[Row] = []
     results = []
-    for result, row in sorted(samples, key=lambda sample: sample[0].key):
-        if row is not None:
-            result = replace(result, row=len(rows))
-            rows.append(row)
-        results.append(result)
-    return DataProto.from_rows(rows), results
+    for result, rows in sorted(samples, key=lambda sample: sample[0].key):
+        results.append(replace(result, row=len(block)) if rows else result)
+        block += rows
+    return DataProto.from_rows(block), results
 
 
 def _finished(
-    request: SampleRequest, episode: Episode, reason: str, environment: Score | None = None
-) -> tuple[SampleResult, Row]:
-    versions, row = episode.version_tokens, episode.row()
+    request: SampleRequest,
+    episode: Episode,
+    reason: str,
+    environment: Score | None = None,
+    *,
+    cut_tokens: int = 0,
+) -> Sample:
+    versions, rows = episode.version_tokens, episode.rows()
+    ids = rows[0]["input_ids"]
     result = SampleResult(
         request.uid,
         request.sample,
@@ -371,9 +376,11 @@ def _finished(
         turns=len(episode.turns),
         observation_tokens=episode.observation_tokens,
         prompt_hash=episode.prompt_hash,
-        prefix_hashes=prefix_hashes(row["input_ids"], episode.prompt_tokens),
+        prefix_hashes=prefix_hashes(ids, episode.prompt_tokens),
         read_tokens=sum(turn.read_tokens for turn in episode.turns),
         cached_tokens=sum(turn.cached_tokens for turn in episode.turns),
         environment=environment,
+        branches=branches_of(rows, episode.prompt_tokens),
+        cut_tokens=cut_tokens,
     )
-    return result, row
+    return result, rows

@@ -6,10 +6,19 @@
              ^^^^                 ^^^^                 ^^^^          the policy's: loss_mask True, log-probs
 
 The next prompt is `Episode.ids`, the sampled ids: tokenizing their text again could give other tokens.
+
+Where the chat template rewrites what came before (`rollout.history=template`), the next turn is a branch, a new row:
+
+    prompt | thought, answer                                         row 1
+             ^^^^^^^^^^^^^^^
+    prompt | answer | observation | thought, answer                  row 2: earlier tokens are its context
+                                    ^^^^^^^^^^^^^^^
+
+Each sampled token is trained once, in the row in which it was sampled.
 """
 
 import hashlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -18,7 +27,8 @@ import numpy as np
 from workers.environment import Observation, as_text
 from workers.errors import EpisodeError
 from workers.rollout.conversation import Conversation
-from workers.rollout.requests import LENGTH, STOP, TURNS, Response
+from workers.rollout.prefix_hashes import prefix_hashes
+from workers.rollout.requests import LENGTH, STOP, TURNS, Branch, Response
 from workers.score import Score
 from workers.user_code.environments import RemoteEnvironment
 
@@ -27,25 +37,24 @@ class Episode:
     """The tokens so far, the turns among them, and the room within the limits."""
 
     def __init__(self, prompt_ids: np.ndarray, *, max_turns: int, max_tokens: int) -> None:
-        """max_tokens: after the prompt, turns and observations together."""
+        """max_tokens: of a row after the prompt, turns and observations together."""
         self.turns: list[Response] = []
         self._max_turns, self._max_length = max_turns, len(prompt_ids) + max_tokens
-        self._parts = [_not_sampled(prompt_ids)]
+        self._said = [_not_sampled(prompt_ids)]  # all of the episode, in order
+        self._rows = [list(self._said)]
 
     @property
     def ids(self) -> np.ndarray:
-        """All tokens, int32: the prompt of the next turn."""
-        return np.concatenate([part.ids for part in self._parts])
+        """All tokens of the current row, int32: the prompt of the next turn."""
+        return _joined(self._rows[-1])
 
     @property
     def prompt_tokens(self) -> int:
-        return len(self._parts[0].ids)
+        return len(self._said[0].ids)
 
     @property
     def prompt_hash(self) -> int:
-        """int64, the same in every process."""
-        digest = hashlib.blake2b(self._parts[0].ids.tobytes(), digest_size=8).digest()
-        return int.from_bytes(digest, signed=True)
+        return hash_of(self._said[0].ids)
 
     @property
     def response_tokens(self) -> int:
@@ -53,7 +62,7 @@ class Episode:
 
     @property
     def observation_tokens(self) -> int:
-        return len(self.ids) - self.prompt_tokens - self.response_tokens
+        return sum(len(part.ids) for part in self._said) - self.prompt_tokens - self.response_tokens
 
     @property
     def room(self) -> int:
@@ -70,19 +79,27 @@ class Episode:
         """Replace the prompt by a longer one, within the limit. Returns False if no room for a turn is left."""
         if len(prompt_ids) >= self._max_length:
             return False
-        self._parts = [_not_sampled(prompt_ids)]
+        self._said = [_not_sampled(prompt_ids)]
+        self._rows = [list(self._said)]
         return True
 
     def add(self, turn: Response) -> None:
         """Append a turn that the policy sampled after `ids`."""
-        self.turns.append(turn)
-        self._parts.append(turn)
+        for parts in (self.turns, self._said, self._rows[-1]):
+            parts.append(turn)
 
-    def observe(self, ids: np.ndarray) -> bool:
-        """Append an observation, int32. Returns False if that leaves no room for another turn."""
-        if len(ids) >= self.room:
+    def observe(self, ids: np.ndarray, branch: np.ndarray | None = None) -> bool:
+        """Append an observation, int32. Returns False if that leaves no room for another turn.
+
+        branch: the next prompt, int32, if it does not continue the current row.
+        """
+        if (len(ids) + len(self.ids) if branch is None else len(branch)) >= self._max_length:
             return False
-        self._parts.append(_not_sampled(ids))
+        self._said.append(_not_sampled(ids))
+        if branch is None:
+            self._rows[-1].append(self._said[-1])
+        else:
+            self._rows.append([_not_sampled(branch)])
         return True
 
     def end(self, *, done: bool) -> str:
@@ -93,24 +110,50 @@ class Episode:
             return STOP
         return TURNS if len(self.turns) == self._max_turns else ""
 
-    def row(self) -> dict[str, np.ndarray]:
-        """Return `input_ids` int32, `loss_mask` bool, `rollout_log_probs` float32, `weight_versions` int32.
+    def rows(self) -> list[dict[str, np.ndarray]]:
+        """Return all of the episode in order, and the rows to train on if the first is not one.
 
-        `weight_versions` is -1 where the policy sampled nothing. `routed_experts` (optional): int16 [n, layers, k], -1
-        for unread tokens at the end.
+        `input_ids` int32, `loss_mask` bool, `rollout_log_probs` float32, `weight_versions` int32, -1 where the policy
+        sampled nothing. `routed_experts` (optional): int16 [n, layers, k], -1 for unread tokens at the end.
         """
-        versions = np.concatenate([part.versions for part in self._parts])
-        row = {
-            "input_ids": self.ids,
-            "loss_mask": versions >= 0,
-            "rollout_log_probs": np.concatenate([part.log_probs for part in self._parts]),
-            "weight_versions": versions,
-        }
-        routed = self.turns[-1].routed_experts if self.turns else None
-        if routed is not None:
-            unread = np.full((len(versions) - len(routed), *routed.shape[1:]), -1, np.int16)
-            row["routed_experts"] = np.concatenate([routed, unread])
-        return row
+        return [_row(parts) for parts in (self._rows if len(self._rows) == 1 else [self._said, *self._rows])]
+
+
+def branches_of(rows: Sequence[Mapping[str, np.ndarray]], prompt_tokens: int) -> tuple[Branch, ...]:
+    """Describe the rows to train on behind the first of `Episode.rows`. prompt_tokens: of the sample."""
+    prompt, found = rows[0]["input_ids"][:prompt_tokens], []
+    for row in rows[1:]:
+        ids = row["input_ids"]
+        both = min(len(ids), prompt_tokens)
+        shared = int(np.argmin(np.append(ids[:both] == prompt[:both], False)))
+        trained = int(row["loss_mask"].sum())
+        found.append(Branch(len(ids), trained, shared, hash_of(ids[:shared]), prefix_hashes(ids, shared)))
+    return tuple(found)
+
+
+def hash_of(ids: np.ndarray) -> int:
+    """Hash of int32 ids, int64, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=8).digest(), signed=True)
+
+
+def _joined(parts: Sequence[Response]) -> np.ndarray:
+    return np.concatenate([part.ids for part in parts])
+
+
+def _row(parts: Sequence[Response]) -> dict[str, np.ndarray]:
+    versions = np.concatenate([part.versions for part in parts])
+    row = {
+        "input_ids": _joined(parts),
+        "loss_mask": versions >= 0,
+        "rollout_log_probs": np.concatenate([part.log_probs for part in parts]),
+        "weight_versions": versions,
+    }
+    routed = parts[-1].routed_experts
+    if routed is not None:
+        routed = routed[: len(versions)]
+        unread = np.full((len(versions) - len(routed), *routed.shape[1:]), -1, np.int16)
+        row["routed_experts"] = np.concatenate([routed, unread])
+    return row
 
 
 def _not_sampled(ids: np.ndarray) -> Response:
@@ -142,11 +185,12 @@ async def play(
             while True:
                 turn = await sample(episode)
                 episode.add(turn)
-                observation = await environment.step(conversation.turn(turn.ids, finished=turn.finish_reason == STOP))
+                said = conversation.turn(turn.ids, finished=turn.finish_reason == STOP)
+                observation = await environment.step(said)
                 score = _with(score, observation)
                 if reason := episode.end(done=observation.done):
                     return reason, score
-                if not episode.observe(conversation.observation_ids(turn.ids, observation.text)):
+                if not episode.observe(*conversation.observed(turn, said, observation.text)):
                     return LENGTH, score
     except EpisodeError as failure:
         if not episode.turns:

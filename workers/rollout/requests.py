@@ -1,6 +1,6 @@
 """Requests to an engine, and the light results that come back. Importable without torch or vLLM.
 
-SampleRequest --engine--> SampleResult (to the driver) + one row of a DataProto (stays in the object store)
+SampleRequest --engine--> SampleResult (to the driver) + rows of a DataProto (stay in the object store)
 """
 
 import hashlib
@@ -85,6 +85,17 @@ class SampleRequest:
         return self.uid, self.sample
 
 
+@dataclass(frozen=True)
+class Branch:
+    """A row to train on of a sample with several. prompt_tokens: its first tokens that equal the sample's prompt."""
+
+    length: int
+    response_tokens: int
+    prompt_tokens: int
+    prompt_hash: int
+    prefix_hashes: bytes
+
+
 COUNTS = (
     "prompt_tokens",
     "read_tokens",
@@ -93,6 +104,7 @@ COUNTS = (
     "response_tokens",
     "length",
     "turns",
+    "cut_tokens",
     "weight_version",
     "newest_weight_version",
 )
@@ -108,8 +120,9 @@ class SampleResult:
     done), `length` (sampling.max_new_tokens, rollout.max_episode_tokens or the engine's longest sequence), `turns`
     (rollout.max_turns) or `error`, explained in `error`. weight_version, newest_weight_version: oldest and newest
     weights that sampled a token. version_tokens: (version, tokens), oldest first. environment: its reward or failure.
-    row: in the DataProto that came along, -1 after an error. start: seconds since 1970 by the engine's clock. seconds:
-    duration including waiting.
+    row: all tokens in order, in the DataProto that came along, -1 after an error. branches: rows to train on instead,
+    which follow it, empty if the template changed nothing. cut_tokens: see `workers.rollout.history`. start: seconds
+    since 1970 by the engine's clock. seconds: duration including waiting.
     """
 
     uid: str
@@ -129,6 +142,8 @@ class SampleResult:
     cached_tokens: int = 0
     version_tokens: tuple[tuple[int, int], ...] = ()
     environment: Score | None = None
+    branches: tuple[Branch, ...] = ()
+    cut_tokens: int = 0
     replica: int = -1
     start: float = 0.0
     seconds: float = 0.0
@@ -136,6 +151,11 @@ class SampleResult:
     @property
     def key(self) -> tuple[str, int]:
         return self.uid, self.sample
+
+    @property
+    def rows(self) -> range:
+        """Rows of the DataProto that came along: all tokens in order, and the branches."""
+        return range(self.row, self.row + 1 + len(self.branches)) if self.row >= 0 else range(0)
 
     @property
     def length(self) -> int:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from balancing import CostModel
 from balancing.pipeline import Pipeline
 from controller.config import Config
-from controller.planning.planner import Planner, StageTimes, draw_mini_batches, plan_arguments, with_group_tokens
+from controller.planning.planner import Planner, StageTimes, draw_mini_batches, plan_arguments, with_loss_counts
 from workers.remote_batch import RemoteBatch
 
 
@@ -38,7 +38,7 @@ def test_whole_groups_are_drawn_and_their_numbers_differ_by_at_most_one(groups: 
 
 def test_tokens_of_a_group_are_counted_in_each_mini_batch() -> None:
     columns = {"group_number": np.array([1, 0, 1, 0, 1]), "response_tokens": np.array([1, 2, 3, 4, 5])}
-    batch = with_group_tokens(RemoteBatch(columns, {}), [np.array([0, 1, 3]), np.array([2, 4])])
+    batch = with_loss_counts(RemoteBatch(columns, {}), [np.array([0, 1, 3]), np.array([2, 4])])
     assert batch["group_tokens"].tolist() == [1, 6, 8, 6, 8]
 
 

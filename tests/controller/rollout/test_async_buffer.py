@@ -174,7 +174,7 @@ def test_a_checkpoint_keeps_what_is_finished_and_the_beginnings_of_the_rest(
     old.save(tmp_path / "samples.npz", old.active)
     stored = read_samples(tmp_path / "samples.npz")
     assert [sample.result.key for sample in stored.finished] == [(uid, i) for uid in ("3", "4", "5") for i in (0, 1)]
-    assert [sample.row["input_ids"].tolist() for sample in stored.finished] == [list(range(8))] * 6
+    assert [row["input_ids"].tolist() for sample in stored.finished for row in sample.rows] == [list(range(8))] * 6
     assert all(sample.score is not None for sample in stored.finished)
 
     run = local_run(*AHEAD)

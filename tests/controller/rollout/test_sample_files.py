@@ -13,14 +13,20 @@ from controller.rollout.samples import RolloutBatch
 from tests.refusals import refused
 from workers.dataproto import DataProto, object_column
 from workers.errors import DataError, OutputError
-from workers.remote_batch import RemoteBatch
+from workers.remote_batch import RemoteBatch, places
+from workers.rollout.episode import branches_of
 from workers.rollout.prefix_hashes import prefix_hashes
 from workers.score import Score
 
 ROWS = [
-    {"input_ids": np.arange(4, dtype=np.int32), "loss_mask": np.array([False, False, True, True])},
-    {"input_ids": np.array([7], dtype=np.int32), "loss_mask": np.array([True])},
+    [
+        {"input_ids": np.arange(6, dtype=np.int32), "loss_mask": np.arange(6) > 2},
+        {"input_ids": np.array([0, 1, 9, 3], np.int32), "loss_mask": np.arange(4) > 2},
+        {"input_ids": np.array([0, 8, 3, 4, 5], np.int32), "loss_mask": np.arange(5) > 2},
+    ],
+    [{"input_ids": np.array([7], dtype=np.int32), "loss_mask": np.array([True])}],
 ]
+"""A sample whose second turn is a branch, and one of one row."""
 
 
 @pytest.fixture(autouse=True)
@@ -37,39 +43,45 @@ class Block(DataProto):
 
 def samples(**added: np.ndarray) -> RolloutBatch:
     """Two samples, of which both are trained, the second first."""
-    rows = DataProto.from_rows(ROWS)
+    rows = DataProto.from_rows([*ROWS[0], *ROWS[1]])
     columns = {"uid": np.array(["a", "ü"]), "sample": np.array([0, 1]), "seconds": np.array([0.1, 1 / 3])}
-    columns["prompt_tokens"] = np.array([2, 0])
+    columns |= {"prompt_tokens": np.array([2, 0]), "cut_tokens": np.array([0, 0]), "prompt_hash": np.array([5, 6])}
+    columns |= {"length": np.array([6, 1]), "response_tokens": np.array([3, 1])}
+    columns["prefix_hashes"] = object_column(
+        [prefix_hashes(first["input_ids"], n) for (first, *_), n in zip(ROWS, (2, 0), strict=True)]
+    )
+    columns["branches"] = object_column([branches_of(found, 2) for found in ROWS])
     scores = [Score(1 / 3, "yes", {"exact": 1.0}, answer="4"), Score(0.0, "", failure="f: raised")]
-    batch = RemoteBatch.of_block(Block(rows.lengths, rows.tokens), columns, ["input_ids", "loss_mask"])
+    block = Block(rows.lengths, rows.tokens)
+    batch = RemoteBatch(columns, {name: places(name, [block] * 2, [0, 3]) for name in ("input_ids", "loss_mask")})
     rollout = RolloutBatch(batch, {("a", 0): scores[0], ("ü", 1): scores[1]}, dropped=0, retried=0)
-    return replace(rollout, trained=rollout.batch.select([1, 0]).with_columns(**added))
+    return replace(rollout, trained=rollout.rows.select([2, 0, 1]).with_columns(**added))
 
 
 def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
     """To the last bit and in the same types, also records' values that are neither numbers nor text."""
     path = tmp_path / "samples" / "step-3.npz"
-    before = samples(level=np.array([2.0, 1.0]), tests=object_column([["a"], [{"b": None}]]))
+    before = samples(level=np.array([2.0, 1.0, 1.0]), tests=object_column([["a"], [{"b": None}], [3]]))
     write_step(path, before)
     found = read_step(path, put=lambda block: block)
     assert [path.name for path in path.parent.iterdir()] == ["step-3.npz"]
     assert found.by_sample == before.by_sample
     assert list(found.by_sample) == list(before.by_sample)
-    hashes = found.samples.columns.pop("prefix_hashes")
-    assert hashes.tolist() == [prefix_hashes(row["input_ids"], n) for row, n in zip(ROWS, (2, 0), strict=True)]
-    found.trained.columns.pop("prefix_hashes")
+    assert found.trained["length"].tolist() == [1, 4, 5]
+    assert found.trained["prompt_tokens"].tolist() == [0, 2, 1]  # as far as a row begins with the sample's prompt
+    assert [row for _, _, row in found.trained.tokens["loss_mask"]] == [3, 1, 2]
     block, written = (rollout.samples.tokens["input_ids"][0][0] for rollout in (found, before))
     pairs = [(found.samples.columns, before.samples.columns), (found.trained.columns, before.trained.columns)]
     for columns, expected in [*pairs, (block.tokens, written.tokens)]:
         assert columns.keys() == expected.keys()
         for name, column in expected.items():
             assert (columns[name].tolist(), columns[name].dtype) == (column.tolist(), column.dtype)
-    assert block.offsets.tolist() == [0, 4, 5]
+    assert block.offsets.tolist() == [0, 6, 10, 15, 16]
 
 
 def test_a_value_that_json_does_not_have_is_refused_by_its_column(tmp_path: Path) -> None:
     with refused("algorithm.loss.columns=when", DataError):
-        write_step(tmp_path / "step-1.npz", samples(when=object_column([date(2026, 1, 1), "b"])))
+        write_step(tmp_path / "step-1.npz", samples(when=object_column([date(2026, 1, 1), "b", "b"])))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -117,7 +117,7 @@ def test_log_probs_keep_every_bit(values: list[float]) -> None:
         "loss_mask": np.array([False, False, *[True] * count]),
         "rollout_log_probs": np.array([0, 0, *values], np.float32),
     }
-    found = json.loads(json.dumps(token_columns(RESULT, row)))
+    found = json.loads(json.dumps(token_columns(RESULT, [row])))
     assert np.array_equal(np.array(found["log_probs"], np.float32), row["rollout_log_probs"][2:])
     assert (found["prompt_ids"], found["response_ids"]) == ([0, 1], list(range(2, 2 + count)))
     assert "sampled" not in found
@@ -126,7 +126,15 @@ def test_log_probs_keep_every_bit(values: list[float]) -> None:
 def test_of_several_turns_a_line_says_which_tokens_were_sampled() -> None:
     mask = np.array([False, False, True, False, True])
     row = {"input_ids": np.arange(5), "loss_mask": mask, "rollout_log_probs": np.zeros(5, np.float32)}
-    assert token_columns(RESULT, row)["sampled"] == [1, 0, 1]
+    found = token_columns(RESULT, [row])
+    assert (found["sampled"], "rows" in found) == ([1, 0, 1], False)
+
+
+def test_a_line_of_a_rewritten_conversation_has_the_rows_in_which_turns_were_sampled() -> None:
+    row = {"input_ids": np.arange(5), "loss_mask": np.arange(5) > 3, "rollout_log_probs": np.zeros(5, np.float32)}
+    first, last = token_columns(RESULT, [row, row, row | {"input_ids": np.arange(9, 14)}])["rows"]
+    assert (first["response_ids"], last["response_ids"]) == ([2, 3, 4], [11, 12, 13])
+    assert (last["prompt_ids"], last["sampled"]) == ([9, 10], [0, 0, 1])
 
 
 def identity(*overrides: str) -> dict[str, object]:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from balancing import CostModel, Plan
 from controller.algorithm.advantages import estimate
 from controller.config import Config
-from controller.planning.planner import Planner, draw_mini_batches, with_group_tokens
+from controller.planning.planner import Planner, draw_mini_batches, with_loss_counts
 from tests.controller.stand_ins.gpus import StandInEngine
 from tests.controller.stand_ins.run import StandIns, write_stand_in_workspace
 from tests.workers.model.tiny import random_sequences, save_tiny_model, unpacked_log_probs
@@ -52,7 +52,7 @@ def planned(ranks: int, cap: int, algorithm: str) -> tuple[RemoteBatch, Plan]:
     config.policy.max_tokens_per_micro_batch = cap
     columns = {"group_number": np.unique(UIDS, return_inverse=True)[1], "length": sequences().lengths.numpy()}
     columns["response_tokens"] = sequences().loss_token_counts.numpy()
-    batch = with_group_tokens(RemoteBatch(columns, {}), MINI_BATCHES)
+    batch = with_loss_counts(RemoteBatch(columns, {}), MINI_BATCHES)
     return batch, Planner(config, CostModel.tokens()).plan(batch, MINI_BATCHES, "policy.update")
 
 

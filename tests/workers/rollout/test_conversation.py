@@ -15,6 +15,7 @@ from tests.workers.rollout import tiny
 from workers.errors import DataError, EpisodeError
 from workers.rendering import Messages, Renderer, forms, in_form
 from workers.rollout.conversation import Conversation, check_template, continued
+from workers.rollout.requests import STOP, Response
 
 APPENDING = (
     "{% for m in messages %}#{{ m['role'] == 'user' and 'u' or 'a' }}{{ m['content'] }}<eos>;{% endfor %}"
@@ -41,9 +42,17 @@ def test_a_text_follows_a_text(tokenizer: Any) -> None:
     assert conversation.opened(ids_of("a"), "bc").tolist() == ids_of("abc").tolist()
     assert conversation.opened(ids_of("a"), "").tolist() == ids_of("a").tolist()
     assert conversation.turn(ids_of("d", tiny.EOS), finished=True) == "d"
-    assert conversation.observation_ids(ids_of("d", tiny.EOS), "ef").tolist() == ids_of("ef").tolist()
+    assert observation_ids(conversation, ids_of("d", tiny.EOS), "ef").tolist() == ids_of("ef").tolist()
     with pytest.raises(EpisodeError):
-        conversation.observation_ids(ids_of("d", tiny.EOS), [{"role": "user", "content": "e"}])
+        observation_ids(conversation, ids_of("d", tiny.EOS), [{"role": "user", "content": "e"}])
+
+
+def observation_ids(conversation: Conversation, ids: np.ndarray, observation: Any) -> np.ndarray:
+    """The ids that follow a turn in the same row."""
+    turn = Response(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32), STOP)
+    following, branch = conversation.observed(turn, conversation.turn(ids, finished=True), observation)
+    assert branch is None
+    return following
 
 
 def ids_of(text: str, *more: int) -> np.ndarray:
@@ -56,7 +65,7 @@ def test_turns_and_observations_together_are_what_the_template_renders(chat: Any
     ids = chat.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     for said, answer in (("four", "sure?"), ("yes", "good")):
         turn = ids_of(said, tiny.EOS)
-        ids += [*turn.tolist(), *conversation.observation_ids(turn, answer).tolist()]
+        ids += [*turn.tolist(), *observation_ids(conversation, turn, answer).tolist()]
         messages = [*messages, {"role": "assistant", "content": said}, {"role": "user", "content": answer}]
     assert ids == chat.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
@@ -74,7 +83,8 @@ def test_a_template_that_rewrites_earlier_turns_is_continued(chat: Any) -> None:
     conversation = Conversation(Renderer(chat), [{"role": "user", "content": "hi"}])
     for answer in ("sure?", "good"):
         assert (
-            conversation.observation_ids(ids_of("four", tiny.EOS), answer).tolist() == ids_of(answer, tiny.EOS).tolist()
+            observation_ids(conversation, ids_of("four", tiny.EOS), answer).tolist()
+            == ids_of(answer, tiny.EOS).tolist()
         )
 
 

@@ -35,7 +35,7 @@ def test_a_row_marks_what_the_policy_sampled_and_has_the_experts_of_all_tokens_t
     assert episode.observe(ids(8, 9, 8))
     read = np.arange(16, dtype=np.int16).reshape(8, 2, 1)
     episode.add(replace(turn(4, END, versions=(4, 5)), routed_experts=read))
-    row = episode.row()
+    row = episode.rows()[0]
     experts = row.pop("routed_experts")
     assert (experts.dtype, experts.tolist()) == (np.int16, [*read.tolist(), [[-1], [-1]]])
     assert row["input_ids"].tolist() == [5, 6, 7, END, 8, 9, 8, 4, END] == episode.ids.tolist()
@@ -73,7 +73,7 @@ def test_the_limits_hold_whatever_is_sampled_and_observed(parts: list, tokens: i
         assert episode.room >= 1
     assert len(episode.turns) <= turns
     assert len(episode.ids) == 3 + episode.response_tokens + episode.observation_tokens <= 3 + tokens
-    assert episode.row()["loss_mask"].sum() == episode.response_tokens
+    assert episode.rows()[0]["loss_mask"].sum() == episode.response_tokens
 
 
 def test_an_opening_lengthens_the_prompt_and_counts() -> None:
@@ -81,7 +81,7 @@ def test_an_opening_lengthens_the_prompt_and_counts() -> None:
     assert not episode.open(ids(5, 6, 7, 7, 7, 7))
     assert episode.open(ids(5, 6, 7))
     assert (episode.prompt_tokens, episode.room, episode.ids.tolist()) == (3, 3, [5, 6, 7])
-    assert episode.row()["rollout_log_probs"].tolist() == [0, 0, 0]
+    assert episode.rows()[0]["rollout_log_probs"].tolist() == [0, 0, 0]
 
 
 class Scripted:
@@ -117,8 +117,8 @@ class Numbers:
     def turn(self, turn_ids: np.ndarray, *, finished: bool) -> str:
         return " ".join(map(str, turn_ids.tolist()))
 
-    def observation_ids(self, turn_ids: np.ndarray, observation: str) -> np.ndarray:
-        return ids(*map(int, observation.split()))
+    def observed(self, turn: Response, said: str, observation: str) -> tuple[np.ndarray, None]:
+        return ids(*map(int, observation.split())), None
 
 
 def played(environment: Scripted, *turns: Response, **limits: int) -> tuple[Episode, list[list[int]], str, Any]:

@@ -57,18 +57,21 @@ def token_weights(
         sequence_mean_token_sum_norm   1 / (sequences * constant_length)           Dr. GRPO, Liu et al. 2025
         group_mean_token_mean          1 / (groups * tokens of its group)          DAPO's eq. 8, a group at a time
 
+    A sample of several rows is one sequence, by the columns `sample_tokens` and `mini_batch_samples`.
+
     Raises ConfigError for an unknown name or a norm without `constant_length`, DataError if groups are not counted.
     """
     ones = torch.ones(len(predictions), dtype=torch.float64, device=predictions.sequence_index.device)
+    sequences = predictions.columns.get("mini_batch_samples", denominators.sequences)
     if aggregation == "token_mean":
         return ones / denominators.tokens
     if aggregation == "sequence_mean_token_mean":
-        return ones / (denominators.sequences * predictions.sequence_tokens)
+        return ones / (sequences * predictions.columns.get("sample_tokens", predictions.sequence_tokens))
     if aggregation == "sequence_mean_token_sum":
-        return ones / denominators.sequences
+        return ones / sequences
     if aggregation == "sequence_mean_token_sum_norm":
         check_constant_length("", aggregation, constant_length)
-        return ones / (denominators.sequences * constant_length)
+        return ones / (sequences * constant_length)
     if aggregation == "group_mean_token_mean":
         if denominators.groups is None:
             raise DataError("aggregation=group_mean_token_mean needs Denominators.groups, the groups of the mini-batch")

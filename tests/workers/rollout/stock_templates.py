@@ -1,0 +1,35 @@
+"""TRL's stock chat templates, on a tokenizer of bytes that has the templates' own markers as added tokens."""
+
+import re
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+FOLDER = Path(str(find_spec("trl").origin)).parent / "chat_templates"  # type: ignore[union-attr]
+NAMES = sorted(path.stem for path in FOLDER.glob("*.jinja") if not path.stem.endswith("_training"))
+MARKER = re.compile(r"<\|?/?[a-zA-Z_0-9]+\|?>|<[|｜][^|｜>\s]{1,40}[|｜]>|\[/?[A-Z_]+\]")
+SPECIAL = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
+
+
+def source(name: str) -> str:
+    return (FOLDER / f"{name}.jinja").read_text()
+
+
+@cache
+def tokenizer(name: str) -> Any:
+    """Bytes, two pairs of them, and the markers of the template, with its chat template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pairs = [("Ċ", "Ċ"), (".", "Ċ")]
+    vocabulary = {text: number for number, text in enumerate([*alphabet, *("".join(pair) for pair in pairs)])}
+    made = Tokenizer(models.BPE(vocabulary, pairs))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    markers = sorted({*MARKER.findall(source(name)), *SPECIAL.values()})
+    made.add_tokens([AddedToken(marker, normalized=False) for marker in markers])
+    found = PreTrainedTokenizerFast(tokenizer_object=made, **SPECIAL)
+    found.chat_template = source(name)
+    return found
