@@ -105,7 +105,7 @@ def read_step(path: Path, put: Callable[[DataProto], Any] | None = None) -> Roll
     """
     with _opened(path) as arrays:
         tokens, columns, trained = _unpacked("tokens", arrays), _named("columns", arrays), arrays["trained"]
-        columns = dict.fromkeys(("branches", "cut_tokens"), 0 * columns["prompt_tokens"]) | columns
+        columns = dict.fromkeys(("branches", "cut_tokens", "history_refused"), 0 * columns["prompt_tokens"]) | columns
         objects = {name: object_column(values) for name, values in _from_bytes(arrays["objects"]).items()}
         scores = [Score(**values) for values in _from_bytes(arrays["scores"])]
         added = _named("added", arrays) | objects

@@ -198,6 +198,7 @@ class RolloutBatch:
             ),
             "rollout/rows_per_sample": len(self.rows) / len(self.batch),
             "rollout/cut_tokens_mean": float(self.batch["cut_tokens"].mean()),
+            "rollout/history_refused_share": float(self.batch["history_refused"].mean()),
             "rollout/turns_mean": float(self.batch["turns"].mean()),
             "rollout/observation_tokens_mean": float(observed.mean()),
             "rollout/oldest_weight_version": float(self.batch["weight_version"].min()),

@@ -32,8 +32,8 @@ from workers.rollout.requests import Response
 class Conversation:
     """The messages or the text of one episode.
 
-    cut_tokens: see `History`. refused: whether the template could not render a turn as a message. From there on the
-    conversation is continued as with `rollout.history=keep`.
+    transcript: messages with the policy's, empty for a text. cut_tokens: see `History`. refused: whether the template
+    could not render a turn as a message. From there on the conversation continues as with `rollout.history=keep`.
     """
 
     def __init__(
@@ -53,6 +53,7 @@ class Conversation:
         self._messages = list(prompt) if isinstance(prompt, list) else None
         self._options, self._rewrites = options or {}, rewrites
         self._history: History | None = None
+        self.transcript: Messages = list(self._messages or ())
         self.refused = False
 
     @property
@@ -65,6 +66,7 @@ class Conversation:
             return np.concatenate([prompt_ids, self._encode(_text_only(opening))]) if opening else prompt_ids
         if opening:
             self._messages += _as_messages(opening)
+            self.transcript = list(self._messages)
             prompt_ids = self._encode(self._render(self._messages))
         if self._rewrites:
             self._history = History(self._tokenizer, self._encode, self._render(self._messages), prompt_ids)
@@ -73,9 +75,13 @@ class Conversation:
     def turn(self, ids: np.ndarray, *, finished: bool) -> Turn:
         """The turn for the environment. finished: whether the policy ended it."""
         if self._parser is not None:
-            return self._parser.turn(ids, finished)
-        plain = str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=True))
-        return Turn(plain, str(self._tokenizer.decode(ids.tolist())), plain)
+            said = self._parser.turn(ids, finished)
+        else:
+            plain = str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=True))
+            said = Turn(plain, str(self._tokenizer.decode(ids.tolist())), plain)
+        if self._messages is not None:
+            self.transcript.append(said.message())
+        return said
 
     def observed(self, turn: Response, said: Turn, observation: Text) -> tuple[np.ndarray, np.ndarray | None]:
         """Return the ids, int32, of an observation after a turn, and the next prompt if it changes what came before.
@@ -86,11 +92,12 @@ class Conversation:
         if self._messages is None:
             return self._encode(_text_only(observation)), None
         following = _answers(_as_messages(observation), said.tool_calls)
+        self.transcript += following
         before, end = self._messages, str(self._tokenizer.decode(turn.ids[-1:].tolist()))
         served = self._served(said.message(), turn.ids, following)
         if served is not None and served[1] is None:
             return self._encode(served[0]), None
-        kept, text = continued(self._render, before, following, end)
+        kept, text = continued(self._render, before, following, end, calls=len(said.tool_calls))
         if served is None:
             self._messages = kept
         return self._encode(text), served and served[1]
@@ -127,8 +134,12 @@ class Conversation:
         return self._renderer.text(messages, "the conversation", **options)
 
 
-def continued(render: Callable[..., str], messages: Messages, observation: Messages, end: str) -> tuple[Messages, str]:
+def continued(
+    render: Callable[..., str], messages: Messages, observation: Messages, end: str, calls: int = 0
+) -> tuple[Messages, str]:
     """Return the messages with a stand-in for a turn and `observation`, and the text that follows the turn's `end`.
+
+    calls: that the turn made.
 
     A turn with another end, such as a second end token, is followed by the template's end too.
     Raises EpisodeError if the template fails, or does not show the observation.
@@ -136,7 +147,7 @@ def continued(render: Callable[..., str], messages: Messages, observation: Messa
     stand_in, failure = f"stand-in {len(messages)}", "the chat template does not show the observation"
     while stand_in in str(observation):
         stand_in += "-"
-    for turn, following in _with_stand_ins(stand_in, observation):
+    for turn, following in _with_stand_ins(stand_in, observation, calls):
         after = [*messages, turn, *following]
         try:
             _, found, text = render(after).rpartition(stand_in)
@@ -162,20 +173,19 @@ def _shows(render: Callable[..., str], messages: Messages, following: Messages) 
     return all(probe["content"] in text for probe in probes)
 
 
-def _with_stand_ins(text: str, observation: Messages) -> Iterator[tuple[dict[str, Any], Messages]]:
+def _with_stand_ins(text: str, observation: Messages, calls: int) -> Iterator[tuple[dict[str, Any], Messages]]:
     """Assistant's messages that show `text` last, with the observation behind.
 
     Before a tool's answer many templates ask for its call, with arguments in one of two forms.
     """
     answers = list(itertools.takewhile(lambda message: message["role"] == "tool", observation))
     named = [{"name": "tool", "tool_call_id": f"call{n:05}"} | answer for n, answer in enumerate(answers)]
-    for arguments in ({"value": text}, json.dumps({"value": text})) if named else ():
-        calls = [
-            {"type": "function", "id": m["tool_call_id"], "function": {"name": m["name"], "arguments": arguments}}
-            for m in named
-        ]
-        turn = {"role": "assistant", "content": "", "tool_calls": calls}
-        yield turn, [*named, *observation[len(named) :]]
+    called = named or [{"name": "tool", "tool_call_id": f"call{n:05}"} for n in range(calls)]
+    for arguments in ({"value": text}, json.dumps({"value": text})) if called else ():
+        functions = [{"name": call["name"], "arguments": arguments} for call in called]
+        ids = [call["tool_call_id"] for call in called]
+        made = [{"type": "function", "id": i, "function": f} for i, f in zip(ids, functions, strict=True)]
+        yield {"role": "assistant", "content": "", "tool_calls": made}, [*named, *observation[len(named) :]]
     yield {"role": "assistant", "content": text}, observation
 
 

@@ -185,7 +185,7 @@ class VllmEngineActor:
         rewrites = self.config.history == "template"
         conversation = Conversation(self._renderer, start.prompt, start.options, parser, rewrites=rewrites)
         reason, score = await play(episode, sample, self._environments.episode(), conversation, start.record)
-        return _finished(request, episode, reason, score, cut_tokens=conversation.cut_tokens)
+        return _finished(request, episode, reason, score, conversation)
 
     async def _turn(self, request: SampleRequest, sampling: SamplingConfig, episode: Episode) -> Response:
         """Sample a turn, or the rest of a response that a lost engine began."""
@@ -359,8 +359,7 @@ def _finished(
     episode: Episode,
     reason: str,
     environment: Score | None = None,
-    *,
-    cut_tokens: int = 0,
+    conversation: Conversation | None = None,
 ) -> Sample:
     versions, rows = episode.version_tokens, episode.rows()
     ids = rows[0]["input_ids"]
@@ -381,6 +380,7 @@ def _finished(
         cached_tokens=sum(turn.cached_tokens for turn in episode.turns),
         environment=environment,
         branches=branches_of(rows, episode.prompt_tokens),
-        cut_tokens=cut_tokens,
+        cut_tokens=conversation.cut_tokens if conversation else 0,
+        history_refused=bool(conversation and conversation.refused),
     )
     return result, rows

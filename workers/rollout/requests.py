@@ -105,6 +105,7 @@ COUNTS = (
     "length",
     "turns",
     "cut_tokens",
+    "history_refused",
     "weight_version",
     "newest_weight_version",
 )
@@ -121,8 +122,8 @@ class SampleResult:
     (rollout.max_turns) or `error`, explained in `error`. weight_version, newest_weight_version: oldest and newest
     weights that sampled a token. version_tokens: (version, tokens), oldest first. environment: its reward or failure.
     row: all tokens in order, in the DataProto that came along, -1 after an error. branches: rows to train on instead,
-    which follow it, empty if the template changed nothing. cut_tokens: see `workers.rollout.history`. start: seconds
-    since 1970 by the engine's clock. seconds: duration including waiting.
+    which follow it, empty if the template changed nothing. cut_tokens, history_refused: see
+    `Conversation`. start: seconds since 1970 by the engine's clock. seconds: duration including waiting.
     """
 
     uid: str
@@ -144,6 +145,7 @@ class SampleResult:
     environment: Score | None = None
     branches: tuple[Branch, ...] = ()
     cut_tokens: int = 0
+    history_refused: bool = False
     replica: int = -1
     start: float = 0.0
     seconds: float = 0.0

@@ -45,7 +45,12 @@ def samples(**added: np.ndarray) -> RolloutBatch:
     """Two samples, of which both are trained, the second first."""
     rows = DataProto.from_rows([*ROWS[0], *ROWS[1]])
     columns = {"uid": np.array(["a", "ü"]), "sample": np.array([0, 1]), "seconds": np.array([0.1, 1 / 3])}
-    columns |= {"prompt_tokens": np.array([2, 0]), "cut_tokens": np.array([0, 0]), "prompt_hash": np.array([5, 6])}
+    columns |= {
+        "prompt_tokens": np.array([2, 0]),
+        "cut_tokens": np.array([0, 0]),
+        "history_refused": np.array([0, 0]),
+        "prompt_hash": np.array([5, 6]),
+    }
     columns |= {"length": np.array([6, 1]), "response_tokens": np.array([3, 1])}
     columns["prefix_hashes"] = object_column(
         [prefix_hashes(first["input_ids"], n) for (first, *_), n in zip(ROWS, (2, 0), strict=True)]

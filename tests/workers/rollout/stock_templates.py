@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -33,3 +34,11 @@ def tokenizer(name: str) -> Any:
     found = PreTrainedTokenizerFast(tokenizer_object=made, **SPECIAL)
     found.chat_template = source(name)
     return found
+
+
+def apart(tokenizer: Any, text: str) -> Any:
+    """Ids of a text, int32, a character at a time but for the markers: other tokens than encoding would give."""
+    added = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
+    parts = re.split(f"({'|'.join(map(re.escape, added))})", text)
+    pieces = [piece for part in parts for piece in ([part] if part in added else part)]
+    return np.array([i for piece in pieces for i in tokenizer(piece, add_special_tokens=False)["input_ids"]], np.int32)

@@ -1,0 +1,134 @@
+"""The next prompt with every stock chat template: as the template renders it, with the ids that were sampled."""
+
+import json
+import os
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from tests.workers.rollout import stock_templates as stock
+from workers.environment import Turn
+from workers.errors import DataError, EpisodeError
+from workers.rendering import Messages, Renderer
+from workers.rollout.conversation import Conversation
+from workers.rollout.requests import STOP, Response
+
+PARAMETERS = {name: {"type": "integer", "description": name} for name in ("a", "b")}
+FUNCTION = {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": PARAMETERS}}
+TOOLS = [{"type": "function", "function": FUNCTION | {"parameters": FUNCTION["parameters"] | {"required": ["a"]}}}]
+CALL = {"type": "function", "id": "callid001", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+ASKED = [{"role": "user", "content": "2 + 2?"}]
+ANSWERS = {
+    "user": [{"role": "user", "content": 'Sure? é "4"'}],
+    "tool": [{"role": "tool", "content": "4", "name": "add", "tool_call_id": "callid001"}],
+}
+KINDS = ("plain", "thinking", "tool call")
+WITHOUT_TOOLS = {"cohere", "cohere2", "gemma", "gemma3", "llava_next", "phi3", "phi3_5"}
+"""Templates that refuse a tool's answer, or drop it."""
+CALLS_ALONE = ("gptoss", "gemma4", "diffusion_gemma")
+"""Templates that take a call or a content, or show the content behind the tool's answer."""
+GLM_ENDS = {"user": "<|user|>", "tool": "<|observation|>"}
+
+
+class Case(NamedTuple):
+    template: str
+    role: str
+    kind: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"tools": TOOLS} if self.role == "tool" or self.kind == "tool call" else {}
+
+    @property
+    def said(self) -> Turn:
+        """The turn that comes before the answer. A tool answers a call."""
+        calls = [CALL] if self.role == "tool" or self.kind == "tool call" else []
+        alone = calls and self.template.startswith(CALLS_ALONE)
+        content = "" if self.kind == "tool call" or alone else "Four é."
+        return Turn("", "", content, "Hm.\nSo." if self.kind == "thinking" else "", calls)
+
+    def render(self, messages: Messages, *, answered: bool = False) -> str:
+        """As the template renders it for a server."""
+        for message in messages:
+            if thought := message.get("reasoning_content"):
+                message |= {"reasoning": thought, "thinking": thought}
+        options = self.options | {"add_generation_prompt": not answered}
+        try:
+            return Renderer(stock.tokenizer(self.template)).text(messages, "x", **options)
+        except DataError:
+            function = CALL["function"] | {"arguments": json.dumps(CALL["function"]["arguments"])}  # type: ignore[index,operator]
+            texts = [
+                m | ({"tool_calls": [CALL | {"function": function}]} if "tool_calls" in m else {}) for m in messages
+            ]
+            return Renderer(stock.tokenizer(self.template)).text(texts, "x", **options)
+
+    @property
+    def sampled(self) -> str:
+        """The turn as a model writes it that was trained on the template's last messages, with its end."""
+        prompt, whole = self.render(ASKED), self.render([*ASKED, self.said.message()], answered=True)
+        written = whole[len(os.path.commonprefix([prompt, whole])) :].rstrip("\n")  # noqa: RUF071
+        return written + (GLM_ENDS[self.role] if self.template == "glm4moe" else "")
+
+
+CASES = [Case(name, role, kind) for name in stock.NAMES for role in ANSWERS for kind in KINDS]
+
+
+class Played(NamedTuple):
+    """prompt, turn: ids. text: of the next prompt. branch: whether it is a new row. ids: the next prompt."""
+
+    prompt: np.ndarray
+    turn: np.ndarray
+    ids: np.ndarray
+    text: str
+    branch: bool
+    conversation: Conversation
+
+
+def played(case: Case, sampled: str, said: Turn, *, rewrites: bool) -> Played:
+    tokenizer = stock.tokenizer(case.template)
+    renderer = Renderer(tokenizer)
+    conversation = Conversation(renderer, ASKED, case.options, rewrites=rewrites)
+    prompt = conversation.opened(np.array(renderer.ids(case.render(ASKED), "x"), np.int32), "")
+    turn = stock.apart(tokenizer, sampled)
+    response = Response(turn, np.zeros(len(turn), np.float32), np.zeros(len(turn), np.int32), STOP)
+    following, branch = conversation.observed(response, said, ANSWERS[case.role])
+    ids = np.concatenate([prompt, turn, following]) if branch is None else branch
+    return Played(prompt, turn, ids, tokenizer.decode(ids.tolist()), branch is not None, conversation)
+
+
+def outcome(case: Case) -> tuple[str, str]:
+    """What becomes of a case with `keep` and with `template`, for docs/templates-table.md."""
+    if case.role == "tool" and case.template in WITHOUT_TOOLS:
+        with pytest.raises(EpisodeError):
+            played(case, case.sampled, case.said, rewrites=False)
+        return "refused", "refused"
+    keep, served = (played(case, case.sampled, case.said, rewrites=rewrites) for rewrites in (False, True))
+    rendered = case.render([*ASKED, case.said.message(), *ANSWERS[case.role]])
+    appends = rendered.startswith(tokens_text(case, keep.prompt) + tokens_text(case, keep.turn))
+    # Sampled tokens stay as they are, and the rest is what the template says behind them.
+    assert keep.ids[: len(keep.prompt) + len(keep.turn)].tolist() == [*keep.prompt.tolist(), *keep.turn.tolist()]
+    tail = keep.text[len(tokens_text(case, keep.prompt) + tokens_text(case, keep.turn)) :]
+    assert rendered.endswith(tail), (rendered[-80:], tail)
+    assert ANSWERS[case.role][0]["content"].strip('"') in tail or json.dumps(ANSWERS[case.role][0]["content"]) in tail
+    assert served.text == rendered
+    assert served.branch != appends
+    if appends:
+        assert served.ids.tolist() == keep.ids.tolist()
+    for part in (case.said.content, case.said.reasoning):
+        if part and part in rendered:
+            assert contains(served.ids, stock.apart(stock.tokenizer(case.template), part))
+    return "appended", "appended" if appends else "rewritten"
+
+
+def tokens_text(case: Case, ids: np.ndarray) -> str:
+    return str(stock.tokenizer(case.template).decode(ids.tolist()))
+
+
+def contains(ids: np.ndarray, part: np.ndarray) -> bool:
+    return any(np.array_equal(ids[at : at + len(part)], part) for at in range(len(ids)))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case))
+def test_each_stock_template_continues_each_turn_in_both_ways(case: Case) -> None:
+    outcome(case)
