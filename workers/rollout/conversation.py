@@ -93,7 +93,8 @@ class Conversation:
             return self._encode(_text_only(observation)), None
         following = _answers(_as_messages(observation), said.tool_calls)
         self.transcript += following
-        before, end = self._messages, str(self._tokenizer.decode(turn.ids[-1:].tolist()))
+        before = self._messages
+        end = "" if turn.stop_string else str(self._tokenizer.decode(turn.ids[-1:].tolist()))
         served = self._served(said.message(), turn.ids, following)
         if served is not None and served[1] is None:
             return self._encode(served[0]), None
@@ -151,19 +152,28 @@ def continued(
         after = [*messages, turn, *following]
         try:
             _, found, text = render(after).rpartition(stand_in)
-            closing = render([*messages, turn], add_generation_prompt=False).rpartition(stand_in)[2]
+            closing = _closing(render, messages, stand_in, turn)
             shown = found and _shows(render, [*messages, turn], following)
         except DataError as error:
             failure = str(error)
             continue
         closing = os.path.commonprefix([closing, text])  # noqa: RUF071 (texts, not paths)
-        if end and end in closing:
-            text = text.partition(end)[2]
-        elif "tool_calls" in turn or text[len(closing) :].startswith(end):
-            text = text[len(closing) :].removeprefix(end)
+        text = text[len(closing) :]
+        if not (end and text.startswith(end)):
+            if "tool_calls" in turn and not (end and end in closing):
+                closing = _closing(render, messages, stand_in)  # without the marks around calls
+            text = (closing.partition(end)[2] if end and end in closing else closing) + text
+        else:
+            text = text.removeprefix(end)
         if shown:
             return after, text
     raise EpisodeError(f"{failure} (a message of role {observation[0]['role']} after the policy's turn)")
+
+
+def _closing(render: Callable[..., str], messages: Messages, stand_in: str, turn: dict[str, Any] | None = None) -> str:
+    """Return how the template closes a turn, of text alone if none is given."""
+    turn = turn or {"role": "assistant", "content": stand_in}
+    return render([*messages, turn], add_generation_prompt=False).rpartition(stand_in)[2]
 
 
 def _shows(render: Callable[..., str], messages: Messages, following: Messages) -> bool:
