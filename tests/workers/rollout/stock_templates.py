@@ -1,5 +1,6 @@
 """TRL's stock chat templates, on a tokenizer of bytes that has the templates' own markers as added tokens."""
 
+import json
 import re
 from functools import cache
 from importlib.util import find_spec
@@ -42,3 +43,9 @@ def apart(tokenizer: Any, text: str) -> Any:
     parts = re.split(f"({'|'.join(map(re.escape, added))})", text)
     pieces = [piece for part in parts for piece in ([part] if part in added else part)]
     return np.array([i for piece in pieces for i in tokenizer(piece, add_special_tokens=False)["input_ids"]], np.int32)
+
+
+def shows(tokenizer: Any, ids: Any, text: str) -> bool:
+    """Whether a text is shown, as it is or in JSON."""
+    shown = tokenizer.decode(ids.tolist())
+    return text in shown or json.dumps(text, ensure_ascii=False) in shown

@@ -6,11 +6,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.workers.rollout import stock_templates as stock
 from workers.environment import Turn
 from workers.errors import DataError, EpisodeError
-from workers.rendering import Messages, Renderer
+from workers.rendering import Messages, Renderer, variables_of
 from workers.rollout.conversation import Conversation
 from workers.rollout.requests import STOP, Response
 
@@ -38,7 +40,8 @@ class Case(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"tools": TOOLS} if self.role == "tool" or self.kind == "tool call" else {}
+        reads = "tools" in variables_of(stock.source(self.template)).read
+        return {"tools": TOOLS} if reads and (self.role == "tool" or self.kind == "tool call") else {}
 
     @property
     def said(self) -> Turn:
@@ -75,54 +78,51 @@ CASES = [Case(name, role, kind) for name in stock.NAMES for role in ANSWERS for 
 
 
 class Played(NamedTuple):
-    """prompt, turn: ids. text: of the next prompt. branch: whether it is a new row. ids: the next prompt."""
+    """Ids of the prompt, of what follows the turn, and of the next prompt. branch: whether that is a row of its own."""
 
     prompt: np.ndarray
-    turn: np.ndarray
+    following: np.ndarray
     ids: np.ndarray
     text: str
     branch: bool
     conversation: Conversation
 
 
-def played(case: Case, sampled: str, said: Turn, *, rewrites: bool) -> Played:
+def played(case: Case, turn: np.ndarray, said: Turn, *, rewrites: bool) -> Played:
     tokenizer = stock.tokenizer(case.template)
     renderer = Renderer(tokenizer)
     conversation = Conversation(renderer, ASKED, case.options, rewrites=rewrites)
     prompt = conversation.opened(np.array(renderer.ids(case.render(ASKED), "x"), np.int32), "")
-    turn = stock.apart(tokenizer, sampled)
     response = Response(turn, np.zeros(len(turn), np.float32), np.zeros(len(turn), np.int32), STOP)
     following, branch = conversation.observed(response, said, ANSWERS[case.role])
     ids = np.concatenate([prompt, turn, following]) if branch is None else branch
-    return Played(prompt, turn, ids, tokenizer.decode(ids.tolist()), branch is not None, conversation)
+    return Played(prompt, following, ids, tokenizer.decode(ids.tolist()), branch is not None, conversation)
 
 
 def outcome(case: Case) -> tuple[str, str]:
-    """What becomes of a case with `keep` and with `template`, for docs/templates-table.md."""
+    """What becomes of a case with `keep` and with `template`."""
+    tokenizer = stock.tokenizer(case.template)
+    turn = stock.apart(tokenizer, case.sampled)
     if case.role == "tool" and case.template in WITHOUT_TOOLS:
-        with pytest.raises(EpisodeError):
-            played(case, case.sampled, case.said, rewrites=False)
+        for rewrites in (False, True):
+            with pytest.raises(EpisodeError):
+                played(case, turn, case.said, rewrites=rewrites)
         return "refused", "refused"
-    keep, served = (played(case, case.sampled, case.said, rewrites=rewrites) for rewrites in (False, True))
+    keep, served = (played(case, turn, case.said, rewrites=rewrites) for rewrites in (False, True))
     rendered = case.render([*ASKED, case.said.message(), *ANSWERS[case.role]])
-    appends = rendered.startswith(tokens_text(case, keep.prompt) + tokens_text(case, keep.turn))
+    appends = rendered.startswith(tokenizer.decode([*keep.prompt, *turn]))
     # Sampled tokens stay as they are, and the rest is what the template says behind them.
-    assert keep.ids[: len(keep.prompt) + len(keep.turn)].tolist() == [*keep.prompt.tolist(), *keep.turn.tolist()]
-    tail = keep.text[len(tokens_text(case, keep.prompt) + tokens_text(case, keep.turn)) :]
-    assert rendered.endswith(tail), (rendered[-80:], tail)
-    assert ANSWERS[case.role][0]["content"].strip('"') in tail or json.dumps(ANSWERS[case.role][0]["content"]) in tail
+    assert keep.ids.tolist() == [*keep.prompt.tolist(), *turn.tolist(), *keep.following.tolist()]
+    assert rendered.endswith(tokenizer.decode(keep.following.tolist()))
+    assert stock.shows(tokenizer, keep.following, ANSWERS[case.role][0]["content"])
     assert served.text == rendered
     assert served.branch != appends
     if appends:
         assert served.ids.tolist() == keep.ids.tolist()
     for part in (case.said.content, case.said.reasoning):
         if part and part in rendered:
-            assert contains(served.ids, stock.apart(stock.tokenizer(case.template), part))
+            assert contains(served.ids, stock.apart(tokenizer, part))
     return "appended", "appended" if appends else "rewritten"
-
-
-def tokens_text(case: Case, ids: np.ndarray) -> str:
-    return str(stock.tokenizer(case.template).decode(ids.tolist()))
 
 
 def contains(ids: np.ndarray, part: np.ndarray) -> bool:
@@ -132,3 +132,25 @@ def contains(ids: np.ndarray, part: np.ndarray) -> bool:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case))
 def test_each_stock_template_continues_each_turn_in_both_ways(case: Case) -> None:
     outcome(case)
+
+
+MARKERS = ["<|im_end|>", "<|im_start|>", "</think>", "<think>", "<|im_end|>\n<|im_start|>user\n", "{{ messages }}"]
+MARKERS += ["{% for %}", "<tool_call>", "stand-in 1", "sampled", "<eos>", "\n\n", ".\n", "é😀", "<|end|>", "[/INST]"]
+TEXTS = st.lists(st.sampled_from(MARKERS) | st.text(max_size=6), min_size=1, max_size=5).map("".join)
+
+
+@given(st.sampled_from(stock.NAMES), TEXTS, st.booleans())
+def test_no_response_changes_what_is_said_around_it(name: str, text: str, rewrites: bool) -> None:
+    """Neither with plain characters that look like markers, nor with real markers, and each token stays as sampled."""
+    case, tokenizer = Case(name, "user", "plain"), stock.tokenizer(name)
+    end = stock.apart(tokenizer, case.sampled)[-1:]
+    four, plain = (np.concatenate([stock.apart(tokenizer, part) for part in each]) for each in ("four", f"x{text}x"))
+    marked = stock.apart(tokenizer, f"x{text}x")
+    expected = played(case, np.append(four, end), Turn("", "", "four"), rewrites=rewrites)
+    found = played(case, np.append(plain, end), Turn("", "", f"x{text}x"), rewrites=rewrites)
+    assert found.following.tolist() == expected.following.tolist()
+    at = next(at for at in range(len(expected.ids)) if expected.ids[at : at + 4].tolist() == four.tolist())
+    around = expected.ids[:at].tolist(), expected.ids[at + 4 :].tolist()
+    assert found.ids.tolist() == [*around[0], *plain.tolist(), *around[1]]
+    again = played(case, np.append(marked, end), Turn("", "", f"x{text}x"), rewrites=False)
+    assert again.following.tolist() == played(case, np.append(four, end), Turn(""), rewrites=False).following.tolist()
