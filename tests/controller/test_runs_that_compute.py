@@ -1,9 +1,11 @@
 """Whole runs in this process, from a configuration: the real driver, dispatch and training engine of one rank; vLLM and
 Ray are stand-ins."""
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import peft
@@ -24,6 +26,7 @@ from controller.replay import settings as settings_of
 from examples.addition.warm_start import tokenizer
 from tests.controller.stand_ins.run import StandInRun, StandIns, write_stand_in_workspace
 from tests.workers.model.tiny import files_beside, tiny_config, unpacked_log_probs
+from tests.workers.rollout import stock_templates
 from workers.dataproto import DataProto
 from workers.errors import DataError, NonFiniteError, RolloutError
 from workers.remote_batch import RemoteBatch
@@ -349,3 +352,78 @@ def test_a_recorded_step_trained_again_comes_out_the_same_and_leaves_the_run_as_
 def times_of_change(folder: Path) -> dict[Path, int]:
     """Of every file and folder, in ns."""
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+SUMS = """
+from workers.environment import Observation
+
+
+class Sums:
+    def reset(self, record):
+        self.turns = 0
+
+    def step(self, response):
+        self.turns += 1
+        reward = len(response.reasoning) / 8 + int(response.content or 0)
+        return Observation("Sure?", reward=reward, done=self.turns == 3)
+"""
+
+
+@pytest.fixture(scope="module")
+def thinker(folder: Path) -> tuple[str, ...]:
+    """A model with Qwen3's stock template, which drops earlier thoughts, in conversations of three turns."""
+    characters = stock_templates.tokenizer("qwen3")
+    config = tiny_config(vocab_size=len(characters), max_position_embeddings=512)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "thinker")
+    characters.save_pretrained(folder / "thinker")
+    (folder / "sums.py").write_text(SUMS)
+    records = [json.dumps({"prompt": [{"role": "user", "content": f"{i}+{i}?"}]}) for i in range(8)]
+    (folder / "chats.jsonl").write_text("\n".join(records))
+    data = ("model.path=thinker", "data.train=chats.jsonl", "data.max_prompt_tokens=64", "reward.function=''")
+    lengths = ("rollout.sampling.max_new_tokens=64", "policy.max_tokens_per_micro_batch=512", "rollout.max_turns=3")
+    return (*data, *lengths, "rollout.environment=sums.py:Sums", "policy.optimizer.learning_rate=1e-3", "run.steps=1")
+
+
+def thought(seed: int) -> tuple[list[int], str]:
+    text = f"<think>\n{'h' * (seed % 9)}m.\n</think>\n\n{seed % 7}<|im_end|>"
+    return stock_templates.apart(stock_templates.tokenizer("qwen3"), text).tolist(), "stop"
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum"])
+def test_turns_of_a_rewritten_conversation_are_trained_as_each_was_sampled(
+    run: Run, stand_ins: StandIns, batches: list[RemoteBatch], thinker: tuple[str, ...], aggregation: str
+) -> None:
+    """As a plain loop does that trains each turn as a sequence of its own. A sample counts once."""
+    stand_ins.compute("float64")
+    stand_ins.world.answer = thought
+    finished = run(*thinker, f"algorithm.loss.aggregation={aggregation}", "run.record_samples=true")
+    (batch,) = batches
+    assert batch["sample_number"].tolist() == [n for n in range(4) for _ in range(3)]
+    (metrics,) = finished.outcome.steps
+    assert (metrics["rollout/samples"], metrics["rollout/rows_per_sample"], metrics["rollout/turns_mean"]) == (4, 3, 3)
+    assert (metrics["rollout/cut_tokens_mean"], metrics["rollout/history_refused_share"]) == (0, 0)
+    rewards = dict(zip(zip(batch["uid"].tolist(), batch["sample"].tolist(), strict=True), batch["reward"], strict=True))
+    assert len({*rewards.values()}) > 2
+    advantages = {}
+    for (uid, sample), reward in rewards.items():
+        group = np.array([found for (other, _), found in rewards.items() if other == uid])
+        advantages[f"{uid}/{sample}"] = float(np.float32((reward - group.mean()) / (group.std(ddof=1) + 1e-6)))
+    turns = [(name.rpartition("/")[0], prompt, tokens) for name, prompt, tokens in stand_ins.world.turns]
+    sampled = {name: sum(len(tokens) for other, _, tokens in turns if other == name) for name in advantages}
+    assert len(turns) == 12
+    model = AutoModelForCausalLM.from_pretrained("thinker", dtype=torch.float64)
+    for name, prompt, tokens in turns:
+        ids = torch.tensor([*prompt, *tokens])
+        log_probs = (
+            model(ids[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1).gather(-1, ids[len(prompt) :, None])
+        )
+        weight = {"token_mean": 1 / sum(sampled.values()), "sequence_mean_token_sum": 1 / 4}
+        (-log_probs.sum() * advantages[name] * weight.get(aggregation, 1 / (4 * sampled[name]))).backward()
+    expected = torch.sqrt(sum(parameter.grad.square().sum() for parameter in model.parameters()))
+    assert metrics["policy/grad_norm"] == pytest.approx(float(expected), rel=1e-7)
+    loss = [-advantages[name] * len(t) * weight.get(aggregation, 1 / (4 * sampled[name])) for name, _, t in turns]
+    assert metrics["policy/loss"] == pytest.approx(sum(loss), rel=1e-6)
+    folder = finished.config.run_folder
+    replayed = replay(prepared(settings_of(folder), start_before(folder, 1, "never")), folder, range(1, 2), Console())
+    assert replayed["policy/grad_norm"] == pytest.approx(float(expected), rel=1e-7)

@@ -68,7 +68,8 @@ class World:
 
     log_prob: that of every token by the policy's present weights. loses_updates: engines keep their first weights and
     say nothing of it. routed_experts: int16 [layers, k], what engines say that every token went through, if anything.
-    answer: tokens and finish reason of the response to a seed.
+    answer: tokens, or their number, and finish reason of the response to a seed. turns: name, prompt and tokens of each
+    request.
     """
 
     def __init__(self) -> None:
@@ -76,7 +77,8 @@ class World:
         self.log_prob = FIRST_LOG_PROB
         self.loses_updates = False
         self.routed_experts: np.ndarray | None = None
-        self.answer: Callable[[int], tuple[int, str]] = lambda seed: (TOKENS, "stop")
+        self.answer: Callable[[int], tuple[int | list[int], str]] = lambda seed: (TOKENS, "stop")
+        self.turns: list[tuple[str, list[int], list[int]]] = []
         self.ray: LocalRay
         self.trouble: Callable[[str, str], None] = lambda actor, what: None
 
@@ -156,12 +158,15 @@ class StandInVllm:
         self._world.event("meet")
 
     async def generate(self, prompt: Any, parameters: Any, name: str, *, priority: int) -> Any:
-        del name, priority
+        del priority
         self._world.event("generate")
         assert self._owned() >= {"weights", "kv_cache"} and not self._sleeps, "the engine sleeps"
         assert self.version == int(self._name), f"weights {self.version} serve as version {self._name}"
-        count, reason = self._world.answer(parameters.seed)
-        tokens = [1 + (parameters.seed + i) % 30 for i in range(min(count, parameters.max_tokens))]
+        answer, reason = self._world.answer(parameters.seed)
+        if isinstance(answer, int):
+            answer = [1 + (parameters.seed + i) % 30 for i in range(min(answer, parameters.max_tokens))]
+        tokens = answer
+        self._world.turns.append((name, prompt["prompt_token_ids"], tokens))
         routed, read = self._world.routed_experts, len(prompt["prompt_token_ids"]) + len(tokens) - 1
         completion = SimpleNamespace(
             finish_reason=reason,

@@ -31,7 +31,8 @@ def tokenizer(name: str) -> Any:
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
     markers = sorted({*MARKER.findall(source(name)), *SPECIAL.values()})
-    made.add_tokens([AddedToken(marker, normalized=False) for marker in markers])
+    special = ("<|", "<｜", "[", *SPECIAL.values())
+    made.add_tokens([AddedToken(each, normalized=False, special=each.startswith(special)) for each in markers])
     found = PreTrainedTokenizerFast(tokenizer_object=made, **SPECIAL)
     found.chat_template = source(name)
     return found
