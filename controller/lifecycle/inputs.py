@@ -146,7 +146,7 @@ def loss_trial(config: Config, records: Sequence[Record]) -> tuple[Any, ...]:
     columns |= dict.fromkeys(COUNTS, np.array([2, 3])) | {"uid": np.array(["0", "1"]), "sample": np.array([0, 0])}
     columns |= dict.fromkeys(("reward", "advantages", "seconds"), np.array([1.0, -1.0]))
     columns |= {
-        "group_number": np.array([0, 1]),
+        **dict.fromkeys(("group_number", "sample_number"), np.array([0, 1])),
         "group_tokens": np.array([2, 3]),
         "truncated": np.array([False, True]),
     }
