@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from vllm.distributed.weight_transfer import ParamMeta, WeightSource, WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.base import TrainerInitInfo
@@ -94,13 +95,28 @@ class GatheredWeights(WeightSource):
 
     def __init__(self, weights: NamedWeights, metadata: Mapping[str, Tensor]) -> None:
         self._weights = weights
+        self.computation = torch.cuda.current_stream()
         self._metadata = [ParamMeta(name, empty.dtype, tuple(empty.shape)) for name, empty in metadata.items()]
 
     def metadata(self) -> list[ParamMeta]:
         return self._metadata
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return self._weights()
+        """Gather on the computation's stream. vLLM reads on streams of its own in turn, which wait for it here.
+
+        Without this, a conversion's tensors, such as a layer's experts, were gathered on one stream and read on the
+        next one, and the first gathers did not wait for the optimizer.
+        """
+        weights = self._weights()
+        while True:
+            reader = torch.cuda.current_stream()
+            with torch.cuda.stream(self.computation):
+                item = next(weights, None)
+            if item is None:
+                return
+            reader.wait_stream(self.computation)
+            item[1].record_stream(reader)  # not to be given away before it is read
+            yield item
 
 
 class WeightSender:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from tests.workers.rollout.stream_races import StreamRaces
 from workers.errors import LostError
 
 TIMEOUT_S = 240.0  # a loaded machine takes minutes to import vLLM
@@ -60,11 +61,6 @@ class Communicator:
         return SimpleNamespace(broadcast=broadcast, destroy=destroy)
 
 
-class _Stream:
-    def synchronize(self) -> None:
-        pass
-
-
 class _OnCpu(TorchFunctionMode):
     """Tensors that are asked for on "cuda" are made on the CPU."""
 
@@ -77,7 +73,7 @@ class _OnCpu(TorchFunctionMode):
 
 @contextlib.contextmanager
 def without_gpus(communicator: Communicator, rank: int = 0) -> Iterator[None]:
-    """Inside, vLLM's trainer and worker engines of `nccl` and `ipc` run on a CPU."""
+    """Inside, vLLM's trainer and worker engines of `nccl` and `ipc` run on a CPU. Streams must not race."""
     from torch.multiprocessing import reductions
     from vllm.distributed.weight_transfer import ipc_engine, nccl_engine, packed_tensor
 
@@ -88,15 +84,19 @@ def without_gpus(communicator: Communicator, rank: int = 0) -> Iterator[None]:
         return None, (id(tensor), *[None] * 7)  # the seventh is the device, which the other side sets
 
     uuid = DEVICE_UUID.format(rank=rank)
-    with pytest.MonkeyPatch.context() as patch, _OnCpu():
-        patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-        patch.setattr(torch.cuda, "current_stream", _Stream)
+    races = StreamRaces()
+    with pytest.MonkeyPatch.context() as patch, _OnCpu(), races:
+        patch.setattr(torch.cuda, "stream", races.stream)
+        patch.setattr(torch.cuda, "current_stream", races.current_stream)
+        patch.setattr(torch.Tensor, "record_stream", lambda *arguments: races.record_stream(*arguments))
         patch.setattr(torch.cuda, "synchronize", lambda *_: None)
         patch.setattr(torch.cuda, "ipc_collect", lambda: None)
         patch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=uuid))
         patch.setattr(torch.accelerator, "current_device_index", lambda: 0)
         patch.setattr(torch.accelerator, "synchronize", lambda *_: None)
-        patch.setattr(packed_tensor, "_get_streams", lambda device, count: tuple(_Stream() for _ in range(count)))
+        patch.setattr(
+            packed_tensor, "_get_streams", lambda device, count: tuple(races.new_stream() for _ in range(count))
+        )
         patch.setattr(packed_tensor, "reduce_tensor", export)
         patch.setattr(reductions, "rebuild_cuda_tensor", lambda key, *_: buffers[key])
         patch.setattr(nccl_engine, "open_trainer_endpoint", lambda info: communicator.end(0))
@@ -105,6 +105,7 @@ def without_gpus(communicator: Communicator, rank: int = 0) -> Iterator[None]:
         )
         assert ipc_engine.packed_ipc_producer is packed_tensor.packed_ipc_producer
         yield
+    assert not races.races and not races.borrowed, [*races.races[:3], *races.borrowed[:3]]
 
 
 def call_local(engines: Sequence[Any], method: str, arguments: Sequence[tuple[Any, ...]]) -> None:

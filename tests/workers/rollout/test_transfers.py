@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 
 from tests.workers.model.ranks import RankPool
 from tests.workers.model.tiny import FAMILIES, save_tiny_model
-from tests.workers.rollout.stand_ins import BareReplica, Communicator, LocalReplica, call_local, without_gpus
+from tests.workers.rollout import stand_ins
+from tests.workers.rollout.stand_ins import BareReplica, Communicator, LocalReplica, without_gpus
 from workers.config import LoraConfig, ModelConfig, OptimizerConfig, RolloutConfig, SamplingConfig
 from workers.dataproto import DataProto
 from workers.errors import LostError, RolloutError
@@ -109,7 +110,7 @@ def sending(
     keeper = None if placement == "colocated" else 0
     metadata = policy.weights_metadata(torch.float32)
     with without_gpus(communicator, dist.get_rank()), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu_transfer, "call_replicas", call_local)
+        patch.setattr(gpu_transfer, "call_replicas", stand_ins.call_local)
         sender = gpu_transfer.WeightSender(
             placement,
             engines,
@@ -175,6 +176,22 @@ OTHERS = [
     *itertools.product(["qwen3", "llama", "mistral", "gemma", "gemma3"], ["apart", "colocated"]),
     *itertools.product(EXPERTS, ["apart", "colocated", "shared_memory"]),
 ]
+
+
+def send_to_nobody(path: str, placement: str) -> None:
+    policy = build_policy(path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stand_ins, "call_local", lambda *_: None)
+        with sending(policy, [None], placement, Communicator(0)) as send:
+            for version in (1, 2):
+                change_all(policy)
+                send(version)
+
+
+@pytest.mark.parametrize("placement", ["apart", "colocated"])
+def test_streams_wait_for_weights_that_another_stream_makes(processes, tmp_path, placement):
+    """A layer's experts are gathered at once and read on two streams in turn. `without_gpus` looks for races."""
+    processes.run(send_to_nobody, 1, save_model(tmp_path / "model", "qwen3_moe"), placement)
 
 
 @pytest.mark.slow
