@@ -16,7 +16,13 @@ import torch
 from balancing.alignment import length_multiple
 from workers.config import ModelConfig, ParallelConfig
 from workers.dataproto import DataProto
-from workers.model.attention.attention import PackedAttention, choose_backend, packed_attention
+from workers.model.attention.attention import (
+    PackedAttention,
+    choose_backend,
+    flash_implementation,
+    packed_attention,
+    use_flash_implementation,
+)
 from workers.model.attention.context_parallel import Ulysses, cut
 from workers.model.attention.ring_attention import RingAttention
 from workers.model.attention.shared_attention import SharedAttention
@@ -58,6 +64,7 @@ class RowLayout:
             half=compute_dtype.itemsize == 2,
         )
         self.shared_from = config.min_shared_tokens if shares_prefix else 0
+        self._flash = flash_implementation(config.attention, device, compute_dtype)
         if self._by_segment and not self._ring:
             self._backend = choose_backend(config.attention, device, compute_dtype, features, model=name)
 
@@ -92,6 +99,7 @@ class RowLayout:
         return pack(micro_batch, multiple, to_longest=to_longest)
 
     def _attention(self, row: PackedRow) -> PackedAttention:
+        use_flash_implementation(self._flash)  # another engine of this process may have another one
         if self._group and self._ring:
             return RingAttention(row, self._group, self._device)
         if isinstance(row, SharedRow):

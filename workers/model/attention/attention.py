@@ -17,7 +17,6 @@ Shapes: T packed tokens, H query heads, K key-value heads (K divides H), D head 
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -176,19 +175,39 @@ def _kernel(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Tens
     return F.scaled_dot_product_attention(query, key, value, enable_gqa=True, **arguments)
 
 
-def _torch_varlen(implementation: Literal["FA3"] | None, row: PackedRow, device: torch.device) -> PackedAttention:
-    """Use torch's flash attention over all segments at once. implementation: None is torch's own.
+FlashImplementation = Literal["FA3"] | None
+"""Of torch's flash operators: FlashAttention 3, or torch's own."""
 
-    "FA3" imports `flash_attn_interface`. Through torch, torch.compile traces it, the FLOP counter counts it, and the
-    operators that sinks and rings call use it.
+
+def flash_implementation(
+    setting: str, device: torch.device, compute_dtype: torch.dtype, installed: Installed | None = None
+) -> FlashImplementation:
+    """Choose for all rows of an engine: plain ones, those with shared prefixes, and parts of a ring."""
+    half, kernel = compute_dtype.itemsize == 2, BACKENDS["flash3"]
+    if setting not in ("auto", "flash3") or device.type != "cuda" or not half:
+        return None
+    return None if kernel.obstacle(installed or Installed.here(device)) else "FA3"
+
+
+def use_flash_implementation(implementation: FlashImplementation) -> None:
+    """Let torch's flash operators call it. "FA3" imports `flash_attn_interface`.
+
+    Through torch, torch.compile traces it, the FLOP counter counts it, and the operators that sinks and rings call use
+    it.
     """
+    if current_flash_attention_impl() == implementation:
+        return
+    log.info("flash attention: %s", implementation or "torch's own")
+    if implementation is None:
+        restore_flash_attention_impl()
+    else:
+        activate_flash_attention_impl(implementation)
+
+
+def _torch_varlen(row: PackedRow, device: torch.device) -> PackedAttention:
+    """Use torch's flash attention over all segments at once."""
     from torch.nn.attention.varlen import varlen_attn
 
-    if current_flash_attention_impl() != implementation:
-        if implementation is None:
-            restore_flash_attention_impl()
-        else:
-            activate_flash_attention_impl(implementation)
     segments = Segments.of(row.padded_lengths, device)
     bounds, longest = segments.bounds, segments.longest
 
@@ -258,10 +277,8 @@ def _tokens_first(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 BACKENDS = {
-    "flash3": Backend(
-        partial(_torch_varlen, "FA3"), KERNEL_FEATURES["packed"]["flash3"], package="flash_attn_interface", generation=9
-    ),
-    "varlen": Backend(partial(_torch_varlen, None), KERNEL_FEATURES["packed"]["varlen"]),
+    "flash3": Backend(_torch_varlen, KERNEL_FEATURES["packed"]["flash3"], package="flash_attn_interface", generation=9),
+    "varlen": Backend(_torch_varlen, KERNEL_FEATURES["packed"]["varlen"]),
     "flash": Backend(_flash, KERNEL_FEATURES["packed"]["flash"], package="flash_attn"),
     "sdpa": Backend(_sdpa, KERNEL_FEATURES["packed"]["sdpa"]),
 }

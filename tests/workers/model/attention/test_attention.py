@@ -1,6 +1,8 @@
 """The two ways in which transformers' own packing goes wrong in silence, and what the registered function refuses."""
 
+import itertools
 import sys
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 
@@ -12,16 +14,22 @@ from transformers import AutoModelForCausalLM
 from tests.refusals import refused
 from tests.workers.model.attention.reference_attention import reference_attention
 from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model, unpacked_log_probs
+from workers.config import ModelConfig
 from workers.dataproto import DataProto
 from workers.errors import UnsupportedModelError
+from workers.model import layout
 from workers.model.attention.attention import (
     ATTENTION_NAME,
     Installed,
     ballast_packed,
     choose_backend,
+    flash_implementation,
     packed_attention,
 )
+from workers.model.layout import RowLayout
+from workers.model.model import load_model
 from workers.model.rows.packing import pack
+from workers.model.rows.prefix_rows import SharedRow
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -146,16 +154,40 @@ def test_a_backend_that_leaves_out_what_the_model_needs_is_refused_by_name(backe
         choose_backend(backend, CUDA, HALF, frozenset({"sliding_window", feature}), installed)
 
 
-def test_flash3_has_torch_call_its_kernels_and_varlen_torchs_own_again(row, monkeypatch):
+def test_all_rows_of_an_engine_use_its_flash_implementation(tmp_path, monkeypatch):
     """With a module in the place of the package, which registers what torch looks for."""
     package = ModuleType("flash_attn_interface")
+    package.__spec__ = ModuleSpec(package.__name__, None)
     package.library = torch.library.Library("flash_attn_3", "DEF")
     package.library.define("fwd(Tensor q) -> Tensor")
     package.library.define("bwd(Tensor q) -> Tensor")
     monkeypatch.setitem(sys.modules, "flash_attn_interface", package)
-    for backend, implementation in (("varlen", None), ("flash3", "FA3"), ("flash3", "FA3"), ("varlen", None)):
-        packed_attention(backend, row, CPU)
+    config = ModelConfig(path=save_tiny_model(tmp_path, "qwen2"))
+    model = load_model(config, torch.float32)
+    group = DataProto.from_list(
+        [{"input_ids": [*range(20), 21 + i], "loss_mask": [False] * 20 + [True]} for i in range(2)]
+    )
+    for implementation, batch in itertools.product((None, "FA3", None), (group, group.slice(0, 1))):
+        monkeypatch.setattr(layout, "flash_implementation", lambda *_, found=implementation: found)
+        row = RowLayout(config, None, model, CPU, torch.float32).lay_out(batch)
+        assert isinstance(row, SharedRow) == (len(batch) == 2)
         assert current_flash_attention_impl() == implementation
+
+
+@pytest.mark.parametrize(
+    ("setting", "device", "dtype", "generation", "packages", "chosen"),
+    [
+        ("auto", CUDA, HALF, HOPPER, {"flash_attn_interface"}, "FA3"),
+        ("flash3", CUDA, HALF, HOPPER, {"flash_attn_interface"}, "FA3"),
+        ("varlen", CUDA, HALF, HOPPER, {"flash_attn_interface"}, None),
+        ("auto", CUDA, HALF, HOPPER, set(), None),
+        ("auto", CUDA, HALF, AMPERE, {"flash_attn_interface"}, None),
+        ("auto", CUDA, torch.float32, HOPPER, {"flash_attn_interface"}, None),
+        ("auto", CPU, HALF, HOPPER, {"flash_attn_interface"}, None),
+    ],
+)
+def test_flash_implementation_follows_card_and_package(setting, device, dtype, generation, packages, chosen):
+    assert flash_implementation(setting, device, dtype, Installed(generation, frozenset(packages))) == chosen
 
 
 @pytest.mark.parametrize("features", [{}, {"softcap": 1.5}, {"sinks": True}, {"softcap": 1.5, "sinks": True}])
