@@ -256,6 +256,9 @@ class Exchange:
         wait.
         """
         greeting = torch.zeros(1, device=device)
+        # Tied weights use a batched transfer between the ends. As a group's first call torch leaves it undefined unless
+        # all ranks take part.
+        dist.all_reduce(greeting, group=self._groups["forward", False])
         for kind, wraps in self._groups:
             for steps, transfer in ((-1, dist.irecv), (1, dist.isend)):
                 there = self._index + (steps if kind == "forward" else -steps)
