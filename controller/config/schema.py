@@ -204,8 +204,7 @@ class Config(TrainingConfig):
         algorithm, loss = self.algorithm, self.algorithm.loss
         correction = loss.rollout_correction
         needing = {
-            "algorithm.advantage=gae": self.uses_critic,
-            f"algorithm.advantage={algorithm.advantage}": self.uses_token_returns,
+            f"algorithm.advantage={algorithm.advantage}": self.uses_critic or self.uses_token_returns,
             f"algorithm.loss.name={loss.name}": loss.name in ("gspo", "gmpo"),
             "algorithm.loss.rollout_correction.weights=sequence": correction.weights == "sequence",
             "algorithm.loss.rollout_correction.rejection=sequence": correction.rejection == "sequence",

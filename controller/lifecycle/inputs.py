@@ -218,7 +218,13 @@ def tokenized(config: Config, tried: Tried, log: Log = print) -> Inputs:
     """Tokenize the inputs. Raises ConfigError or DataError for unusable prompts."""
     data = config.data
     renderer = replace(load_renderer(config, log), continue_last=data.continue_last_message)
-    if config.rollout.plays_episodes and isinstance(next(iter(tried.train.values()))[0][data.prompt_key], list):
+    chats = isinstance(next(iter(tried.train.values()))[0][data.prompt_key], list)
+    if config.rollout.history == "template" and not chats:
+        raise ConfigError(
+            f"rollout.history=template: the prompts of {next(iter(tried.train))} are texts, which no chat template "
+            "renders. Remove it, or write them as chat messages."
+        )
+    if config.rollout.plays_episodes and chats:
         from workers.rollout.conversation import check_template
 
         options = _run_options(config, tried.tools)

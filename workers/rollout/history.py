@@ -102,11 +102,12 @@ class History:
         """Add a turn. Returns its message with stand-ins for texts, between their first and last white space."""
         self.turns.append(turn := SampledTurn(ids, self.tokenizer))
         self.row += turn.text
-        message = dict(message)
-        for name in ("reasoning_content", "content"):
+        message, behind = dict(message), 0
+        for name in ("reasoning_content", "content"):  # in the order in which models write them
             text = message.get(name)
-            if text and (start := turn.text.find(text)) >= 0:
-                message[name] = self._hidden(turn, start, start + len(text))
+            if text and (start := turn.text.find(text, behind)) >= 0:
+                behind = start + len(text)
+                message[name] = self._hidden(turn, start, behind)
         return message | {name: thought for name in REASONING if (thought := message.get("reasoning_content"))}
 
     def _hidden(self, turn: SampledTurn, start: int, stop: int) -> str:

@@ -84,6 +84,19 @@ def test_impossible_limits_are_refused(file: Path, named: str, overrides: list[s
         check(load(file, [*ENVIRONMENT, *overrides]))
 
 
+ONE_ROW = ["algorithm.advantage=gae", "algorithm.loss.name=gspo", "algorithm.loss.rollout_correction.weights=sequence"]
+
+
+@pytest.mark.parametrize("needs", ONE_ROW)
+def test_what_needs_a_sample_in_one_row_keeps_it_so_or_is_refused(file: Path, needs: str) -> None:
+    assert load(file, ENVIRONMENT).history == "template"
+    assert load(file, [*ENVIRONMENT, needs]).history == "keep"
+    with refused("rollout.history=template"):
+        check(load(file, [*ENVIRONMENT, needs, "rollout.history=template"]))
+    with refused("rollout.history=keep"):
+        check(load(file, ["rollout.history=keep"]))  # without turns it has no effect
+
+
 @pytest.mark.parametrize("source", ["def Guess(): pass", "class Guess:\n    def reset(self, record): pass"])
 def test_what_is_no_environment_is_refused(tmp_path: Path, source: str) -> None:
     (tmp_path / "guess.py").write_text(source)

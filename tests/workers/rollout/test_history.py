@@ -2,6 +2,8 @@
 
 import json
 import os
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -99,6 +101,7 @@ def played(case: Case, turn: np.ndarray, said: Turn, *, rewrites: bool) -> Playe
     return Played(prompt, following, ids, tokenizer.decode(ids.tolist()), branch is not None, conversation)
 
 
+@cache
 def outcome(case: Case) -> tuple[str, str]:
     """What becomes of a case with `keep` and with `template`."""
     tokenizer = stock.tokenizer(case.template)
@@ -132,6 +135,12 @@ def contains(ids: np.ndarray, part: np.ndarray) -> bool:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case))
 def test_each_stock_template_continues_each_turn_in_both_ways(case: Case) -> None:
     outcome(case)
+
+
+def test_the_page_of_templates_says_so() -> None:
+    from tests.workers.rollout.history_page import page
+
+    assert Path("docs/templates.md").read_text(encoding="utf-8") == page(), "run: make docs"
 
 
 MARKERS = ["<|im_end|>", "<|im_start|>", "</think>", "<think>", "<|im_end|>\n<|im_start|>user\n", "{{ messages }}"]
