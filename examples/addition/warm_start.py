@@ -42,19 +42,26 @@ def tokenizer(characters: str = data.CHARACTERS) -> PreTrainedTokenizerFast:
 
 
 def create_model(
-    folder: Path, seed: int, characters: PreTrainedTokenizerFast | None = None, *, width: int = 256, layers: int = 4
+    folder: Path,
+    seed: int,
+    characters: PreTrainedTokenizerFast | None = None,
+    *,
+    width: int = 256,
+    layers: int = 4,
+    vocabulary: int = 32,
+    positions: int = 128,
 ) -> None:
     """Save a random Qwen2 with tied embeddings, by default of 3M parameters, in Hugging Face format."""
     characters = characters or tokenizer()
     torch.manual_seed(seed)
     config = Qwen2Config(
-        vocab_size=32,
+        vocab_size=vocabulary,
         hidden_size=width,
         intermediate_size=width * 11 // 4,
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=128,
+        max_position_embeddings=positions,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=characters.eos_token_id,

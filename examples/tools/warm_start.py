@@ -1,0 +1,88 @@
+"""A small policy that calls a tool half of the time: the start of this example.
+
+    random Qwen2 (0.6M), Qwen3's template --in the end half call, the others guess--> cache/model
+
+`controller.sft` trains it on conversations in this order, by `sft.yaml`, once: `python -m examples.tools.warm_start`.
+"""
+
+import random
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.utils import get_json_schema
+from transformers.utils.logging import disable_progress_bar
+
+from examples.addition.data import write_records
+from examples.addition.warm_start import create_model, train
+from examples.tools import data, tools
+
+CACHE = Path(__file__).parent / "cache"
+CALLS_FIRST, CALLS = 0.8, 0.5  # share of conversations: while it learns to copy the numbers, and in the last steps
+STEPS, LAST_STEPS = 300, 100
+BATCH = 48
+VOCABULARY = 320
+START, END = "<|im_start|>", "<|im_end|>"
+SCHEMAS = [get_json_schema(tool) for tool in (tools.add, tools.subtract)]
+
+
+def conversation(rng: random.Random, calls: float) -> dict[str, Any]:
+    """A record of `controller.sft`."""
+    each = data.problem(rng, held_out=False)
+    turns = data.called(*each) if rng.random() < calls else data.guessed(rng, each[1])
+    return {"messages": [*data.question(*each), *turns], "tools": SCHEMAS}
+
+
+def records(seed: int) -> Iterator[dict[str, Any]]:
+    """Return conversations in training order."""
+    rng = random.Random(seed)
+    for step in range(STEPS):
+        calls = CALLS if step >= STEPS - LAST_STEPS else CALLS_FIRST
+        yield from (conversation(rng, calls) for _ in range(BATCH))
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Qwen3's template and added tokens. Texts of the template and the tools are a token, others a token a byte."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
+    tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokens.decoder = decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token=END, pad_token="<|endoftext|>")
+    made.add_tokens([START], special_tokens=True)
+    made.chat_template = Path(__file__).with_name("chat_template.jinja").read_text()
+    said = [conversation(random.Random(seed), calls) for seed in range(9) for calls in (0, 1)]
+    texts = [str(made.apply_chat_template(each["messages"], tools=each["tools"], tokenize=False)) for each in said]
+    marks = sorted({mark for text in texts for mark in re.findall(r"</?(?:think|tool_call|tool_response)>", text)})
+    repeated = sorted(
+        {
+            part
+            for text in texts
+            for part in re.split(rf"[\d\n+-]|{'|'.join(map(re.escape, [*marks, END, START]))}", text)
+        }
+    )
+    made.add_tokens([AddedToken(each, normalized=False) for each in [*marks, *filter(None, repeated)]])
+    return made
+
+
+def main() -> int:
+    """Write the data and train the model, unless it is there."""
+    model = CACHE / "model"
+    if (model / "config.json").exists():
+        print(f"warm start: kept {model}")
+        return 0
+    print(f"warm start: {STEPS} steps on given conversations (some minutes, only once)", flush=True)
+    disable_progress_bar()  # a small model needs no progress bar
+    CACHE.mkdir(exist_ok=True)
+    data.write(CACHE / "train.jsonl", 4096, seed=1, held_out=False)
+    data.write(CACHE / "validation.jsonl", 256, seed=2, held_out=True)
+    write_records(CACHE / "conversations.jsonl", records(seed=0))
+    create_model(CACHE / "random", 0, tokenizer(), width=128, layers=2, vocabulary=VOCABULARY, positions=256)
+    return train(Path(__file__).with_name("sft.yaml"), model)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
