@@ -22,6 +22,7 @@ import numpy as np
 from balancing import Plan
 from controller.actors.worker_group import WorkerGroup
 from controller.algorithm import advantages
+from controller.algorithm.credit import by_turn
 from controller.algorithm.logprob_check import AtEqualWeights
 from controller.planning.planner import with_loss_counts
 from controller.rollout.samples import learned, sample_numbers
@@ -154,28 +155,40 @@ def with_advantages(run: Run, batch: RemoteBatch) -> RemoteBatch:
     rewards - weight * KL to the reference --estimator, on the driver--> a column
     rewards, KL to the reference, critic's values --GAE, on the ranks that have the tokens--> tokens
     rewards, KL to the reference --REINFORCE++: discounted returns, also there--> tokens
+    rewards of turns --gigpo, on the driver--> a number a turn --on the ranks--> tokens
     """
     algorithm, planner, critic = run.config.algorithm, run.planner, run.roles.critic
     with on_training_roles(run, "advantages"):
         weight, kl = _kl_in_reward(run, batch)
         penalty = KlPenalty(weight, algorithm.kl_in_reward.estimator) if weight else None
-        if run.config.uses_token_returns:
-            credited = batch
-            if algorithm.advantage == "reinforce_plus_plus_baseline":
-                credited = batch.with_columns(reward=advantages.dr_grpo(batch["reward"], batch["group_number"]))
-            plan = planner.forward_plan(batch, "policy.log_probs")
-            found = run.roles.policy.token_advantages(credited, plan, algorithm.gamma, penalty)
-            batch = batch.with_tokens(**found.tokens)
-        elif critic is None:
-            rewards = batch["reward"] - weight * kl
-            batch = batch.with_columns(advantages=advantages.sequence_advantages(algorithm, batch, rewards))
-        else:
+        if critic is not None:
             plan = planner.forward_plan(batch, "critic.values")
-            found = critic.advantages(batch, plan, algorithm.gae, penalty)
+            found = critic.advantages(_credited(run, batch), plan, algorithm.gae, penalty, algorithm.gamma_per)
             run.record.add(prefixed("critic", advantages.value_metrics(found.metrics)))
             batch = batch.with_tokens(**found.tokens)
+        elif run.config.uses_token_returns:
+            plan, settings = planner.forward_plan(batch, "policy.log_probs"), (algorithm.gamma, penalty)
+            found = run.roles.policy.token_advantages(_credited(run, batch), plan, *settings, algorithm.gamma_per)
+            batch = batch.with_tokens(**found.tokens)
+        elif algorithm.advantage == "gigpo":
+            plan = planner.forward_plan(batch, "policy.log_probs")
+            penalised = batch.with_columns(reward=batch["reward"] - weight * kl)
+            found = run.roles.policy.turn_advantages(_credited(run, penalised), plan)
+            batch = batch.with_tokens(**found.tokens)
+        else:
+            rewards = batch["reward"] - weight * kl
+            batch = batch.with_columns(advantages=advantages.sequence_advantages(algorithm, batch, rewards))
     run.record.trains_on(batch)
     return batch
+
+
+def _credited(run: Run, batch: RemoteBatch) -> RemoteBatch:
+    """Give rewards their baseline by group, and their turns, where the estimator has them."""
+    algorithm, rewards = run.config.algorithm, batch["reward"]
+    if algorithm.advantage == "reinforce_plus_plus_baseline":
+        rewards = advantages.dr_grpo(rewards, batch["group_number"])
+    turns = {"by_turn": by_turn(algorithm, batch, rewards)} if algorithm.reads_turns else {}
+    return batch.with_columns(reward=rewards, **turns)
 
 
 def _kl_in_reward(run: Run, batch: RemoteBatch) -> tuple[float, np.ndarray]:

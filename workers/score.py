@@ -18,7 +18,8 @@ class Score:
 
     response: the text, with all its turns. parts: further numbers to log. answer: equal ones vote together in
     validation. failure: why there is no score, with a reward of 0. turns: of an episode, the texts after the record's
-    prompt, as {"policy": text} or {"environment": text}.
+    prompt, as {"policy": text} or {"environment": text}. credit: of each turn of an episode (sampled tokens, reward,
+    hash of what the environment said before it).
     """
 
     reward: float
@@ -27,9 +28,11 @@ class Score:
     answer: str = ""
     failure: str = ""
     turns: tuple[dict[str, str], ...] = ()
+    credit: tuple[tuple[int, float, int], ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "turns", tuple(self.turns))  # JSON has only lists
+        object.__setattr__(self, "credit", tuple(map(tuple, self.credit)))
         numbers = {"reward": self.reward, **self.parts}
         bad = next((f"{name} is {number}" for name, number in numbers.items() if not is_finite(number)), "")
         if bad:
@@ -67,10 +70,12 @@ def add_environment(score: Score, environment: Score, *, as_part: bool) -> Score
     if environment.turns:
         told = (*environment.turns, *(score.turns or ({"policy": score.response},)))
     if failure := environment.failure or score.failure:
-        return Score(0.0, score.response, failure=failure, turns=told)
+        unearned = tuple((tokens, 0.0, state) for tokens, _, state in environment.credit)
+        return Score(0.0, score.response, failure=failure, turns=told, credit=unearned)
     own = {"environment": environment.reward} if as_part else {}
     parts = own | environment.parts | score.parts
-    return Score(environment.reward + score.reward, score.response, parts, score.answer, turns=told)
+    reward = environment.reward + score.reward
+    return Score(reward, score.response, parts, score.answer, turns=told, credit=environment.credit)
 
 
 def weighted(scores: Mapping[str, Score], weights: Mapping[str, float], response: str) -> Score:

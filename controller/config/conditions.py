@@ -32,6 +32,10 @@ CONDITIONS: Conditions = {
         "a separate reference (with model.lora.rank above 0 that needs reference.path)",
         lambda c: c.starts_reference,
     ),
+    "discount": (
+        "algorithm.gamma below 1 (with gae algorithm.gae.gamma)",
+        lambda c: (c.algorithm.gae if c.uses_critic else c.algorithm).gamma < 1,
+    ),
     "several updates": (
         "batch.mini_batches or batch.epochs above 1 (the only update of a step starts at the old values)",
         lambda c: c.updates_per_step > 1,

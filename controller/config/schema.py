@@ -195,7 +195,7 @@ class Config(TrainingConfig):
     def uses_token_returns(self) -> bool:
         """Whether each token has its own advantage, from future rewards, without a critic."""
         algorithm = self.algorithm
-        differ = algorithm.gamma < 1 or algorithm.kl_in_reward.coefficient > 0
+        differ = algorithm.gamma < 1 or algorithm.kl_in_reward.coefficient > 0 or algorithm.credit == "turn"
         return differ and algorithm.advantage in ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
     @property

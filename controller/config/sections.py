@@ -195,10 +195,29 @@ class RewardConfig:
 
 
 @dataclass
+class GigpoConfig:
+    """Compares turns within a group of samples. Formulas: `controller.algorithm.credit`."""
+
+    weight: float = setting(1.0, "Weight of a turn's advantage beside its sample's.", minimum=0)
+    states: str = setting(
+        "observation",
+        "Turns to compare: after an equal `observation` of the environment, as in the paper, or of the same `number`.",
+        choices=("observation", "number"),
+    )
+
+
+@dataclass
 class AlgorithmConfig:
     only_with = (
-        (".advantage=grpo", "normalize_by_std"),
-        (".advantage=reinforce_plus_plus or reinforce_plus_plus_baseline", "gamma"),
+        (".advantage=grpo or gigpo", "normalize_by_std"),
+        (".advantage=gae or reinforce_plus_plus or reinforce_plus_plus_baseline or gigpo", "credit"),
+        ("rollout.environment", "credit"),
+        ("episodes", "gamma_per"),
+        ("rollout.max_turns above 1", "credit, gamma_per"),
+        (".advantage=reinforce_plus_plus or reinforce_plus_plus_baseline or gigpo", "gamma"),
+        (".advantage=gae or reinforce_plus_plus or reinforce_plus_plus_baseline", "gamma_per"),
+        ("discount", "gamma_per"),
+        (".advantage=gigpo", "gigpo"),
         (".advantage=pass_at_k", "pass_k"),
         (".zero_variance_groups=replace", "max_sampling_rounds"),
         (".advantage=gae", "gae"),
@@ -219,14 +238,27 @@ class AlgorithmConfig:
             "opo",
             "pass_at_k",
             "maxrl",
+            "gigpo",
         ),
+    )
+    credit: str = setting(
+        "episode",
+        "Where the rewards of an environment lie: all on the `episode`'s last token, or each on the last token of the "
+        "`turn` that earned it. All other rewards and penalties lie on the episode's last token.",
+        choices=("episode", "turn"),
     )
     normalize_by_std: bool = setting(True, "Divide a group's centred rewards by their standard deviation (grpo).")
     gamma: float = setting(
         1.0,
-        "Discount per token in reinforce_plus_plus and reinforce_plus_plus_baseline. gae uses algorithm.gae.gamma.",
+        "Discount in reinforce_plus_plus and reinforce_plus_plus_baseline, and between turns in gigpo. gae uses "
+        "algorithm.gae.gamma.",
         minimum=0,
         maximum=1,
+    )
+    gamma_per: str = setting(
+        "token",
+        "What gamma discounts: every `token`, or only the step from a `turn` to the next. gae's lambda is per token.",
+        choices=("token", "turn"),
     )
     pass_k: int = setting(
         4, "k of pass_at_k, which rewards the best of k responses. Must be below samples_per_prompt.", minimum=1
@@ -243,13 +275,19 @@ class AlgorithmConfig:
         minimum=2,
     )
     gae: GaeConfig = field(default_factory=GaeConfig)
+    gigpo: GigpoConfig = field(default_factory=GigpoConfig)
     kl_in_reward: KlInRewardConfig = field(default_factory=KlInRewardConfig)
     loss: LossConfig = field(default_factory=LossConfig)
 
     @property
     def compares_groups(self) -> bool:
         """Whether advantages are 0 in a group of equal rewards."""
-        return self.advantage not in ("reinforce_plus_plus", "gae", "remax")
+        return self.advantage not in ("reinforce_plus_plus", "gae", "remax", "gigpo") and self.credit == "episode"
+
+    @property
+    def reads_turns(self) -> bool:
+        """Whether the estimator needs the column `by_turn`."""
+        return self.credit == "turn" or self.gamma_per == "turn" or self.advantage == "gigpo"
 
 
 @dataclass

@@ -14,7 +14,12 @@ from workers.loss_config import check_policy_loss
 
 def check_advantage(config: Config) -> None:
     algorithm, samples = config.algorithm, config.rollout.samples_per_prompt
-    if algorithm.compares_groups and samples == 1:
+    if algorithm.advantage == "gigpo" and (config.rollout.max_turns == 1 or not config.rollout.plays_episodes):
+        raise ConfigError(
+            "algorithm.advantage=gigpo: it compares turns, and a sample has one. Set rollout.environment or "
+            "rollout.tools, and rollout.max_turns above 1, or another estimator such as grpo."
+        )
+    if (algorithm.compares_groups or algorithm.advantage == "gigpo") and samples == 1:
         raise ConfigError(
             f"rollout.samples_per_prompt=1: algorithm.advantage={algorithm.advantage} compares samples. Set 2 or more."
         )
@@ -25,7 +30,8 @@ def check_advantage(config: Config) -> None:
         )
     penalty = algorithm.kl_in_reward
     if algorithm.zero_variance_groups != "keep" and (penalty.coefficient or not algorithm.compares_groups):
-        by = "algorithm.kl_in_reward" if penalty.coefficient else f"algorithm.advantage={algorithm.advantage}"
+        estimator = f"algorithm.advantage={algorithm.advantage} with algorithm.credit={algorithm.credit}"
+        by = "algorithm.kl_in_reward" if penalty.coefficient else estimator
         raise ConfigError(
             f"algorithm.zero_variance_groups={algorithm.zero_variance_groups}: it leaves out sequences to which {by} "
             "gives an advantage. Remove it."
@@ -62,11 +68,12 @@ def check_loss(config: Config) -> None:
     _check_staleness(config)
     _check_sampled_ratios(config)
     _check_kl_correction(config)
-    if loss.name == "gmpo" and (config.uses_token_returns or config.uses_critic):
+    by_turn = config.algorithm.advantage == "gigpo"
+    if loss.name == "gmpo" and (config.uses_token_returns or config.uses_critic or by_turn):
         raise ConfigError(
             "algorithm.loss.name=gmpo: it weighs a sequence by one advantage, and algorithm.advantage="
-            f"{config.algorithm.advantage} with algorithm.gamma below 1, algorithm.kl_in_reward or a critic gives one "
-            "to each token. Choose another loss, such as ppo_clip."
+            f"{config.algorithm.advantage} with algorithm.gamma below 1, algorithm.kl_in_reward, rewards of turns or a "
+            "critic gives one to each token. Choose another loss, such as ppo_clip."
         )
 
 

@@ -25,6 +25,7 @@ from workers.rollout.requests import COUNTS, LENGTH, TURNS, Branch, SampleResult
 from workers.score import Score
 from workers.user_code.tools import TOOL_PARTS
 
+SHOWN_TURNS = 10  # whose rewards are metrics
 LONGEST_TEXT = 2_000  # recorded characters of a prompt or a response
 TOKEN_COLUMNS = ("input_ids", "loss_mask", "rollout_log_probs")
 ROUTED_EXPERTS = "routed_experts"
@@ -55,8 +56,11 @@ class RolloutBatch:
 
     @cached_property
     def batch(self) -> RemoteBatch:
-        """`samples` with the column `reward`, float64 [B]."""
-        return self.samples.with_columns(reward=np.array([score.reward for score in self.by_sample.values()]))
+        """`samples` with the column `reward`, float64 [B], and of episodes `credit`, objects [B] (see `Score`)."""
+        scores = self.by_sample.values()
+        batch = self.samples.with_columns(reward=np.array([score.reward for score in scores]))
+        credit = object_column([score.credit for score in scores])
+        return batch.with_columns(credit=credit) if any(credit) else batch
 
     @cached_property
     def rows(self) -> RemoteBatch:
@@ -203,6 +207,7 @@ class RolloutBatch:
             "rollout/observation_tokens_mean": float(observed.mean()),
             "rollout/oldest_weight_version": float(self.batch["weight_version"].min()),
             "rollout/newest_weight_version": float(self.batch["newest_weight_version"].max()),
+            **_turn_metrics([[earned for _, earned, _ in score.credit] for score in self.by_sample.values()]),
         }
 
 
@@ -235,6 +240,15 @@ def sample_numbers(rows: RemoteBatch) -> np.ndarray:
     """Number samples from 0, int64 [B], one for all rows of a sample, which stand together."""
     follows = [np.append(False, rows[name][1:] == rows[name][:-1]) for name in ("uid", "sample")]
     return np.cumsum(~(follows[0] & follows[1])) - 1 if len(rows) else np.empty(0, np.int64)
+
+
+def _turn_metrics(earned: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Return the mean and number of rewards of the first turns, if any turn earned one."""
+    found: dict[str, float] = {}
+    for turn in range(min(SHOWN_TURNS, max(map(len, earned))) if any(map(any, earned)) else 0):
+        rewards = [each[turn] for each in earned if len(each) > turn]
+        found |= {f"turn/reward/{turn + 1}": float(np.mean(rewards)), f"turn/samples/{turn + 1}": float(len(rewards))}
+    return found
 
 
 def with_record_columns(batch: RemoteBatch, prompts: Mapping[str, Prompt], names: Sequence[str]) -> RemoteBatch:

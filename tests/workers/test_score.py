@@ -26,10 +26,11 @@ def test_an_environments_opening_stands_before_what_was_written_after_it() -> No
 
 @pytest.mark.parametrize(
     ("scored", "environment"),
-    [(SCORED, Score(0.0, "", failure="it")), (Score(0.0, "text", failure="it"), Score(1.0, ""))],
+    [(SCORED, Score(0.0, "", failure="it")), (Score(0.0, "text", failure="it"), Score(1.0, "", credit=((2, 1.0, 5),)))],
 )
 def test_a_failure_of_either_is_the_samples(scored: Score, environment: Score) -> None:
-    assert add_environment(scored, environment, as_part=True) == Score(0.0, "text", failure="it")
+    credit = tuple((tokens, 0.0, state) for tokens, _, state in environment.credit)
+    assert add_environment(scored, environment, as_part=True) == Score(0.0, "text", failure="it", credit=credit)
 
 
 @pytest.mark.parametrize(

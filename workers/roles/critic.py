@@ -11,7 +11,7 @@ from workers.dataproto import DataProto
 from workers.dispatch import Join, Split, dispatch
 from workers.metrics import Metrics
 from workers.model.losses import make_value_loss, to_metrics, value_statistics
-from workers.model.losses.returns import KlPenalty, gae, token_rewards, whiten
+from workers.model.losses.returns import KlPenalty, discounts, gae, token_rewards, whiten
 from workers.roles.model_worker import TrainedWorker, micro_batches_of, token_block, token_column
 
 
@@ -20,16 +20,23 @@ class CriticWorker(TrainedWorker):
 
     @dispatch(Split.PLAN, Join.TOKENS, returns=("old_values", "advantages", "returns"))
     def advantages(
-        self, batch: DataProto, plan: RankPlan, settings: GaeConfig, penalty: KlPenalty | None = None
+        self,
+        batch: DataProto,
+        plan: RankPlan,
+        settings: GaeConfig,
+        penalty: KlPenalty | None = None,
+        gamma_per: str = "token",
     ) -> tuple[DataProto, Metrics]:
         """Return values before the update, advantages and returns of the policy's tokens, 0 elsewhere: float32, ragged.
 
-        batch: `input_ids`, `loss_mask`, `reward` [B] and, with a penalty, `old_log_probs` and `reference_log_probs`.
+        batch: `input_ids`, `loss_mask`, `reward` [B], `by_turn` [B] (optional, see `turns_of`) and, with a penalty,
+        `old_log_probs` and `reference_log_probs`.
         """
         values, _ = self.engine.values(batch, micro_batches_of(plan))
         mask, lengths = batch.tokens["loss_mask"], batch.loss_token_counts.numpy()
         rewards, own = token_rewards(batch, penalty).numpy(), values[mask].double()
-        found = gae(rewards, own.numpy(), lengths, gamma=settings.gamma, lam=settings.lam)
+        gammas = discounts(batch, settings.gamma, gamma_per)
+        found = gae(rewards, own.numpy(), lengths, gamma=gammas, lam=settings.lam)
         advantages, returns = (torch.from_numpy(column) for column in found)
         statistics = to_metrics([value_statistics(own, returns)])
         if settings.whiten:

@@ -12,7 +12,7 @@ from workers.dataproto import DataProto
 from workers.dispatch import Join, Split, dispatch
 from workers.metrics import Metric, Metrics
 from workers.model.losses import make_policy_loss, make_sft_loss, weighted_log_probs
-from workers.model.losses.returns import KlPenalty, discounted_returns, token_rewards, whiten
+from workers.model.losses.returns import KlPenalty, discounted_returns, discounts, token_rewards, turns_of, whiten
 from workers.roles.model_worker import TrainedWorker, micro_batches_of, token_block, token_column
 from workers.rollout.weight_transfer import pack_weights
 
@@ -29,18 +29,25 @@ class PolicyWorker(TrainedWorker):
 
     @dispatch(Split.PLAN, Join.TOKENS, returns=("advantages",))
     def token_advantages(
-        self, batch: DataProto, plan: RankPlan, gamma: float, penalty: KlPenalty | None = None
+        self, batch: DataProto, plan: RankPlan, gamma: float, penalty: KlPenalty | None = None, gamma_per: str = "token"
     ) -> tuple[DataProto, Metrics]:
         """Return REINFORCE++'s advantages of the policy's tokens, 0 elsewhere, float32 and ragged.
 
             A_t = whiten(G_t)        G_t: `discounted_returns` of `token_rewards`
 
-        Whitened over the tokens of all ranks. batch: `input_ids`, `loss_mask`, `reward` [B] and, with a penalty,
-        `old_log_probs` and `reference_log_probs`.
+        Whitened over the tokens of all ranks. batch: `input_ids`, `loss_mask`, `reward` [B], `by_turn` [B] (optional,
+        see `turns_of`) and, with a penalty, `old_log_probs` and `reference_log_probs`.
         """
-        lengths = batch.loss_token_counts.numpy()
-        returns = torch.from_numpy(discounted_returns(token_rewards(batch, penalty).numpy(), lengths, gamma))
+        lengths, gammas = batch.loss_token_counts.numpy(), discounts(batch, gamma, gamma_per)
+        returns = torch.from_numpy(discounted_returns(token_rewards(batch, penalty).numpy(), lengths, gammas))
         advantages = whiten(returns, self.engine.data_parallel_groups, self.engine.device)
+        return token_block(batch, advantages=token_column(batch.tokens["loss_mask"], advantages)), {}
+
+    @dispatch(Split.PLAN, Join.TOKENS, returns=("advantages",))
+    def turn_advantages(self, batch: DataProto, plan: RankPlan) -> tuple[DataProto, Metrics]:
+        """Return for each token of the policy its turn's number in `by_turn`, 0 elsewhere, float32 and ragged."""
+        ends, numbers = turns_of(batch)
+        advantages = numbers.repeat_interleave(ends.diff(prepend=ends.new_tensor([-1])))
         return token_block(batch, advantages=token_column(batch.tokens["loss_mask"], advantages)), {}
 
     @dispatch(Split.ALL)

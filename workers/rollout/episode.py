@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from workers.environment import Observation, as_text
+from workers.environment import Observation, Text, as_text
 from workers.errors import EpisodeError
 from workers.rollout.conversation import Conversation
 from workers.rollout.prefix_hashes import prefix_hashes
@@ -182,12 +182,14 @@ async def play(
                     "rollout.max_episode_tokens"
                 )
             score = Score(0.0, "", turns=({"environment": as_text(opening)},) if opening else ())
+            state = _state(opening)
             while True:
                 turn = await sample(episode)
                 episode.add(turn)
                 said = conversation.turn(turn.ids, finished=turn.finish_reason == STOP)
                 observation = await environment.step(said)
-                score = _with(score, observation)
+                score = _with(score, observation, (_sampled_tokens(turn), observation.reward, state))
+                state = _state(observation.text)
                 if reason := episode.end(done=observation.done):
                     return reason, score
                 if not episode.observe(*conversation.observed(turn, said, observation.text)):
@@ -195,9 +197,20 @@ async def play(
     except EpisodeError as failure:
         if not episode.turns:
             episode.add(await sample(episode))
-        return episode.turns[-1].finish_reason, Score(0.0, "", failure=f"environment: {failure}")
+        credit = tuple((_sampled_tokens(turn), 0.0, 0) for turn in episode.turns)
+        return episode.turns[-1].finish_reason, Score(0.0, "", failure=f"environment: {failure}", credit=credit)
 
 
-def _with(score: Score, observation: Observation) -> Score:
-    parts = score.parts | dict(observation.parts)
-    return Score(score.reward + observation.reward, "", parts, failure=score.failure, turns=score.turns)
+def _with(score: Score, observation: Observation, credit: tuple[int, float, int]) -> Score:
+    parts, credits = score.parts | dict(observation.parts), (*score.credit, credit)
+    reward = score.reward + observation.reward
+    return Score(reward, "", parts, failure=score.failure, turns=score.turns, credit=credits)
+
+
+def _sampled_tokens(turn: Response) -> int:
+    return int(np.sum(turn.versions >= 0))
+
+
+def _state(said: Text) -> int:
+    text = as_text(said).encode(errors="replace")
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), signed=True)

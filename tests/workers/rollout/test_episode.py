@@ -145,6 +145,8 @@ def test_every_prompt_is_what_was_sampled_and_observed_before() -> None:
     assert episode.ids.tolist() == [5, 6, 3, 7, END, 8, 8, 4, END]  # nobody reads what is said after the end
     assert (reason, score.reward, score.parts) == (STOP, -0.25, {"calls": 1.0, "right": 1.0})
     assert score.turns == ({"environment": "3"},)
+    assert [credit[:2] for credit in score.credit] == [(2, 0.25), (2, -0.5)]
+    assert len({state for _, _, state in score.credit}) == 2
 
 
 def test_an_episode_ends_with_its_turns_and_with_its_room() -> None:
@@ -159,10 +161,11 @@ def test_an_episode_ends_with_its_turns_and_with_its_room() -> None:
 
 
 def test_an_environment_that_fails_leaves_the_turns_that_were_taken() -> None:
-    environment = Scripted(Observation("8"), EpisodeError("step ended its process"))
+    environment = Scripted(Observation("8", reward=1.0), EpisodeError("step ended its process"))
     episode, _, reason, score = played(environment, turn(7, END), turn(4, END), max_turns=5, max_tokens=20)
     assert (score.reward, score.failure) == (0.0, "environment: step ended its process")
     assert (reason, episode.ids.tolist()) == (STOP, [5, 6, 7, END, 8, 4, END])
+    assert [credit[:2] for credit in score.credit] == [(2, 0.0), (2, 0.0)]
 
 
 @pytest.mark.parametrize("opening", [EpisodeError("reset raised"), "3 3 3 3"])

@@ -1,7 +1,7 @@
 """Token rewards, and advantages and returns from them and a critic's values.
 
-    reward of the sequence, at its last token \\
-    KL to the reference, at every token        --token_rewards--> r_t
+    reward of the sequence, at its last token, or of each turn, at the turn's \\
+    KL to the reference, at every token                                       --token_rewards--> r_t
         PPO           r_t --gae, V_t--> A_t, R_t --whiten, all ranks--> A_t
         REINFORCE++   r_t --discounted_returns--> G_t --whiten, all ranks--> A_t
 
@@ -36,15 +36,36 @@ class KlPenalty:
 def token_rewards(sequences: DataProto, penalty: KlPenalty | None = None) -> Tensor:
     """Return rewards of tokens, float64 [N] (Ziegler et al. 2019, eq. 2, token by token, and Ouyang et al. 2022).
 
-    r_t = - beta KL_t + (the column `reward` at the last token of the sequence, 0 elsewhere)
+    r_t = - beta KL_t + (the reward at the last token of each turn, 0 elsewhere)        see `turns_of`
     """
-    counts = sequences.loss_token_counts
-    rewards = torch.zeros(int(counts.sum()), dtype=torch.float64)
+    ends, earned = turns_of(sequences)
+    rewards = torch.zeros(sequences.num_loss_tokens, dtype=torch.float64)
     if penalty is not None:
         rewards -= penalty.coefficient * token_kl(sequences, penalty.estimator)
-    some = counts > 0
-    rewards[counts.cumsum(0)[some] - 1] += sequences.columns["reward"].double()[some]
+    rewards[ends] += earned
     return rewards
+
+
+def turns_of(sequences: DataProto) -> tuple[Tensor, Tensor]:
+    """Return which of the N tokens end a turn, int64, and the turn's number, float64.
+
+    Turns are the objects `by_turn`: pairs of (tokens, number) for each sequence. Without them, a sequence is one turn
+    with the column `reward`.
+    """
+    counts = sequences.loss_token_counts
+    some = counts > 0
+    if "by_turn" not in sequences.objects:
+        return counts.cumsum(0)[some] - 1, sequences.columns["reward"].double()[some]
+    turns = [turn for row in sequences.objects["by_turn"][some.numpy()] for turn in row]
+    tokens, numbers = torch.tensor(turns, dtype=torch.float64).reshape(-1, 2).T
+    return tokens.long().cumsum(0) - 1, numbers
+
+
+def discounts(sequences: DataProto, gamma: float, per: str) -> np.ndarray:
+    """Return the discount between each token and the next, float64 [N]. per: `token`, or `turn`: 1 within a turn."""
+    found = np.full(sequences.num_loss_tokens, gamma if per == "token" else 1.0)
+    found[turns_of(sequences)[0].numpy()] = gamma
+    return found
 
 
 def token_kl(sequences: DataProto, estimator: str) -> Tensor:
@@ -62,31 +83,32 @@ def sequence_kl(sequences: DataProto, estimator: str) -> Tensor:
 
 
 def gae(
-    rewards: np.ndarray, values: np.ndarray, lengths: np.ndarray, *, gamma: float = 1.0, lam: float = 1.0
+    rewards: np.ndarray, values: np.ndarray, lengths: np.ndarray, *, gamma: float | np.ndarray = 1.0, lam: float = 1.0
 ) -> tuple[np.ndarray, np.ndarray]:
     """Generalised advantage estimation (Schulman et al. 2016, eqs. 11 to 16), token by token.
 
         delta_t = r_t + gamma V_{t+1} - V_t        A_t = delta_t + gamma lam A_{t+1}        R_t = A_t + V_t
 
     V and A are 0 after the last token. rewards, values: float [N], V_t before token t. lengths: int [B], may be 0.
+    gamma: a number, or [N] of `discounts`.
     Returns (advantages, returns), float64 [N]. Raises DataError if sizes disagree.
     """
     if not len(rewards) == len(values) == lengths.sum():
         raise DataError(f"{len(rewards)} rewards and {len(values)} values for sequences of {lengths.sum()} tokens")
     ends = np.cumsum(lengths)
-    advantages = np.zeros(len(rewards))
+    advantages, gamma = np.zeros(len(rewards)), np.broadcast_to(gamma, len(rewards))
     next_value, next_advantage = np.zeros(len(lengths)), np.zeros(len(lengths))
     # From the last token to the first, in all long enough sequences at once.
     for step in range(1, int(lengths.max(initial=0)) + 1):
         rows = np.flatnonzero(lengths >= step)
         t = ends[rows] - step
-        delta = rewards[t] + gamma * next_value[rows] - values[t]
-        advantages[t] = next_advantage[rows] = delta + gamma * lam * next_advantage[rows]
+        delta = rewards[t] + gamma[t] * next_value[rows] - values[t]
+        advantages[t] = next_advantage[rows] = delta + gamma[t] * lam * next_advantage[rows]
         next_value[rows] = values[t]
     return advantages, advantages + values
 
 
-def discounted_returns(rewards: np.ndarray, lengths: np.ndarray, gamma: float) -> np.ndarray:
+def discounted_returns(rewards: np.ndarray, lengths: np.ndarray, gamma: float | np.ndarray) -> np.ndarray:
     """Return G_t = r_t + gamma G_{t+1}, 0 after the last token, float64 [N]: `gae` with values 0 and lambda 1.
 
     The return of REINFORCE (Williams 1992), and of REINFORCE++ (Hu et al. 2025) if rewards include its KL penalty.

@@ -1,0 +1,88 @@
+"""Credit: which turn of an episode earned which part of the sample's reward.
+
+    rewards of a sample and its turns --r_k, one a turn--> by_row --> column `by_turn` of the batch --> tokens, on ranks
+                                          '--gigpo: A_k--'
+
+    algorithm.credit    r_k of a turn but the last           r_K, of the last
+    episode             0                                    the sample's reward
+    turn                what the environment gave for it     the rest, so that they add up to the sample's reward
+
+All that belongs to the whole sample lies on its last turn: reward functions, a reward model, reward.overlong_tokens, a
+group's baseline, and a KL by sequence. A KL by token stays at its token.
+
+S samples, B rows of a batch. A sample has several rows where `rollout.history=template` makes them.
+"""
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from controller.algorithm.advantages import grpo, samples_of
+from controller.config.sections import AlgorithmConfig
+from workers.dataproto import object_column
+from workers.model.losses.returns import discounted_returns
+from workers.remote_batch import RemoteBatch
+
+
+def by_turn(algorithm: AlgorithmConfig, batch: RemoteBatch, rewards: np.ndarray) -> np.ndarray:
+    """Return pairs (tokens, r_k) of the turns of each row, or (tokens, A_k) with gigpo, objects [B].
+
+    rewards: float [B], of the row's sample. batch: `credit` (see `Score`), `response_tokens` and `group_number`.
+    """
+    first, sample = samples_of(batch)
+    tokens, earned, states = zip(*(zip(*batch["credit"][row], strict=True) for row in first), strict=True)
+    found = []
+    for each, reward in zip(earned, rewards[first].tolist(), strict=True):
+        before_last = np.array(each[:-1]) * (algorithm.credit == "turn")
+        found.append(np.append(before_last, reward - before_last.sum()))
+    if algorithm.advantage == "gigpo":
+        states = states if algorithm.gigpo.states == "observation" else [range(len(each)) for each in earned]
+        settings = (algorithm.gamma, algorithm.gigpo.weight, algorithm.normalize_by_std)
+        found = gigpo(rewards[first], batch["group_number"][first], found, states, *settings)
+    return by_row(sample, batch["response_tokens"], tokens, found)
+
+
+def gigpo(
+    rewards: np.ndarray,
+    groups: np.ndarray,
+    of_turns: Sequence[np.ndarray],
+    states: Sequence[Sequence[int]],
+    gamma: float,
+    weight: float,
+    normalize_by_std: bool,
+) -> list[np.ndarray]:
+    """Group-in-group policy optimisation (Feng et al. 2025, arXiv 2505.10978, eqs. 3 to 8): A_k of each sample.
+
+        G_k = r_k + gamma G_{k+1}        A_k = A(reward; group of the sample) + weight A(G_k; turns of equal state)
+
+    A is `grpo`'s, with the deviation or without. Equal states are of the same group of samples, and a state that occurs
+    once has A = 0. As in verl-agent, a state is what the environment said last, without the history.
+    rewards: float [S]. groups: int [S]. of_turns: r_k. states: int, of each turn.
+    """
+    counts = np.array([len(turns) for turns in of_turns])
+    sample = np.repeat(np.arange(len(counts)), counts)
+    returns = discounted_returns(np.concatenate(of_turns), counts, gamma)
+    keys = np.stack([groups[sample], np.fromiter(itertools.chain.from_iterable(states), np.int64)])
+    alike = np.unique(keys, axis=1, return_inverse=True)[1].reshape(-1)
+    of_sample = grpo(rewards, groups, normalize_by_std=normalize_by_std)
+    advantages = of_sample[sample] + weight * grpo(returns, alike, normalize_by_std=normalize_by_std)
+    return np.split(advantages, counts.cumsum()[:-1])
+
+
+def by_row(
+    sample: np.ndarray, row_tokens: np.ndarray, tokens: Sequence[Sequence[int]], numbers: Sequence[np.ndarray]
+) -> np.ndarray:
+    """Deal the turns of samples to their rows, in order: pairs (tokens, number), objects [B].
+
+    sample, row_tokens: int [B], of each row, trained tokens alone. tokens, numbers: of the turns of each sample.
+    """
+    turns = [iter(zip(*each, strict=True)) for each in zip(tokens, numbers, strict=True)]
+    rows = []
+    for owner, left in zip(sample.tolist(), row_tokens.tolist(), strict=True):
+        row = []
+        while left > 0:
+            row.append(next(turns[owner]))
+            left -= row[-1][0]
+        rows.append(tuple(row))
+    return object_column(rows)
