@@ -36,6 +36,7 @@ COMMANDS = {
     "doctor": Command("controller.doctor", "check this machine, or a cluster, before the first run"),
     "replay": Command("controller.replay", "train a recorded step again"),
     "migrate": Command("controller.migrate", "translate a configuration of verl or TRL"),
+    "template": Command("controller.template", "show what a chat template does to the turns of a conversation"),
     "init": Command("ballast.init", "write a configuration, data and a reward to start from"),
     "completion": Command("ballast.completion", "print the Tab completion for bash and zsh"),
 }

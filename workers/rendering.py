@@ -348,16 +348,6 @@ class Renderer:
         found = self._applied(in_form(messages, *self._forms), **options)
         return self.checked(found["input_ids"], where), np.array(found["assistant_masks"], dtype=bool)
 
-    def turn_end(self) -> int | None:
-        """The added token with which the template ends an assistant's message, or None."""
-        messages = [{"role": role, "content": PROBE} for role in ("user", "assistant")]
-        try:
-            _, _, tail = self.text(messages, PROBE).rpartition(PROBE)
-        except DataError:
-            return None
-        added = self.tokenizer.added_tokens_decoder
-        return next((token for token in self.ids(tail, PROBE) if token in added), None)
-
     @cached_property
     def _forms(self) -> tuple[bool, bool]:
         return forms(self._render)
@@ -392,12 +382,24 @@ class Renderer:
 
 
 def render_isolated(
-    template: Template, prompts: Sequence[tuple[Messages, Options]], which: str, *, answered: bool, timeout_s: float
-) -> None:
-    """Render in a new process. answered: whether prompts end with a response. Raises ConfigError, naming `which`."""
-    render, tried = "workers.trials:render_prompts", [(template.text_for(one[1]), *one) for one in prompts]
+    template: Template,
+    prompts: Sequence[tuple[Messages, Options]],
+    options: Options,
+    tokens: Sequence[str],
+    which: str,
+    *,
+    answered: bool,
+    timeout_s: float,
+) -> Any:
+    """Render in a new process, and return the mapping of `TemplateFindings`, or None if only `prompts` can be rendered.
+
+    options: of the run. tokens: texts of special tokens. answered: whether prompts end with a response. Raises
+    ConfigError, naming `which`.
+    """
+    render, tried = "workers.trials:render_prompts", [(template.text_for(given), one, given) for one, given in prompts]
+    examined = template.text_for(options), options, list(tokens)
     try:
-        options = template.special_tokens | {"add_generation_prompt": not answered}
-        ask(render, tried, options, which, timeout_s=timeout_s, setting=TIMEOUT_SETTING)
+        given = (tried, template.special_tokens, answered, examined, which)
+        return ask(render, *given, timeout_s=timeout_s, setting=TIMEOUT_SETTING)
     except NoAnswerError as error:
         raise ConfigError(f"{which} {error} on the first {len(prompts)} prompts. Fix the template.") from None

@@ -3,6 +3,7 @@
 import resource
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from inspect import isfunction
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 from workers.config import LossConfig
 from workers.errors import BallastError, ConfigError, clause, named
 from workers.loss_config import undecorated
-from workers.rendering import Messages, Options, check_read, check_size, forms, in_form
+from workers.rendering import Messages, Options, check_read, check_size, forms, in_form, variables_of
+from workers.template_findings import template_findings
 from workers.user_code.functions import load, load_module, packed_text
 from workers.user_code.process import RAISED
 
@@ -74,22 +76,43 @@ def describe_tools(key: str, name: str) -> dict[str, Any]:
     return {"packed": packed_text(key, name, module, tools), "schemas": schemas}
 
 
-def render_prompts(prompts: Sequence[tuple[str, Messages, Options]], special: dict[str, Any], which: str) -> None:
-    """Render chat messages by a template, each with its options. special: options of all. Raises ConfigError."""
+def render_prompts(
+    prompts: Sequence[tuple[str, Messages, Options]], special: dict[str, Any], answered: bool, examined: Any, which: str
+) -> dict[str, Any] | None:
+    """Render chat messages by a template, each with its options, and return `TemplateFindings` as a mapping.
+
+    special: options of all. examined: template, options and tokens of the findings. They are None if the template takes
+    the prompts only. Raises ConfigError, naming `which`.
+    """
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    def render(messages: Messages, template: str, **options: Any) -> str:
-        (text,), _ = render_jinja_template([messages], chat_template=template, **special | options)
-        return check_size(str(text))
+    def render(messages: Messages, template: str, *, begins: bool = False, **options: Any) -> str:
+        found, _ = render_jinja_template(
+            [messages], chat_template=template, add_generation_prompt=begins, **special | options
+        )
+        return check_size(str(found[0]))
 
     resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
-    shown = {template: forms(partial(render, template=template)) for template, *_ in prompts}
-    for number, (template, messages, options) in enumerate(prompts, start=1):
-        try:
-            check_read(template, options)
-            render(in_form(messages, *shown[template]), template, **options)
-        except ConfigError as error:
-            raise ConfigError(f"{which}, on prompt {number} of those tried: {error}") from None
-        except Exception as error:
-            line = f", in line {error.lineno}" if hasattr(error, "lineno") else ""
-            raise ConfigError(f"{which} raised {named(error)}{line}, on prompt {number} of those tried.") from None
+    template, run_options, tokens = examined
+    shown = {text: forms(partial(render, template=text)) for text in {template, *(text for text, *_ in prompts)}}
+
+    def in_its_form(messages: Messages, begins: bool, options: Options, text: str = template) -> str:
+        check_read(text, options)
+        return render(in_form(messages, *shown[text]), text, begins=begins, **options)
+
+    number = 0
+    try:
+        for text, messages, options in prompts:
+            number += 1
+            in_its_form(messages, not answered, options, text)
+        number = 0
+        arguments, bos = tuple(sorted(variables_of(template).arguments)), special.get("bos_token", "")
+        return asdict(template_findings(in_its_form, arguments, run_options, bos, tokens))
+    except Exception as error:  # templates may raise anything
+        if prompts and not number:
+            return None
+        place = f", on prompt {number} of those tried" if number else ""
+        if isinstance(error, ConfigError):
+            raise ConfigError(f"{which}{place}: {error}") from None
+        line = f", in line {error.lineno}" if hasattr(error, "lineno") else ""
+        raise ConfigError(f"{which} raised {named(error)}{line}{place}.") from None

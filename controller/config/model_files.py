@@ -175,6 +175,16 @@ def _has_chat_template(folder: Path, key: str) -> bool:
     return settings.is_file() and bool(read_json(settings, key).get("chat_template"))
 
 
+def special_tokens(folder: Path) -> dict[str, int]:
+    """Return texts and ids of the tokenizer's special tokens. Empty if its files do not list them."""
+    file, settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    found = read_json(file, "model.path").get("added_tokens") if file.is_file() else None
+    if not found and settings.is_file():
+        by_id = read_json(settings, "model.path").get("added_tokens_decoder") or {}
+        found = [{"id": int(number), **token} for number, token in by_id.items()]
+    return {token["content"]: token["id"] for token in found or [] if token.get("special")}
+
+
 def is_job_copy(folder: Path) -> bool:
     """Whether the absolute `folder` is in a Ray job's copy of --working-dir.
 

@@ -35,13 +35,14 @@ from controller.data.prompts import (
     with_system_prompt,
 )
 from controller.data.records import Record, check_loss_columns, read_records
+from controller.lifecycle.template_report import Examined, examine, short_lines
 from controller.observability.shown_text import redacted, shortened
 from controller.observability.slow_work import Log, log_if_slow
 from controller.preflight.algorithm_checks import check_keep_best
 from workers.dataproto import record_column
 from workers.environment import as_text
 from workers.errors import ConfigError, DataError
-from workers.rendering import Messages, Options, Renderer, render_isolated, template_of
+from workers.rendering import Messages, Options, Renderer, template_of
 from workers.rollout.parser_names import known_parsers, parsers_of
 from workers.rollout.requests import COUNTS
 from workers.score import Score
@@ -72,6 +73,7 @@ class Tried:
     train, held_out: records by path. environment, step: pickled class of rollout.environment or functions of
     rollout.tools, and function of run.step, or empty. tools: schemas of rollout.tools. identity: of the training data,
     for checkpoints. score, answered: of the reward and the environment, for an empty response to the first record.
+    template: None for texts.
     """
 
     train: Records
@@ -85,6 +87,7 @@ class Tried:
     score: Score | None
     answered: Answered | None
     tools: list[dict[str, Any]]
+    template: Examined | None
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,8 @@ def try_inputs(config: Config, log: Log = print, given: GivenFunctions = NONE_GI
     if config.rollout.tools:
         _check_tools(config, train | held_out)
         tools = _tools(config, log)
-    try_template(config, _first_chats(config, train | held_out, tools.schemas), log)
+    chats, options = _first_chats(config, train | held_out, tools.schemas), _run_options(config, tools.schemas)
+    template = try_template(config, chats, options, log)
     environment, answered = _environment(config, first, log)
     curriculum = _curriculum(config, train, log)
     if config.algorithm.loss.name == "custom":
@@ -135,7 +139,18 @@ def try_inputs(config: Config, log: Log = print, given: GivenFunctions = NONE_GI
     cost_model = CostModel.from_model_config(config.model_description())
     environment = environment or tools.packed
     return Tried(
-        train, held_out, functions, environment, step, curriculum, cost_model, identity, score, answered, tools.schemas
+        train,
+        held_out,
+        functions,
+        environment,
+        step,
+        curriculum,
+        cost_model,
+        identity,
+        score,
+        answered,
+        tools.schemas,
+        template,
     )
 
 
@@ -169,6 +184,7 @@ def tried_lines(config: Config, tried: Tried) -> list[str]:
         *([_score_line(tried.score)] if tried.score else []),
         *(_episode_lines(tried.answered) if tried.answered else []),
         *([f"{config.rollout.tools}: tools {', '.join(map(_name, tried.tools))}"] if tried.tools else []),
+        *(short_lines(tried.template, turns_follow=config.rollout.plays_episodes) if tried.template else []),
         *([f"{config.run.step}: imported, makes each step"] if tried.step else []),
     ]
 
@@ -247,7 +263,7 @@ def tokenized(config: Config, tried: Tried, log: Log = print) -> Inputs:
         validation=validation[0] if validation else None,
         weights=data.weights,
         first_prompt=renderer.tokenizer.decode(next(iter(sources[0])).ids),
-        warnings=turn_end_warnings(config, renderer) if _first_chats(config, tried.train, tried.tools) else (),
+        warnings=_template_warnings(config, tried),
     )
 
 
@@ -295,7 +311,7 @@ def _check_tools(config: Config, data: Mapping[str, list[Record]]) -> None:
     for path, rows in data.items():
         if any(isinstance(row[config.data.prompt_key], str) for row in rows):
             raise ConfigError(f"rollout.tools={tools}: {path} has prompts that are texts. Give chat messages.")
-    template = template_of(read_model_files(model, "model.path").folder)
+    template = template_of(read_model_files(model, "model.path").folder, config.model.chat_template)
     if template and not config.rollout.tool_parser and not parsers_of(template.text)[0]:
         raise ConfigError(
             f"rollout.tools={tools}: which parser reads the calls of model.path={model} is unknown. Set "
@@ -364,19 +380,23 @@ def _first_chats(config: Config, data: Mapping[str, list[Record]], tools: Sequen
     return found
 
 
-def try_template(config: TrainingConfig, chats: Sequence[Chat], log: Log = print, *, answered: bool = False) -> None:
+def try_template(
+    config: TrainingConfig, chats: Sequence[Chat], options: Options, log: Log = print, *, answered: bool = False
+) -> Examined | None:
     """Render `chats`, which may end with a response, by the chat template in a separate process.
 
-    Raises DataError without a template, ConfigError if it fails, or if a setting of templates has no chat to act on.
+    options: of the run. Raises DataError without a template, ConfigError if it fails, or if a setting of templates has
+    no chat to act on.
     """
     if not chats:
         for key in ("model.chat_template", "data.chat_template_arguments"):
             if value := value_of(config, key):
                 raise ConfigError(f"{key}={value}: the prompts are texts. Give chat messages, or remove {key}.")
-        return
-    template = template_of(read_model_files(config.model.path, "model.path").folder, config.model.chat_template)
+        return None
+    model = read_model_files(config.model.path, "model.path")
+    template = template_of(model.folder, config.model.chat_template)
     if template is None and config.is_described:
-        return  # the tokenizer is on another machine
+        return None  # the tokenizer is on another machine
     if template is None:
         raise DataError(
             f"some prompts are chat messages, but the tokenizer of model.path={config.model.path} has no chat template."
@@ -385,7 +405,7 @@ def try_template(config: TrainingConfig, chats: Sequence[Chat], log: Log = print
     key = "model.chat_template" if config.model.chat_template else "model.path"
     which = f"the chat template of {key}={value_of(config, key)}"
     with _waiting(log, which, config):
-        render_isolated(template, chats, which, answered=answered, timeout_s=timeout_s)
+        return examine(template, chats, options, which, timeout_s, model, answered=answered)
 
 
 def load_renderer(config: TrainingConfig, log: Log = print) -> Renderer:
@@ -401,15 +421,9 @@ def load_renderer(config: TrainingConfig, log: Log = print) -> Renderer:
     return renderer
 
 
-def turn_end_warnings(config: TrainingConfig, renderer: Renderer) -> tuple[str, ...]:
-    """Warn of a chat template that ends turns with a token at which engines do not stop."""
-    end, ends = renderer.turn_end(), read_model_files(config.model.path, "model.path").ends
-    if end is None or end in (renderer.tokenizer.eos_token_id, *ends):
-        return ()
-    return (
-        f"model.path={config.model.path}: the chat template ends a turn with {renderer.tokenizer.decode([end])!r}, and "
-        f"engines do not stop there. Add its id, {end}, to eos_token_id of generation_config.json.",
-    )
+def _template_warnings(config: Config, tried: Tried) -> tuple[str, ...]:
+    stops = config.rollout.sampling.stop_token_ids
+    return tuple(tried.template.warnings(tools=bool(tried.tools), stops=stops)) if tried.template else ()
 
 
 def _run_options(config: Config, tools: Sequence[Any]) -> Options:

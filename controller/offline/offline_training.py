@@ -16,7 +16,7 @@ from controller.config.training import counted
 from controller.data.identity import DataIdentity, offline_identity
 from controller.data.records import Record, read_records
 from controller.engines.fleet import RestartBudget
-from controller.lifecycle.inputs import TRIED_PROMPTS, load_renderer, quoted, try_template, turn_end_warnings
+from controller.lifecycle.inputs import TRIED_PROMPTS, load_renderer, quoted, try_template
 from controller.lifecycle.model_checks import check_models, numerics_lines
 from controller.lifecycle.session import finished, prepare_start, run_training, session
 from controller.observability.slow_work import Log
@@ -97,7 +97,8 @@ def _dataset_lines(dataset: SequenceDataset) -> list[str]:
     ]
 
 
-def _read_examples(config: OfflineConfig) -> tuple[Examples, DataIdentity]:
+def _read_examples(config: OfflineConfig) -> tuple[Examples, DataIdentity, list[str]]:
+    """Return the examples, their identity, and warnings of the chat template."""
     read = {path: read_records(path) for path in (config.data.train, config.data.validation) if path}
     identity = offline_identity(config, read[config.data.train])
     check_same_data(config, identity)
@@ -107,8 +108,9 @@ def _read_examples(config: OfflineConfig) -> tuple[Examples, DataIdentity]:
     }
     first = [example for records in examples.values() for record in records[:TRIED_PROMPTS] for example in record]
     chats = [([*one.prompt, *one.response], one.options) for one in first if isinstance(one.response, list)]
-    try_template(config, chats, answered=True)
-    return examples, identity
+    found = try_template(config, chats, config.data.chat_template_arguments, answered=True)
+    has_tools = any(options.get("tools") for _, options in chats)
+    return examples, identity, found.warnings(tools=has_tools) if found else []
 
 
 def _examples_of(config: OfflineConfig, record: Record, where: str) -> tuple[Example, ...]:
@@ -122,7 +124,7 @@ def _examples_of(config: OfflineConfig, record: Record, where: str) -> tuple[Exa
 
 
 def read_inputs(config: OfflineConfig, log: Log = print) -> OfflineInputs:
-    examples, identity = _read_examples(config)
+    examples, identity, warnings = _read_examples(config)
     cost_model = CostModel.from_model_config(config.model_description())
     renderer, data, seed = load_renderer(config, log), config.data, config.run.seed
 
@@ -133,10 +135,8 @@ def read_inputs(config: OfflineConfig, log: Log = print) -> OfflineInputs:
     train = dataset(data.train, shuffle=data.shuffle)
     identity |= {"records": len(train)}
     check_same_data(config, identity)
-    is_chat = isinstance(examples[data.train][0][0][1], list)
-    warnings = [*(turn_end_warnings(config, renderer) if is_chat else ()), *train.warnings]
     first_text = renderer.tokenizer.decode(train.first_ids)
-    return OfflineInputs(train, validation, cost_model, identity, first_text, warnings)
+    return OfflineInputs(train, validation, cost_model, identity, first_text, [*warnings, *train.warnings])
 
 
 def run(config: OfflineConfig, inputs: OfflineInputs, console: "Console", callbacks: Sequence["Callback"] = ()) -> None:

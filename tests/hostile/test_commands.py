@@ -74,7 +74,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
         patch.setattr(f"{module}.numerics_lines", lambda config: iter(()))
     patch.setattr("controller.lifecycle.inputs.find_function", lambda *_, **__: REWARD)
     patch.setattr("controller.lifecycle.inputs.try_rewards", lambda *_, **__: Score(0.0, ""))
-    patch.setattr("controller.lifecycle.inputs.render_isolated", lambda *_, **__: "a chat")
+    patch.setattr("controller.lifecycle.inputs.examine", lambda *_, **__: None)
     for name in ("find_class", "try_environment", "check_loss"):
         patch.setattr(f"controller.lifecycle.inputs.{name}", _out_of_reach)
     patch.setattr("controller.lifecycle.session.locked", _nothing)

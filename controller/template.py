@@ -1,0 +1,54 @@
+"""`ballast template MODEL_OR_FILE [name=value ...]`: what a chat template does to turns of a conversation.
+
+MODEL_OR_FILE --separate process--> findings --> a page, and exit code 1 if the template refuses a message
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from controller.config.model_files import read_model_files
+from controller.lifecycle.template_report import examine, page
+from workers.errors import BallastError, ConfigError
+from workers.rendering import Template, read_template, template_of
+
+PLACEHOLDERS = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
+TIMEOUT_S = 60.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the page. Return 0, 1 if the template refuses a message, or 2 with one line if there is no page."""
+    parser = argparse.ArgumentParser(prog="ballast template", description="What a chat template does to turns.")
+    parser.add_argument("source", metavar="MODEL_OR_FILE", help="a model's folder or name, or a Jinja file")
+    parser.add_argument("arguments", metavar="name=value", nargs="*", help="variables of the template")
+    given = parser.parse_args(None if arguments is None else list(arguments))
+    try:
+        options = dict(map(_argument, given.arguments))
+        is_file = Path(given.source).is_file()
+        model = None if is_file else read_model_files(given.source, "MODEL")
+        template = template_of(model.folder) if model else Template(read_template(given.source, "FILE"), PLACEHOLDERS)
+        if template is None:
+            raise ConfigError(f"MODEL={given.source}: the model has no chat template. Name a Jinja file.")
+        found = examine(template, [], options, f"the chat template of {given.source}", TIMEOUT_S, model)
+    except BallastError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    assert found is not None  # without prompts, failures are raised
+    print("\n".join(page(found)))
+    return int(found.findings.refuses)
+
+
+def _argument(text: str) -> tuple[str, Any]:
+    name, _, value = text.partition("=")
+    try:
+        return name, yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise ConfigError(f"{text}: the value is not YAML. Write name=value.") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
