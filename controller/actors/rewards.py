@@ -14,7 +14,7 @@ from workers.errors import LostError, ResourceError, WorkerError
 from workers.roles.reward import RewardWorker, ScoreRequest
 from workers.rollout.requests import SampleResult
 from workers.score import Score, add_environment
-from workers.user_code.rewards import RewardFunction
+from workers.user_code.rewards import MESSAGES, RewardFunction
 
 # Scoring is stateless and blocks outlive the actor: Ray may restart the actor and retry the call.
 AGAIN = {"max_restarts": 3, "max_task_retries": 3}
@@ -61,7 +61,9 @@ class RewardPool:
         self, results: Sequence[SampleResult], block: ray.ObjectRef, prompts: Mapping[str, Prompt]
     ) -> ray.ObjectRef:
         """Score samples that have a row in the block, on the next actor, and return a reference to a list of Score."""
-        rows = [prompts[result.uid].columns for result in results]
+        rows = [
+            prompts[result.uid].columns | ({MESSAGES: result.messages} if result.messages else {}) for result in results
+        ]
         requests = [
             ScoreRequest(result.row, result.prompt_tokens, {name: row[name] for name in self._columns if name in row})
             for result, row in zip(results, rows, strict=True)

@@ -56,7 +56,7 @@ from workers.user_code.functions import (
     find_function,
     find_tools,
 )
-from workers.user_code.rewards import RAW, RewardFunction, try_rewards
+from workers.user_code.rewards import MESSAGES, RAW, RewardFunction, try_rewards
 
 Records = dict[str, list[Record]]
 Chat = tuple[Messages, Options]
@@ -117,8 +117,9 @@ def try_inputs(config: Config, log: Log = print, given: GivenFunctions = NONE_GI
     check_same_data(config, identity)
     first = next(iter(train.values()))[0]
     functions, score = reward_functions(config, first, log, given)
+    added = {RAW} | (_with_messages(config, first).keys() - first.keys())
     for path, rows in (train | held_out).items():
-        _check_records(path, rows, functions)
+        _check_records(path, rows, functions, added)
         _check_lengths(config, path, rows)
     for path, rows in train.items():
         check_loss_columns(path, rows, config.loss_columns)
@@ -127,6 +128,8 @@ def try_inputs(config: Config, log: Log = print, given: GivenFunctions = NONE_GI
         _check_tools(config, train | held_out)
         tools = _tools(config, log)
     chats, options = _first_chats(config, train | held_out, tools.schemas), _run_options(config, tools.schemas)
+    if config.rollout.tools:
+        _check_offered(config, chats, tools.schemas)
     template = try_template(config, chats, options, log)
     environment, answered = _environment(config, first, log)
     curriculum = _curriculum(config, train, log)
@@ -271,7 +274,7 @@ def reward_functions(
     config: Config, example: Record, log: Log = print, given: GivenFunctions = NONE_GIVEN
 ) -> tuple[list[RewardFunction], Score | None]:
     """Try the reward functions on `example`, the first record, with an empty response. Raises ConfigError."""
-    functions, score = [], None
+    functions, score, example = [], None, _with_messages(config, example)
     key = "reward.functions" if config.reward.functions else "reward.function"
     for name, weight in config.reward.weights.items():
         found = given.get(name) or _imported(config, log, key, name)
@@ -312,10 +315,21 @@ def _check_tools(config: Config, data: Mapping[str, list[Record]]) -> None:
         if any(isinstance(row[config.data.prompt_key], str) for row in rows):
             raise ConfigError(f"rollout.tools={tools}: {path} has prompts that are texts. Give chat messages.")
     template = template_of(read_model_files(model, "model.path").folder, config.model.chat_template)
-    if template and not config.rollout.tool_parser and not parsers_of(template.text)[0]:
+    if template and not config.rollout.tool_parser and not parsers_of(template.text_for({"tools": True}))[0]:
         raise ConfigError(
             f"rollout.tools={tools}: which parser reads the calls of model.path={model} is unknown. Set "
             f"rollout.tool_parser to one of: {', '.join(sorted(known_parsers('tool_parser')))}."
+        )
+
+
+def _check_offered(config: Config, chats: Sequence[Chat], schemas: Sequence[dict[str, Any]]) -> None:
+    """Raise ConfigError if one of the first records offers another tool."""
+    known = set(map(_name, schemas))
+    offered = {_name(tool) for _, options in chats for tool in options.get("tools", ())}
+    if more := sorted(offered - known):
+        raise ConfigError(
+            f"rollout.tools={config.rollout.tools}: it defines {', '.join(sorted(known))}, but records offer "
+            f"{', '.join(more)} in their column tools. Define these, or leave them out."
         )
 
 
@@ -345,8 +359,16 @@ def _imported(config: Config, log: Log, key: str, name: str) -> UserFunction:
         return find_function(key, name, timeout_s=config.resources.user_code_timeout_s)
 
 
-def _check_records(path: str, rows: list[Record], functions: Sequence[RewardFunction]) -> None:
-    needed = {column: function.name for function in functions for column in function.columns if column != RAW}
+def _with_messages(config: Config, record: Record) -> Record:
+    """The record, with the transcript that reward functions get of an episode of chat messages."""
+    prompt = record[config.data.prompt_key]
+    if not config.rollout.plays_episodes or isinstance(prompt, str):
+        return record
+    return record | {MESSAGES: [*prompt, {"role": "assistant", "content": ""}]}
+
+
+def _check_records(path: str, rows: list[Record], functions: Sequence[RewardFunction], added: set[str]) -> None:
+    needed = {name: function.name for function in functions for name in function.columns if name not in added}
     for number, record in enumerate(rows, start=1):
         if missing := sorted(needed.keys() - record.keys()):
             raise DataError(f"{path}: record {number} lacks {missing}, which {needed[missing[0]]} takes.")

@@ -15,6 +15,7 @@ from tests.documentation.checks import CHECKS
 from tests.documentation.workspace import RECORD
 from workers.model.losses.registry import POLICY_LOSSES
 from workers.user_code.functions import signature_of
+from workers.user_code.rewards import MESSAGES
 
 
 @pytest.mark.parametrize("block", blocks("bash"), ids=lambda block: block.name)
@@ -53,7 +54,10 @@ def test_code_does_what_the_page_says(
     exec(compile(block.body, block.name, "exec"), names)
     POLICY_LOSSES.pop("mine", None)
     if "reward" in names:
-        assert set(requested_columns(signature_of(names["reward"]), RECORD, "reward")) <= set(RECORD)
+        assert set(requested_columns(signature_of(names["reward"]), RECORD | {MESSAGES: []}, "reward")) <= {
+            *RECORD,
+            MESSAGES,
+        }
 
 
 def test_the_pages_have_blocks_of_each_kind() -> None:

@@ -17,6 +17,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from examples.addition.warm_start import create_model
+from examples.tools import data as tools_data
+from examples.tools import warm_start as tools
 from tests.end_to_end.test_whole_loop import Run, assert_engine_equals_saved_model, run_loop
 from workers.errors import RolloutError
 
@@ -174,6 +177,34 @@ def check_episodes_are_masked_and_recorded(run: Run) -> None:
     assert two and all("+1=" in score.response for score in two)
     assert all([list(turn) for turn in score.turns] == [["policy"], ["environment"], ["policy"]] for score in two)
     assert all(score.turns[1] == {"environment": "+1="} for score in two)
+
+
+CALL = """<tool_call>\\n\\{"name": "(add|divide)", "arguments": \\{"a": [1-9], "b": 2\\}\\}\\n</tool_call>"""
+
+
+def test_a_run_with_tools_calls_them_and_trains_on_the_calls_alone(settings: list[str], tmp_path: Path) -> None:
+    """Each turn is made a call of a tool, or of one that is not there, so that each of the two turns is answered."""
+    model = tmp_path / "model"
+    create_model(model, 0, tools.tokenizer(), width=128, layers=1, vocabulary=tools.VOCABULARY, positions=512)
+    tools_data.write(tmp_path / "train.jsonl", 8, seed=0, held_out=False)
+    overrides = [*settings, *UNVALIDATED, "run.name=tools", "run.steps=1", f"model.path={model}", RATE]
+    overrides += ["data.max_prompt_tokens=64", f"data.train={tmp_path / 'train.jsonl'}", "policy.data_parallel=1"]
+    overrides += ["rollout.tools=examples/tools/tools.py", "rollout.max_turns=2", "rollout.max_episode_tokens=300"]
+    overrides += ["rollout.sampling.max_new_tokens=99", "policy.max_tokens_per_micro_batch=512"]
+    overrides += [f"rollout.sampling.structured_outputs={json.dumps({'regex': CALL})}"]
+    overrides += ["algorithm.loss.rollout_correction.weights=token", "policy.max_mismatch=99"]
+    run = run_loop([*overrides, "reward.function=examples.tools.reward:exact_match"])
+    (step,) = run.outcome.steps
+    assert (step["rollout/turns_mean"], step["reward/called"], step["reward/failures"]) == (2, 1, 0)
+    assert step["tools/calls"] == 2 and 0 < step["tools/failed"] < 2 and step["tools/seconds"] > 0
+    tokens = AutoTokenizer.from_pretrained(model)
+    scores = run.rollout.by_sample.values()
+    for row, score in enumerate(scores):
+        ids, mask = (run.proto.row(row)[name] for name in ("input_ids", "loss_mask"))
+        assert tokens.decode(ids[mask]).count("<tool_call>") == 2 and "<tool_response>" not in tokens.decode(ids[mask])
+        assert [list(turn) for turn in score.turns] == [["policy"], ["environment"], ["policy"]]
+        called = "subtract" not in score.turns[0]["policy"] and "add" in score.turns[0]["policy"]
+        assert ("Error: there is no tool divide" in score.turns[1]["environment"]) == (not called)
 
 
 @pytest.mark.slow

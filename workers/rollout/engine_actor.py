@@ -184,7 +184,8 @@ class VllmEngineActor:
             parser = TurnParser(self._renderer.tokenizer, *names, start.options)
         rewrites = self.config.history == "template"
         conversation = Conversation(self._renderer, start.prompt, start.options, parser, rewrites=rewrites)
-        reason, score = await play(episode, sample, self._environments.episode(), conversation, start.record)
+        environment = self._environments.episode(start.options.get("tools", ()))
+        reason, score = await play(episode, sample, environment, conversation, start.record)
         return _finished(request, episode, reason, score, conversation)
 
     async def _turn(self, request: SampleRequest, sampling: SamplingConfig, episode: Episode) -> Response:
@@ -380,6 +381,7 @@ def _finished(
         cached_tokens=sum(turn.cached_tokens for turn in episode.turns),
         environment=environment,
         branches=branches_of(rows, episode.prompt_tokens),
+        messages=conversation.transcript if conversation else [],
         cut_tokens=conversation.cut_tokens if conversation else 0,
         history_refused=bool(conversation and conversation.refused),
     )

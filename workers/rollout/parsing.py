@@ -87,11 +87,11 @@ class TurnParser:
 
     def _thinks(self, said: str) -> bool:
         """Whether the turn holds reasoning. vLLM takes a text without any mark for unfinished reasoning."""
-        start, end = self._marks
+        start, end = self.marks
         return not (start and end) or start in said or end in said or start in self._opens().rpartition(end)[2]
 
     @cached_property
-    def _marks(self) -> tuple[str, str]:
+    def marks(self) -> tuple[str, str]:
         parser = getattr(self._parser("", self._reasoning), "reasoning_parser", None)
         start, end = (getattr(parser, f"reasoning_{side}_str", None) or "" for side in ("start", "end"))
         return start.strip(), end.strip()

@@ -121,7 +121,7 @@ class SampleResult:
     done), `length` (sampling.max_new_tokens, rollout.max_episode_tokens or the engine's longest sequence), `turns`
     (rollout.max_turns) or `error`, explained in `error`. weight_version, newest_weight_version: oldest and newest
     weights that sampled a token. version_tokens: (version, tokens), oldest first. environment: its reward or failure.
-    row: all tokens in order, in the DataProto that came along, -1 after an error. branches: rows to train on instead,
+    messages: of an episode in a chat. row: all tokens in order, in the DataProto that came along, -1 after an error. branches: rows to train on instead,
     which follow it, empty if the template changed nothing. cut_tokens, history_refused: see
     `Conversation`. start: seconds since 1970 by the engine's clock. seconds: duration including waiting.
     """
@@ -143,6 +143,7 @@ class SampleResult:
     cached_tokens: int = 0
     version_tokens: tuple[tuple[int, int], ...] = ()
     environment: Score | None = None
+    messages: list[dict[str, Any]] = field(default_factory=list)
     branches: tuple[Branch, ...] = ()
     cut_tokens: int = 0
     history_refused: bool = False

@@ -5,7 +5,7 @@ EnvironmentPool.episode --fork of a process that imported it--> RemoteEnvironmen
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -50,7 +50,8 @@ class EnvironmentPool:
         self._threads = ThreadPoolExecutor(MOST_EPISODES)  # kept: a process ends with the thread that started it
 
     @asynccontextmanager
-    async def episode(self) -> AsyncIterator[RemoteEnvironment]:
+    async def episode(self, tools: Sequence[dict[str, Any]] = ()) -> AsyncIterator[RemoteEnvironment]:
+        """Reserve a process for one episode. Raises EpisodeError if none can be started. tools: for `ToolPool`."""
         async with self.process() as call:
             yield RemoteEnvironment(call)
 

@@ -19,7 +19,9 @@ from workers.errors import BallastError, ConfigError, DataError, named, quoted
 from workers.score import Score, as_score, weighted
 from workers.user_code.process import RAISED, START_SECONDS, NoAnswerError, UserProcess
 
-RAW = "response_raw"  # stands among the columns: the response with its special tokens, for functions that name it
+# These stand among a record's columns, for functions that name them.
+RAW = "response_raw"  # the response with its special tokens
+MESSAGES = "messages"  # of an episode: the chat messages of prompt, policy and environment
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ Whatever goes wrong is told to the policy: no call fails the sample.
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -36,8 +36,9 @@ class ToolPool(EnvironmentPool):
         self._max_calls, self._max_characters = max_calls, max_characters
 
     @asynccontextmanager
-    async def episode(self) -> AsyncIterator[RemoteEnvironment]:
-        yield ToolEnvironment(self._call, self._max_calls)
+    async def episode(self, tools: Sequence[dict[str, Any]] = ()) -> AsyncIterator[RemoteEnvironment]:
+        """tools: schemas of those that the prompt offers."""
+        yield ToolEnvironment(self._call, self._max_calls, {tool["function"]["name"] for tool in tools})
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> tuple[bool, str]:
         """Return whether the call succeeded, and its result or what was wrong, cut to the limit."""
@@ -52,16 +53,14 @@ class ToolPool(EnvironmentPool):
 class ToolEnvironment(RemoteEnvironment):
     """The environment of an episode whose answers are results of tools. Its reward is 0."""
 
-    def __init__(self, call: Callable[[str, Any], Awaitable[tuple[bool, str]]], max_calls: int) -> None:
+    def __init__(
+        self, call: Callable[[str, Any], Awaitable[tuple[bool, str]]], max_calls: int, offered: set[str]
+    ) -> None:
         super().__init__(call)
-        self._max_calls = max_calls
-        self._offered: set[str] | None = None
+        self._max_calls, self._offered = max_calls, offered
         self._parts = dict.fromkeys(TOOL_PARTS, 0.0)
 
     async def reset(self, record: dict[str, Any]) -> Text:
-        """Begin. A record's column `tools` says which of the tools it offers."""
-        if record.get("tools"):
-            self._offered = {tool.get("function", tool).get("name") for tool in record["tools"]}
         return ""
 
     async def step(self, response: Turn) -> Observation:
@@ -93,7 +92,7 @@ class ToolEnvironment(RemoteEnvironment):
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         if position >= self._max_calls:
             return False, f"at most {self._max_calls} calls of a turn are made"
-        if self._offered is not None and name not in self._offered:
+        if name not in self._offered:
             return False, f"there is no tool {name}. Use one of: {', '.join(sorted(self._offered))}"
         if not isinstance(arguments, dict):
             return False, "the arguments are not a JSON object"
@@ -109,12 +108,8 @@ class Caller:
 
     def __call__(self, request: tuple[str, tuple[dict[str, Any], int]], reply: Callable[[Any], None]) -> None:
         name, (arguments, longest) = request
-        tool = self._tools.get(name)
-        if tool is None:
-            reply((False, f"there is no tool {name}. Use one of: {', '.join(sorted(self._tools))}"))
-            return
         try:
-            value = self._runner.run(result_of(tool(**arguments)))
+            value = self._runner.run(result_of(self._tools[name](**arguments)))
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
         except RAISED as error:
             reply((False, named(error)))

@@ -58,14 +58,15 @@ def call(name: str, number: int = 1, **arguments: Any) -> dict[str, Any]:
     return {"id": f"call{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def answers(file: Path, *turns: Turn, record: dict[str, Any] | None = None, **limits: Any) -> list[Observation]:
+def answers(file: Path, *turns: Turn, offered: list[str] | None = None, **limits: Any) -> list[Observation]:
     found = find_tools("rollout.tools", str(file), timeout_s=60.0)
 
     async def play() -> list[Observation]:
         pool = ToolPool(found.packed, **{"timeout_s": 1.5, "max_calls": 3, "max_characters": 40} | limits)
         try:
-            async with pool.episode() as environment:
-                assert await environment.reset(record or {}) == ""
+            schemas = [s for s in found.schemas if offered is None or s["function"]["name"] in offered]
+            async with pool.episode(schemas) as environment:
+                assert await environment.reset({}) == ""
                 return [await environment.step(turn) for turn in turns]
         finally:
             await pool.stop()
@@ -129,9 +130,8 @@ def test_calls_of_a_turn_are_made_side_by_side_up_to_a_limit(file: Path) -> None
 
 
 def test_a_record_says_which_tools_it_offers(file: Path) -> None:
-    record = {"tools": [{"type": "function", "function": {"name": "divide"}}]}
     turn = Turn("", tool_calls=[call("do", what="a"), call("divide", a=1, b=2)])
-    (found,) = answers(file, turn, record=record)
+    (found,) = answers(file, turn, offered=["divide"])
     assert [m["content"] for m in found.text] == ["Error: there is no tool do. Use one of: divide", "0.5"]
 
 
