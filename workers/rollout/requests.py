@@ -121,9 +121,10 @@ class SampleResult:
     done), `length` (sampling.max_new_tokens, rollout.max_episode_tokens or the engine's longest sequence), `turns`
     (rollout.max_turns) or `error`, explained in `error`. weight_version, newest_weight_version: oldest and newest
     weights that sampled a token. version_tokens: (version, tokens), oldest first. environment: its reward or failure.
-    messages: of an episode in a chat. row: all tokens in order, in the DataProto that came along, -1 after an error. branches: rows to train on instead,
-    which follow it, empty if the template changed nothing. cut_tokens, history_refused: see
-    `Conversation`. start: seconds since 1970 by the engine's clock. seconds: duration including waiting.
+    messages: of an episode in a chat. row: all tokens in order, in the DataProto that came along, -1 after an error.
+    branches: rows to train on instead, which follow it, empty if the template changed nothing. cut_tokens,
+    history_refused: see `Conversation`. start: seconds since 1970 by the engine's clock. seconds: duration including
+    waiting.
     """
 
     uid: str
