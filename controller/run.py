@@ -116,6 +116,8 @@ class Run(TrainingRun[Config]):
         record.samples(rollout, batch, self.prompt_text)
         left_out = len(samples) - len(set(zip(batch["uid"].tolist(), batch["sample"].tolist(), strict=True)))
         record.add(rollout.metrics() | {"rollout/samples_left_out": float(left_out)})
+        if self.config.rollout.sampling.max_thinking_tokens:
+            record.add({"rollout/cut_thoughts_share": float(samples["cut_thoughts"].sum() / samples["turns"].sum())})
         oldest, newest = samples["weight_version"], samples["newest_weight_version"]
         record.add(staleness(oldest, newest, rollout.version_tokens, version))
         # Without a KL in the reward, only unequal rewards in a group give signal.

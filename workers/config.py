@@ -180,6 +180,8 @@ class ReferenceConfig:
 class SamplingConfig:
     """As vLLM's SamplingParams. docs/conversations.md says which settings need algorithm.loss.rollout_correction."""
 
+    only_with = ((".max_thinking_tokens above 0", "end_of_thinking"),)
+
     temperature: float = setting(1.0, "Softmax temperature. 0 is greedy (validation only).", minimum=0, maximum=2)
     top_p: float = setting(1.0, "Probability mass of nucleus sampling.", above=0, maximum=1)
     top_k: int = setting(0, "Number of candidate tokens. 0 keeps all.", minimum=0)
@@ -193,6 +195,16 @@ class SamplingConfig:
     )
     stop_token_ids: list[int] = setting(
         [], "Ids of further end tokens. The model's own, also of generation_config.json, always end a response."
+    )
+    max_thinking_tokens: int = setting(
+        0,
+        "Close reasoning that is still open after this many tokens of a turn, and sample the answer. 0 never does. See "
+        "docs/conversations.md.",
+        minimum=0,
+    )
+    end_of_thinking: str = setting(
+        "",
+        "Text that closes it, with the end marker of the model's reasoning. Empty is that alone, such as `</think>`.",
     )
     repetition_penalty: float = setting(
         1.0, "Divides positive logits of tokens in prompt or response, and multiplies negative ones.", above=0
@@ -231,10 +243,14 @@ class SamplingConfig:
         return not self.changes and (self.temperature == 1 or not self.cuts)
 
     @property
+    def undivided(self) -> list[str]:
+        """Settings that read the whole response, which must be sampled in one request."""
+        return self._changed("presence_penalty", "frequency_penalty", "bad_words", "structured_outputs")
+
+    @property
     def may_continue(self) -> bool:
         """Whether another request can sample the rest of a response, whose beginning it reads as a prompt."""
-        penalties = ("presence_penalty", "frequency_penalty")
-        return not self._changed("stop", *penalties, "bad_words", "structured_outputs")
+        return not (self.undivided or self.stop or self.max_thinking_tokens)
 
 
 @dataclass
@@ -243,7 +259,8 @@ class RolloutConfig:
         (".max_staleness above 0", "out_of_order_window, kv_cache_after_update"),
         ("GPUs", "gpu_memory_utilization, enforce_eager"),
         ("CPUs", "cpu_kv_cache_gib, threads"),
-        ("episodes", "max_turns, max_episode_tokens, tool_parser, reasoning_parser, history"),
+        ("episodes", "max_turns, max_episode_tokens, tool_parser, history"),
+        ("reasoning", "reasoning_parser"),
         (".tools", "max_tool_calls, max_tool_characters"),
     )
 

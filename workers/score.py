@@ -18,8 +18,8 @@ class Score:
 
     response: the text, with all its turns. parts: further numbers to log. answer: equal ones vote together in
     validation. failure: why there is no score, with a reward of 0. turns: of an episode, the texts after the record's
-    prompt, as {"policy": text} or {"environment": text}. credit: of each turn of an episode (sampled tokens, reward,
-    hash of what the environment said before it).
+    prompt, as {"policy": text}, {"environment": text} or {"inserted": text}. credit: of each turn of an episode
+    (sampled tokens, reward, hash of what the environment said before it).
     """
 
     reward: float

@@ -22,6 +22,14 @@ CONDITIONS: Conditions = {
         lambda c: c.uses_gpus and c.samples,
     ),
     "episodes": ("rollout.environment or rollout.tools", lambda c: c.rollout.plays_episodes),
+    "reasoning": (
+        "rollout.environment, rollout.tools or a thinking budget (sampling.max_thinking_tokens)",
+        lambda c: (
+            c.rollout.plays_episodes
+            or c.rollout.sampling.max_thinking_tokens > 0
+            or c.validation.sampling.max_thinking_tokens > 0
+        ),
+    ),
     "several ranks": ("several training ranks", lambda c: c.training_workers > 1),
     "tracker": ("tracking.wandb or tracking.mlflow", lambda c: c.tracking.wandb or c.tracking.mlflow),
     "reference": (

@@ -324,7 +324,7 @@ class BalanceConfig:
     )
 
 
-VALIDATED_ALIKE = ("max_new_tokens", "stop", "stop_token_ids")
+VALIDATED_ALIKE = ("max_new_tokens", "stop", "stop_token_ids", "max_thinking_tokens", "end_of_thinking")
 """Settings of rollout.sampling that those of validation.sampling follow: responses end in the same way."""
 
 

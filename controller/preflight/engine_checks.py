@@ -38,6 +38,16 @@ def check_samplings(config: Config) -> None:
                 f"{key}.min_new_tokens={sampling.min_new_tokens} is above {key}.max_new_tokens="
                 f"{sampling.max_new_tokens}. Lower it."
             )
+        if sampling.max_thinking_tokens >= sampling.max_new_tokens:
+            raise ConfigError(
+                f"{key}.max_thinking_tokens={sampling.max_thinking_tokens}: it leaves no room for an answer in "
+                f"{key}.max_new_tokens={sampling.max_new_tokens}. Lower it."
+            )
+        if sampling.max_thinking_tokens and sampling.undivided:
+            raise ConfigError(
+                f"{key}.{sampling.undivided[0]} needs the whole response in one request, and {key}.max_thinking_tokens="
+                f"{sampling.max_thinking_tokens} samples it in two. Remove one of the two."
+            )
         for name in ("stop", "bad_words"):
             if not all(getattr(sampling, name)):
                 raise ConfigError(f"{key}.{name}={getattr(sampling, name)}: a text is empty. Remove it.")

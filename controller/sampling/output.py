@@ -100,6 +100,7 @@ def as_line(result: SampleResult, score: Score, prompt: Prompt, prompt_key: str,
         "prompt_tokens": result.prompt_tokens,
         "response_tokens": result.response_tokens,
     }
+    line |= {"cut_thoughts": result.cut_thoughts} if result.cut_thoughts else {}
     if rewarded:
         line |= {"reward": score.reward, "parts": {name: finite(value) for name, value in score.parts.items()}}
         line |= {"answer": score.answer} if score.answer else {}

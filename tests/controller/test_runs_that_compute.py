@@ -255,6 +255,29 @@ def test_a_step_whose_samples_are_all_truncated_trains_nothing_or_ends_the_run(
         run("reward.truncated=drop", "run.name=dropped")
 
 
+def test_a_thinking_budget_inserts_an_end_that_is_counted_and_not_trained(
+    run: Run, stand_ins: StandIns, batches: list[RemoteBatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_ins.compute()
+    stand_ins.world.answer = lambda seed: (9, "length")
+    monkeypatch.setattr("workers.rollout.thinking.MARKS", ("=", "+"))  # prompts end with `=`
+    settings = ("rollout.sampling.max_thinking_tokens=5", "rollout.sampling.end_of_thinking=9+")
+    finished = run(*settings, "run.steps=1", "rollout.samples_per_prompt=8", "policy.max_tokens_per_micro_batch=256")
+    (batch,) = batches
+    rows, inserted, cut = batch.gather(), tokenizer()("9+")["input_ids"], 0
+    for row in range(len(batch)):
+        ids, mask = (
+            rows.slice(row, row + 1).tokens[name][batch["prompt_tokens"][row] :] for name in ("input_ids", "loss_mask")
+        )
+        is_cut = inserted[1] not in ids[:5]
+        assert bool(batch["cut_thoughts"][row]) == is_cut and int(mask.sum()) == batch["response_tokens"][row]
+        assert mask.tolist() == [True] * 5 + [not is_cut] * 2 + [True]
+        assert not is_cut or ids[5:7].tolist() == inserted
+        cut += is_cut
+    assert 0 < cut < len(batch)
+    assert finished.outcome.steps[0]["rollout/cut_thoughts_share"] == cut / len(batch)
+
+
 def test_a_run_of_two_epochs_goes_on_from_a_checkpoint_as_if_never_stopped(run: Run) -> None:
     straight = run(*TWO_EPOCHS, "run.name=straight")
     weights = weights_of(straight)

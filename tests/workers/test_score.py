@@ -34,21 +34,23 @@ def test_a_failure_of_either_is_the_samples(scored: Score, environment: Score) -
 
 
 @pytest.mark.parametrize(
-    ("mask", "turn"), [([0, 1, 1], (1, 3)), ([0, 1, 0, 0, 1, 1], (4, 6)), ([0, 1, 0, 1, 0], (3, 4))]
+    ("versions", "turn"),
+    [([-1, 3, 4], (1, 3)), ([-1, 3, -1, -1, 3, 3], (4, 6)), ([-1, 0, -1, 0, -1], (3, 4)), ([-1, 0, -2, 5], (1, 4))],
 )
-def test_the_last_turn_is_the_last_run_of_sampled_tokens(mask: list[int], turn: tuple[int, int]) -> None:
-    assert last_turn(np.array(mask, dtype=bool)) == slice(*turn)
+def test_the_last_turn_is_what_follows_the_last_observation(versions: list[int], turn: tuple[int, int]) -> None:
+    assert last_turn(np.array(versions)) == slice(*turn)
 
 
-def test_turns_and_observations_are_told_apart_by_the_loss_mask() -> None:
-    mask = np.array([True, True, False, True, False, False])
-    assert turns(mask) == [
+def test_turns_observations_and_inserted_tokens_are_told_apart_by_their_versions() -> None:
+    assert turns(np.array([3, 4, -1, 4, -2, -2, 4, -1])) == [
         ("policy", slice(0, 2)),
         ("environment", slice(2, 3)),
         ("policy", slice(3, 4)),
-        ("environment", slice(4, 6)),
+        ("inserted", slice(4, 6)),
+        ("policy", slice(6, 7)),
+        ("environment", slice(7, 8)),
     ]
 
 
 def test_a_response_of_one_turn_has_no_turns_to_tell_apart() -> None:
-    assert turns(np.ones(3, bool)) == []
+    assert turns(np.array([0, 0, 1])) == []

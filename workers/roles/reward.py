@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from workers.dataproto import DataProto
+from workers.rollout.requests import INSERTED, NOT_SAMPLED
 from workers.score import Score
 from workers.user_code.rewards import RAW, Call, RewardFunction, RewardProcess
 
@@ -45,7 +46,7 @@ class RewardWorker:
     def score(self, block: DataProto, requests: Sequence[ScoreRequest]) -> list[Score]:
         """Return one Score per request, in order. `failure` says why scoring failed."""
         rows = [block.row(request.row) for request in requests]
-        last = [row["input_ids"][last_turn(row["loss_mask"])] for row in rows]
+        last = [row["input_ids"][last_turn(row["weight_versions"])] for row in rows]
         calls = [
             Call(i, self._text(ids), request.columns | self._raw(ids))
             for i, (ids, request) in enumerate(zip(last, requests, strict=True))
@@ -55,13 +56,15 @@ class RewardWorker:
             replace(
                 scores[i],
                 response=self._text(row["input_ids"][request.prompt_tokens :]),
-                turns=self._turns(row["input_ids"][request.prompt_tokens :], row["loss_mask"][request.prompt_tokens :]),
+                turns=self._turns(
+                    row["input_ids"][request.prompt_tokens :], row["weight_versions"][request.prompt_tokens :]
+                ),
             )
             for i, (row, request) in enumerate(zip(rows, requests, strict=True))
         ]
 
-    def _turns(self, ids: np.ndarray, loss_mask: np.ndarray) -> tuple[dict[str, str], ...]:
-        return tuple({who: self._text(ids[part])} for who, part in turns(loss_mask))
+    def _turns(self, ids: np.ndarray, versions: np.ndarray) -> tuple[dict[str, str], ...]:
+        return tuple({who: self._text(ids[part])} for who, part in turns(versions))
 
     def _raw(self, ids: np.ndarray) -> dict[str, str]:
         return {RAW: str(self._tokenizer.decode(ids.tolist()))} if self._takes_raw else {}
@@ -70,18 +73,18 @@ class RewardWorker:
         return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=True))
 
 
-def turns(loss_mask: np.ndarray) -> list[tuple[str, slice]]:
-    """(`policy` or `environment`, bounds) of each run of a bool `loss_mask`, in order, empty for one turn."""
-    if loss_mask.all():
-        return []
-    bounds = [0, *(np.flatnonzero(loss_mask[1:] != loss_mask[:-1]) + 1).tolist(), len(loss_mask)]
-    who = {True: "policy", False: "environment"}
-    return [(who[bool(loss_mask[start])], slice(start, stop)) for start, stop in itertools.pairwise(bounds)]
+def turns(versions: np.ndarray) -> list[tuple[str, slice]]:
+    """(`policy`, `environment` or `inserted`, bounds) of each part of a response, in order, empty for a single one."""
+    whose = np.minimum(versions, 0)
+    bounds = [0, *(np.flatnonzero(whose[1:] != whose[:-1]) + 1).tolist(), len(versions)]
+    who = {0: "policy", NOT_SAMPLED: "environment", INSERTED: "inserted"}
+    parts = [(who[int(whose[start])], slice(start, stop)) for start, stop in itertools.pairwise(bounds)]
+    return parts if len(parts) > 1 else []
 
 
-def last_turn(loss_mask: np.ndarray) -> slice:
-    """Return the bounds of the policy's last turn: the last run of True in `loss_mask`."""
-    marked = np.flatnonzero(loss_mask)
+def last_turn(versions: np.ndarray) -> slice:
+    """Return the bounds of the policy's last turn, inserted tokens included."""
+    marked = np.flatnonzero(versions != NOT_SAMPLED)
     breaks = np.flatnonzero(np.diff(marked) > 1)
     first = marked[breaks[-1] + 1] if len(breaks) else marked[0]
     return slice(int(first), int(marked[-1]) + 1)

@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,7 +30,8 @@ from workers.rollout.episode import Episode, branches_of, play
 from workers.rollout.parsing import TurnParser
 from workers.rollout.placement import check_placement
 from workers.rollout.prefix_hashes import prefix_hashes
-from workers.rollout.requests import ERROR, Response, SampleRequest, SampleResult, WeightLoad, turn_seed
+from workers.rollout.requests import ERROR, LENGTH, Response, SampleRequest, SampleResult, WeightLoad, turn_seed
+from workers.rollout.thinking import Thinking
 from workers.rollout.vllm_interface import (
     as_response,
     build_engine,
@@ -112,6 +113,8 @@ class VllmEngineActor:
         if self._environments is not None:
             tokenizer = await asyncio.to_thread(self._load_tokenizer)
             self._renderer = Renderer.with_template(tokenizer, self.model.chat_template)
+        if self.config.sampling.max_thinking_tokens:
+            await asyncio.to_thread(lambda: self._thinking.closing(self.config.sampling))
         await engine.update_weight_version("0")
         self._engine = engine
 
@@ -129,6 +132,10 @@ class VllmEngineActor:
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(self.model.path, trust_remote_code=False)
+
+    @cached_property
+    def _thinking(self) -> Thinking:
+        return Thinking(self._load_tokenizer(), self.config.reasoning_parser)
 
     # --- samples ------------------------------------------------------------------------------------------------------
 
@@ -189,17 +196,33 @@ class VllmEngineActor:
         return _finished(request, episode, reason, score, conversation)
 
     async def _turn(self, request: SampleRequest, sampling: SamplingConfig, episode: Episode) -> Response:
-        """Sample a turn, or the rest of a response that a lost engine began."""
+        """Sample a turn. With a thinking budget in two requests, unless it ends within the budget."""
+        limit = min(sampling.max_new_tokens, episode.room)
+        budget = min(limit, sampling.max_thinking_tokens or limit)
+        turn = await self._rest(request, sampling, episode, request.begun, budget)
+        if turn.finish_reason != LENGTH or budget == limit:
+            return turn
+        is_open = self._thinking.is_open(episode.ids, turn.ids)
+        begun = self._thinking.closing(sampling).after(turn) if is_open else turn
+        if len(begun.ids) >= limit:  # no room for an answer
+            return turn
+        whole = await self._rest(request, sampling, episode, begun, limit)
+        whole = replace(whole, read_tokens=turn.read_tokens, cached_tokens=turn.cached_tokens)
+        return whole if is_open else self._thinking.stopped(whole, len(turn.ids), sampling.stop)
+
+    async def _rest(
+        self, request: SampleRequest, sampling: SamplingConfig, episode: Episode, begun: Response | None, limit: int
+    ) -> Response:
+        """Sample the rest of a turn, of `limit` tokens at most, after what was sampled of it before."""
         from vllm.inputs.engine import tokens_input
 
-        ids, number, limit = episode.ids, len(episode.turns), min(sampling.max_new_tokens, episode.room)
-        if request.begun is not None:
-            number = len(request.begun.ids)
-            ids, limit = np.concatenate([ids, request.begun.ids]), limit - number
+        ids, there = episode.ids, 0
+        if begun is not None:
+            ids, there = np.concatenate([ids, begun.ids]), len(begun.ids)
         name = f"{request.uid}/{request.sample}/{next(self._numbers)}"
-        minimum = min(limit, max(0, sampling.min_new_tokens - (len(request.begun.ids) if request.begun else 0)))
-        sampling = replace(sampling, max_new_tokens=limit, min_new_tokens=minimum)
-        parameters = sampling_parameters(sampling, turn_seed(request.seed, number))
+        minimum = min(limit, sampling.min_new_tokens) - there
+        changed = replace(sampling, max_new_tokens=limit - there, min_new_tokens=max(0, minimum))
+        parameters = sampling_parameters(changed, turn_seed(turn_seed(request.seed, len(episode.turns)), there))
         if sampling.may_continue:
             self._under_way[name] = request
         try:
@@ -207,7 +230,7 @@ class VllmEngineActor:
             (output,) = [output async for output in outputs]
         finally:
             self._under_way.pop(name, None)
-        return as_response(output).after(request.begun)
+        return as_response(output).after(begun)
 
     async def partial_responses(self) -> dict[int, Response]:
         """Return unfinished responses that another engine can continue, by their requests' seeds, without episodes."""
@@ -374,6 +397,7 @@ def _finished(
         newest_weight_version=versions[-1][0],
         version_tokens=versions,
         turns=len(episode.turns),
+        cut_thoughts=episode.cut_thoughts,
         observation_tokens=episode.observation_tokens,
         prompt_hash=episode.prompt_hash,
         prefix_hashes=prefix_hashes(ids, episode.prompt_tokens),

@@ -28,7 +28,7 @@ from workers.environment import Observation, Text, as_text
 from workers.errors import EpisodeError
 from workers.rollout.conversation import Conversation
 from workers.rollout.prefix_hashes import prefix_hashes
-from workers.rollout.requests import LENGTH, STOP, TURNS, Branch, Response
+from workers.rollout.requests import INSERTED, LENGTH, STOP, TURNS, Branch, Response, not_sampled
 from workers.score import Score
 from workers.user_code.environments import RemoteEnvironment
 
@@ -40,7 +40,7 @@ class Episode:
         """max_tokens: of a row after the prompt, turns and observations together."""
         self.turns: list[Response] = []
         self._max_turns, self._max_length = max_turns, len(prompt_ids) + max_tokens
-        self._said = [_not_sampled(prompt_ids)]  # all of the episode, in order
+        self._said = [not_sampled(prompt_ids)]  # all of the episode, in order
         self._rows = [list(self._said)]
 
     @property
@@ -58,11 +58,15 @@ class Episode:
 
     @property
     def response_tokens(self) -> int:
-        return sum(len(turn.ids) for turn in self.turns)
+        return sum(turn.sampled_tokens for turn in self.turns)
 
     @property
     def observation_tokens(self) -> int:
         return sum(len(part.ids) for part in self._said) - self.prompt_tokens - self.response_tokens
+
+    @property
+    def cut_thoughts(self) -> int:
+        return sum(bool(np.any(turn.versions == INSERTED)) for turn in self.turns)
 
     @property
     def room(self) -> int:
@@ -72,14 +76,15 @@ class Episode:
     @property
     def version_tokens(self) -> tuple[tuple[int, int], ...]:
         """(version of weights, tokens sampled with it), oldest first, at least one after a turn."""
-        versions, counts = np.unique(np.concatenate([turn.versions for turn in self.turns]), return_counts=True)
+        versions = np.concatenate([turn.versions for turn in self.turns])
+        versions, counts = np.unique(versions[versions >= 0], return_counts=True)
         return tuple(zip(versions.tolist(), counts.tolist(), strict=True))
 
     def open(self, prompt_ids: np.ndarray) -> bool:
         """Replace the prompt by a longer one, within the limit. Returns False if no room for a turn is left."""
         if len(prompt_ids) >= self._max_length:
             return False
-        self._said = [_not_sampled(prompt_ids)]
+        self._said = [not_sampled(prompt_ids)]
         self._rows = [list(self._said)]
         return True
 
@@ -95,11 +100,11 @@ class Episode:
         """
         if (len(ids) + len(self.ids) if branch is None else len(branch)) >= self._max_length:
             return False
-        self._said.append(_not_sampled(ids))
+        self._said.append(not_sampled(ids))
         if branch is None:
             self._rows[-1].append(self._said[-1])
         else:
-            self._rows.append([_not_sampled(branch)])
+            self._rows.append([not_sampled(branch)])
         return True
 
     def end(self, *, done: bool) -> str:
@@ -113,8 +118,9 @@ class Episode:
     def rows(self) -> list[dict[str, np.ndarray]]:
         """Return all of the episode in order, and the rows to train on if the first is not one.
 
-        `input_ids` int32, `loss_mask` bool, `rollout_log_probs` float32, `weight_versions` int32, -1 where the policy
-        sampled nothing. `routed_experts` (optional): int16 [n, layers, k], -1 for unread tokens at the end.
+        `input_ids` int32, `loss_mask` bool, `rollout_log_probs` float32, `weight_versions` int32, negative where the
+        policy sampled nothing (see `requests`). `routed_experts` (optional): int16 [n, layers, k], -1 for unread tokens
+        at the end.
         """
         return [_row(parts) for parts in (self._rows if len(self._rows) == 1 else [self._said, *self._rows])]
 
@@ -156,10 +162,6 @@ def _row(parts: Sequence[Response]) -> dict[str, np.ndarray]:
     return row
 
 
-def _not_sampled(ids: np.ndarray) -> Response:
-    return Response(ids, np.zeros(len(ids), np.float32), np.full(len(ids), -1, np.int32))
-
-
 async def play(
     episode: Episode,
     sample: Callable[[Episode], Awaitable[Response]],
@@ -188,7 +190,7 @@ async def play(
                 episode.add(turn)
                 said = conversation.turn(turn.ids, finished=turn.finish_reason == STOP)
                 observation = await environment.step(said)
-                score = _with(score, observation, (_sampled_tokens(turn), observation.reward, state))
+                score = _with(score, observation, (turn.sampled_tokens, observation.reward, state))
                 state = _state(observation.text)
                 if reason := episode.end(done=observation.done):
                     return reason, score
@@ -197,7 +199,7 @@ async def play(
     except EpisodeError as failure:
         if not episode.turns:
             episode.add(await sample(episode))
-        credit = tuple((_sampled_tokens(turn), 0.0, 0) for turn in episode.turns)
+        credit = tuple((turn.sampled_tokens, 0.0, 0) for turn in episode.turns)
         return episode.turns[-1].finish_reason, Score(0.0, "", failure=f"environment: {failure}", credit=credit)
 
 
@@ -205,10 +207,6 @@ def _with(score: Score, observation: Observation, credit: tuple[int, float, int]
     parts, credits = score.parts | dict(observation.parts), (*score.credit, credit)
     reward = score.reward + observation.reward
     return Score(reward, "", parts, failure=score.failure, turns=score.turns, credit=credits)
-
-
-def _sampled_tokens(turn: Response) -> int:
-    return int(np.sum(turn.versions >= 0))
 
 
 def _state(said: Text) -> int:

@@ -12,6 +12,7 @@ import numpy as np
 from workers.environment import Text
 from workers.score import Score
 
+NOT_SAMPLED, INSERTED = -1, -2  # versions of tokens between turns, and within a turn by a thinking budget
 STOP, LENGTH, TURNS, ERROR = "stop", "length", "turns", "error"
 
 # "Steps" for the seeds of samples that no step trains on, one for each kind of sampling.
@@ -36,7 +37,8 @@ class EpisodeStart:
 class Response:
     """Tokens that an engine sampled: a response, a turn of an episode, or the beginning of either.
 
-    ids: int32 [n], including an end-of-sequence token. log_probs: float32 [n]. versions: int32 [n], of the weights.
+    ids: int32 [n], including an end-of-sequence token. log_probs: float32 [n]. versions: int32 [n], of the weights, or
+    INSERTED.
     finish_reason: `stop` or `length`, empty while unfinished. read_tokens: tokens before it, of which `cached_tokens`
     were in the prefix cache. routed_experts: int16 [m, layers, k] of the first m tokens read, with model.router_replay.
     stop_string: whether a text of sampling.stop ended it, so that its last token is not an end token.
@@ -51,6 +53,10 @@ class Response:
     routed_experts: np.ndarray | None = None
     stop_string: bool = False
 
+    @property
+    def sampled_tokens(self) -> int:
+        return int(np.sum(self.versions >= 0))
+
     def after(self, begun: "Response | None") -> "Response":
         """Join with the beginning that another engine sampled, which this engine read as a part of the prompt."""
         if begun is None:
@@ -64,6 +70,10 @@ class Response:
             read_tokens=read,
             cached_tokens=min(self.cached_tokens, read),
         )
+
+
+def not_sampled(ids: np.ndarray, version: int = NOT_SAMPLED) -> Response:
+    return Response(ids, np.zeros(len(ids), np.float32), np.full(len(ids), version, np.int32))
 
 
 @dataclass(frozen=True)
@@ -106,6 +116,7 @@ COUNTS = (
     "turns",
     "cut_tokens",
     "history_refused",
+    "cut_thoughts",
     "weight_version",
     "newest_weight_version",
 )
@@ -116,7 +127,8 @@ COUNTS = (
 class SampleResult:
     """Hold the result of one request.
 
-    response_tokens: the policy's. observation_tokens: the environment's. read_tokens: tokens before each turn, summed.
+    response_tokens: sampled ones. observation_tokens: the environment's, and inserted ones. cut_thoughts: turns whose
+    reasoning a budget closed. read_tokens: tokens before each turn, summed.
     `cached_tokens` of them were in the prefix cache. finish_reason: `stop` (end of sequence, or the environment was
     done), `length` (sampling.max_new_tokens, rollout.max_episode_tokens or the engine's longest sequence), `turns`
     (rollout.max_turns) or `error`, explained in `error`. weight_version, newest_weight_version: oldest and newest
@@ -137,6 +149,7 @@ class SampleResult:
     row: int = -1
     newest_weight_version: int = -1
     turns: int = 1
+    cut_thoughts: int = 0
     observation_tokens: int = 0
     prompt_hash: int = 0
     prefix_hashes: bytes = b""

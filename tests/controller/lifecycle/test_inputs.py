@@ -110,8 +110,8 @@ def test_a_reward_sees_special_tokens_where_it_asks_for_the_raw_response(workspa
     ).reward_functions
     worker = RewardWorker(functions, "model", timeout_s=5, concurrency=1)
     ids = worker._tokenizer.convert_tokens_to_ids(["1", "=", "1", "2", "<eos>"])
-    mask = np.array([False, False, True, True, True])
-    block = DataProto.from_rows([{"input_ids": np.array(ids, np.int32), "loss_mask": mask}])
+    versions = np.array([-1, -1, 0, 0, 0], np.int32)
+    block = DataProto.from_rows([{"input_ids": np.array(ids, np.int32), "weight_versions": versions}])
     (score,) = worker.score(block, [ScoreRequest(0, 2, {"level": 1})])
     assert (score.response, score.failure) == ("12", "")
     assert (score.parts["one/ends"], score.reward) == (1.0, 1.0 + len("12<eos>"))

@@ -25,7 +25,7 @@ CHANGES = {
     "bad_words": "[a, b c]",
     "structured_outputs": "{regex: a+}",
 }
-EXACT = {"temperature", "max_new_tokens", "stop", "stop_token_ids"}
+EXACT = {"temperature", "max_new_tokens", "stop", "stop_token_ids", "max_thinking_tokens", "end_of_thinking"}
 CORRECTION = "algorithm.loss.rollout_correction"
 READERS = (
     "rollout.max_staleness=1",
@@ -101,6 +101,10 @@ def test_responses_of_validation_end_as_those_of_training(workspace: Path) -> No
     rollout.sampling.bad_words="['']"
     validation.sampling.structured_outputs="{regex: a, choice: [b]}"
     validation.sampling.structured_outputs="{regexp: a}"
+    rollout.sampling.max_thinking_tokens=64
+    validation.sampling.bad_words=[a] rollout.sampling.max_thinking_tokens=8
+    rollout.sampling.end_of_thinking=a
+    rollout.reasoning_parser=qwen3
     rollout.sampling.stop=a
     rollout.sampling.stop_token_ids=[a]
     rollout.sampling.logit_bias="{a: 1}"

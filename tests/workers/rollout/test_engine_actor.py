@@ -25,6 +25,7 @@ from workers.model.engine import TrainingEngine
 from workers.rollout.cpu_kernels import PROVIDER
 from workers.rollout.requests import (
     ERROR,
+    INSERTED,
     LENGTH,
     STOP,
     EpisodeStart,
@@ -80,6 +81,9 @@ class Engines:
         self.pool.wait_started()
         self.version = 0
         self.tokenizer = AutoTokenizer.from_pretrained(model)
+
+    def ids(self, text: str) -> list[int]:
+        return list(self.tokenizer(text)["input_ids"])
 
     def call(self, method: str, *arguments: Any, replica: int = 0) -> Any:
         """Call a method of the actor itself."""
@@ -337,6 +341,53 @@ def test_a_stop_text_or_another_end_token_ends_a_response_whose_tokens_are_all_k
             assert (result.finish_reason == STOP) == (seen[0] or response[-1] == tiny.EOS)
             stopped += seen[0]
         assert stopped > 20
+
+
+def test_reasoning_that_is_open_at_its_budget_is_closed_and_the_answer_sampled(engines: Engines) -> None:
+    """Inserted tokens are not trained."""
+    model, budget, limit = tiny.random_model(14), 12, 40
+    engines.load(model)
+    opening, closing = (engines.ids(text) for text in ("<think>", "so</think>"))
+    plain = requests_for(8, samples=8)
+    thinking = [replace(r, uid=f"t{r.uid}", prompt_ids=np.append(r.prompt_ids, opening)) for r in plain]
+    played = [replace(r, uid=f"e{r.uid}") for r in episodes(4, samples=2, opening="<think>")]
+    sampling = {"max_new_tokens": limit, "max_thinking_tokens": budget, "end_of_thinking": "so</think>"}
+    finished = engines.sample([*plain, *thinking, *played], **sampling)
+    assert largest_difference(finished, model) < LOG_PROB_TOLERANCE
+    for result, row in rows_of(finished):
+        response = row["input_ids"][result.prompt_tokens :]
+        mask = row["loss_mask"][result.prompt_tokens :]
+        if result.cut_thoughts:
+            inserted = slice(budget, budget + len(closing))
+            np.testing.assert_array_equal(response[inserted], closing)
+            assert not mask[inserted].any() and mask[:budget].all() and mask[inserted.stop]
+            assert set(row["weight_versions"][result.prompt_tokens :][inserted]) == {INSERTED}
+        assert result.response_tokens == mask.sum() and result.version_tokens == ((engines.version, mask.sum()),)
+        if result.uid.startswith("e"):
+            assert (result.cut_thoughts, result.turns) in {(1, 1), (1, 2), (0, 1), (0, 2)}
+        else:
+            assert len(response) <= limit and result.observation_tokens == len(closing) * result.cut_thoughts
+            assert result.cut_thoughts == (result.uid.startswith("t") and tiny.EOS not in response[:budget])
+    cut = [result for result, _ in finished if result.cut_thoughts]
+    assert {result.uid[0] for result in cut} == {"t", "e"}
+    assert {result.finish_reason for result in cut} == {STOP, LENGTH}
+
+
+def test_a_stop_text_on_both_sides_of_a_thinking_budget_ends_the_turn(engines: Engines) -> None:
+    engines.load(tiny.random_model(14))
+    sampling: dict[str, Any] = {"max_new_tokens": 40, "max_thinking_tokens": 12}
+    texts = set()
+    for result, row in rows_of(engines.sample(requests_for(8, samples=8), **sampling)):
+        response = row["input_ids"][result.prompt_tokens :]
+        texts |= {engines.tokenizer.decode(response[11:13])} if len(response) > 13 else set()
+    stopped = 0
+    for result, row in rows_of(engines.sample(requests_for(8, samples=8), stop=sorted(texts), **sampling)):
+        response = row["input_ids"][result.prompt_tokens :]
+        whole, before = (engines.tokenizer.decode(ids) for ids in (response, response[:-1]))
+        assert not any(text in before for text in texts)
+        assert (result.finish_reason == STOP) == (response[-1] == tiny.EOS or any(text in whole for text in texts))
+        stopped += len(response) == 13
+    assert stopped > 20
 
 
 # Episodes
