@@ -128,7 +128,7 @@ class Model(Saves):
     def reference_log_probs(self, batch: RemoteBatch, plan: Plan) -> PlanResult:
         return self._pass("reference_log_probs", batch, plan, "log_probs")
 
-    def advantages(self, batch: RemoteBatch, plan: Plan, settings: Any, penalty: Any) -> PlanResult:
+    def advantages(self, batch: RemoteBatch, plan: Plan, settings: Any, penalty: Any, gamma_per: str) -> PlanResult:
         found = self._pass("advantages", batch, plan, "advantages", "returns", "old_values")
         names = ("values", "returns", "returns_square", "value_error", "value_error_square")
         return PlanResult(found.tokens, {name: Metric.mean(1.0, 1) for name in names})
