@@ -1,7 +1,7 @@
 """Sums and differences that are hard to guess, as chat messages.
 
-user 738+956    > <think>...</think> add(a=738, b=956)    tool 1694    > <think>...</think> 1694      called
-user 738+956    > <think>...</think> 1671                                                             guessed
+user 73+95    > <think>...</think> add(a=73, b=95)    tool 168    > <think>...</think> 168    called
+user 73+95    > <think>...</think> 171                                                        guessed
 """
 
 import json
@@ -12,16 +12,16 @@ from zlib import crc32
 
 from examples.addition.data import HELD_OUT_SHARE
 
-LARGEST = 999
+SMALLEST, LARGEST = 10, 99
 NAMES = {"+": "add", "-": "subtract"}
 
 Messages = list[dict[str, Any]]
 
 
 def problem(rng: random.Random, *, held_out: bool) -> tuple[int, str, int]:
-    """Two numbers of three digits and what to do with them, from the held-out problems or from the others."""
+    """Two numbers of two digits and what to do with them, from the held-out problems or from the others."""
     while True:
-        a, b = rng.randint(100, LARGEST), rng.randint(100, LARGEST)
+        a, b = rng.randint(SMALLEST, LARGEST), rng.randint(SMALLEST, LARGEST)
         if (crc32(f"{a} {b}".encode()) % HELD_OUT_SHARE == 0) == held_out:
             return a, rng.choice(list(NAMES)), b
 
@@ -50,7 +50,8 @@ def called(a: int, sign: str, b: int) -> Messages:
 
 
 def guessed(rng: random.Random, sign: str) -> Messages:
-    return [thought("I can guess.", result(rng.randint(100, LARGEST), sign, rng.randint(100, LARGEST)))]
+    a, b = rng.randint(SMALLEST, LARGEST), rng.randint(SMALLEST, LARGEST)
+    return [thought("I can guess.", result(a, sign, b))]
 
 
 def write(path: Path, count: int, *, seed: int, held_out: bool) -> None:

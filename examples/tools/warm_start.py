@@ -22,10 +22,10 @@ from examples.addition.warm_start import create_model, train
 from examples.tools import data, tools
 
 CACHE = Path(__file__).parent / "cache"
-CALLS_FIRST, CALLS = 0.8, 0.5  # share of conversations: while it learns to copy the numbers, and in the last steps
-STEPS, LAST_STEPS = 300, 100
-BATCH = 48
-VOCABULARY = 320
+CALLS_FIRST, CALLS = 0.9, 0.4  # share of conversations: while it learns to copy the numbers, and in the last steps
+STEPS, LAST_STEPS = 240, 80
+BATCH = 32
+VOCABULARY = 512
 START, END = "<|im_start|>", "<|im_end|>"
 SCHEMAS = [get_json_schema(tool) for tool in (tools.add, tools.subtract)]
 
@@ -46,7 +46,7 @@ def records(seed: int) -> Iterator[dict[str, Any]]:
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Qwen3's template and added tokens. Texts of the template and the tools are a token, others a token a byte."""
+    """Qwen3's template. Its texts, those of the tools and numbers are a token each, other texts a token a byte."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
     tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -64,7 +64,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
             for part in re.split(rf"[\d\n+-]|{'|'.join(map(re.escape, [*marks, END, START]))}", text)
         }
     )
-    made.add_tokens([AddedToken(each, normalized=False) for each in [*marks, *filter(None, repeated)]])
+    numbers = map(str, range(data.SMALLEST, 2 * data.LARGEST + 1))
+    made.add_tokens([AddedToken(each, normalized=False) for each in [*marks, *filter(None, repeated), *numbers]])
     return made
 
 

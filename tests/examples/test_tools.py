@@ -13,7 +13,7 @@ from examples.tools.reward import exact_match
 from examples.tools.warm_start import SCHEMAS, VOCABULARY, conversation, tokenizer
 from workers.rendering import Renderer
 
-PROBLEM = (738, "-", 956)
+PROBLEM = (73, "-", 95)
 
 
 def test_its_configuration_is_valid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -47,5 +47,5 @@ def test_the_warm_start_learns_the_policys_turns_alone() -> None:
 
 def test_the_reward_is_of_the_final_answer() -> None:
     messages: list[dict[str, Any]] = [*data.question(*PROBLEM), *data.called(*PROBLEM)]
-    assert exact_match("<think>\nx\n</think>\n\n-218", "-218", messages) == {"reward": 1.0, "called": 1.0}
-    assert exact_match("<think>\n-218", "-218", messages[:1]) == {"reward": 0.0, "called": 0.0}
+    assert exact_match("<think>\nx\n</think>\n\n-22", "-22", messages) == {"reward": 1.0, "called": 1.0}
+    assert exact_match("<think>\n-22", "-22", messages[:1]) == {"reward": 0.0, "called": 0.0}

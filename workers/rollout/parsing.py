@@ -26,10 +26,13 @@ class TurnParser:
         """
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
+        messages, tools = [{"role": "user", "content": ""}], options.get("tools") or None
         self._tokenizer = tokenizer
-        self._request = ChatCompletionRequest(
-            messages=[{"role": "user", "content": ""}], tools=options.get("tools") or None
-        )
+        try:
+            self._request = ChatCompletionRequest(messages=messages, tools=tools)
+        except ValueError:  # a record's schemas may be malformed, and most parsers only need the names
+            tools = [{"type": "function", "function": {"name": tool["function"]["name"]}} for tool in tools or ()]
+            self._request = ChatCompletionRequest(messages=messages, tools=tools)
         self._arguments = {name: value for name, value in options.items() if name != "tools"}
         self._opens = partial(_generation_prompt, tokenizer, options)
         self._numbers = itertools.count(1)

@@ -43,11 +43,11 @@ def byte_tokenizer() -> Any:
     return tokenizer
 
 
-def turn_of(text: str, template: str = QWEN3, *, finished: bool = True, tools: str = "", **options: Any) -> Turn:
+def turn_of(text: str, template: str = QWEN3, *, finished: bool = True, parser: str = "", **options: Any) -> Turn:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
-    parser = TurnParser(tokenizer, tools, "", {"tools": TOOLS} | options)
-    return parser.turn(np.array(tokenizer(text)["input_ids"], np.int32), finished)
+    read = TurnParser(tokenizer, parser, "", {"tools": TOOLS} | options)
+    return read.turn(np.array(tokenizer(text)["input_ids"], np.int32), finished)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +97,10 @@ def test_a_call_that_cannot_be_read_is_told_and_logs_nothing(text: str, words: s
     assert caplog.records == []
 
 
+def test_schemas_that_vllm_refuses_are_left_out() -> None:
+    assert turn_of(ADD, tools=[{"type": "function", "function": {"name": "add", "parameters": 5}}]).tool_calls
+
+
 @given(
     st.lists(st.one_of(st.sampled_from(MARKS), st.text(max_size=5))),
     st.booleans(),
@@ -116,6 +120,6 @@ def test_parsers_are_found_by_template_or_refused_by_name() -> None:
     assert parsers_of("```json") == ("", "")
     assert turn_of(ADD, LLAMA).tool_calls == []  # this tokenizer is not Llama's
     with refused("rollout.tool_parser"):
-        turn_of(ADD, tools="llama3_json")
+        turn_of(ADD, parser="llama3_json")
     with refused("rollout.tool_parser"):
-        turn_of(ADD, tools="nobody's")
+        turn_of(ADD, parser="nobody's")
