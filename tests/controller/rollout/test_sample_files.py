@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from controller.observability.run_folder import RunWriter, recorded_steps, step_file
-from controller.rollout.sample_files import read_step, write_step
+from controller.rollout.sample_files import (
+    FinishedSample,
+    StoredSamples,
+    read_samples,
+    read_step,
+    write_samples,
+    write_step,
+)
 from controller.rollout.samples import RolloutBatch
 from tests.refusals import refused
 from workers.dataproto import DataProto, object_column
@@ -16,6 +23,7 @@ from workers.errors import DataError, OutputError
 from workers.remote_batch import RemoteBatch, places
 from workers.rollout.episode import branches_of
 from workers.rollout.prefix_hashes import prefix_hashes
+from workers.rollout.requests import SampleResult
 from workers.score import Score
 
 ROWS = [
@@ -82,6 +90,25 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
         for name, column in expected.items():
             assert (columns[name].tolist(), columns[name].dtype) == (column.tolist(), column.dtype)
     assert block.offsets.tolist() == [0, 6, 10, 15, 16]
+
+
+def test_untrained_samples_of_a_checkpoint_keep_their_branches(tmp_path: Path) -> None:
+    hashes = prefix_hashes(ROWS[0][0]["input_ids"], 2)
+    facts = {"prefix_hashes": hashes, "branches": branches_of(ROWS[0], 2)}
+    results = [SampleResult("a", 0, 2, 3, "stop", 0, row=0, **facts), SampleResult("b", 1, 0, 1, "stop", 0, row=3)]
+    before = [FinishedSample(result, rows, None) for result, rows in zip(results, ROWS, strict=True)]
+    write_samples(
+        tmp_path / "step-1.npz", StoredSamples([*before, FinishedSample(replace(results[0], row=-1), [], None)])
+    )
+    *found, dropped = read_samples(tmp_path / "step-1.npz").finished
+    assert [sample.result for sample in found] == results
+    assert dropped.rows == []
+    for sample, rows in zip(found, ROWS, strict=True):
+        assert [row["input_ids"].tolist() for row in sample.rows] == [row["input_ids"].tolist() for row in rows]
+
+
+def test_the_last_row_of_each_sample_is_what_a_reward_model_scores() -> None:
+    assert [row for _, _, row in samples().last_rows.tokens["input_ids"]] == [2, 3]
 
 
 def test_a_value_that_json_does_not_have_is_refused_by_its_column(tmp_path: Path) -> None:

@@ -141,6 +141,7 @@ def engines(ray_session: None, tiny_model_path: Path) -> Iterator[Engines]:
         tiny_model_path,
         environment=cloudpickle.dumps(tiny.Echo),
         max_turns=2,
+        history="template",
         engine={"max_num_batched_tokens": PREFILL_TOKENS},
     )
     yield found
@@ -431,6 +432,32 @@ def test_tokens_of_an_episode_are_those_sampled_and_the_environments_are_not_lea
             expected = [False] * begin + [True] * (end - begin) + [False] * len(observed) + later
             assert row["loss_mask"].tolist() == expected
             assert (result.environment.reward, result.environment.parts) == (1.0, {"turn": 2.0})
+
+
+def test_a_turn_whose_past_the_template_changes_is_a_row_of_its_own(engines: Engines, tmp_path: Path) -> None:
+    """Each token has the log-prob of the context in which it is trained, and is trained once."""
+    path = tiny.save_model(tmp_path, seed=11)
+    engines.load(tiny.random_model(11))
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    chat = [{"role": "user", "content": "hi"}]
+    ids = np.array(tokenizer("#uhi<eos>#A")["input_ids"], np.int32)
+    start = EpisodeStart({"opening": ""}, chat)
+    requests = [replace(request, prompt_ids=ids, start=start) for request in requests_for(1, samples=128, step=6)]
+    finished = engines.sample(requests, max_new_tokens=90)
+    branched = [(result, ray.get(block)) for result, block in finished if result.turns == 2]
+    assert len(branched) > 4 and all(len(result.branches) == 2 for result, _ in branched)
+    rows = [block.row(row) for result, block in branched for row in list(result.rows)[1:]]
+    sampled, mask = (np.concatenate([row[name] for row in rows]) for name in ("rollout_log_probs", "loss_mask"))
+    assert np.abs(trainer_log_probs(rows, path) - sampled)[mask].max() < 1e-4
+    for (result, block), first, second in zip(branched, rows[::2], rows[1::2], strict=True):
+        turn = first["input_ids"][len(ids) :].tolist()
+        observed = f"<{tokenizer.decode(turn, skip_special_tokens=True)[:1]}>"
+        before = [*tokenizer("#uhi<eos>#a")["input_ids"], *turn, *tokenizer(f"#u{observed}<eos>#A")["input_ids"]]
+        assert second["input_ids"][: len(before)].tolist() == before
+        assert second["loss_mask"].tolist() == [place >= len(before) for place in range(len(second["loss_mask"]))]
+        assert [branch.response_tokens for branch in result.branches] == [sum(r["loss_mask"]) for r in (first, second)]
+        whole = block.row(result.row)
+        assert whole["input_ids"][whole["loss_mask"]].tolist() == [*turn, *second["input_ids"][len(before) :].tolist()]
 
 
 def test_a_failing_environment_costs_its_episode_alone_and_episodes_keep_to_their_tokens(engines: Engines) -> None:

@@ -13,6 +13,10 @@ from workers.environment import Observation
 VOCABULARY = 512
 EOS = 1
 MAX_MODEL_TOKENS = 256
+REWRITES = (  # a turn begins otherwise once it is an earlier one
+    "{% for m in messages %}#{{ m['role'][:1] }}{{ m['content'] }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}#A{% endif %}"
+)
 ID = {chr(i + 31): i for i in range(2, 96)}  # a token a character, '!' to '~'
 
 
@@ -21,7 +25,9 @@ def save_model(folder: Path, seed: int = 0) -> Path:
     random_model(seed).save_pretrained(folder)
     characters = ID | {f"word{i}": i for i in range(96, VOCABULARY)}  # the words are never encoded
     tokenizer = Tokenizer(models.BPE({"<pad>": 0, "<eos>": EOS} | characters, merges=[]))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>").save_pretrained(folder)
+    found = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
+    found.chat_template = REWRITES
+    found.save_pretrained(folder)
     return folder
 
 
