@@ -36,7 +36,11 @@ def trained(
     device: str = "cpu",
     **model: Any,
 ) -> list[Tensor]:
-    """Log-probs, loss and gradients of micro-batches of all lengths, one of them empty, over some steps."""
+    """Log-probs, loss and gradients of micro-batches of all lengths, one of them empty, over some steps.
+
+    With share_prefixes=always, sequences begin alike.
+    """
+    branching = model.get("share_prefixes") == "always"
     torch._dynamo.reset()
     engine = TrainingEngine(
         ModelConfig(path=path, **model),
@@ -47,7 +51,7 @@ def trained(
     )
     found = []
     for seed in range(steps):
-        sequences = random_sequences(count=5 + seed, seed=seed)
+        sequences = random_sequences(count=5 + seed, seed=seed, branching=branching)
         cuts = [(0, 2), (2, 2), (2, len(sequences))]
         found.append(engine.log_probs(sequences, cuts)[0])
         if engine.has_adapters:
@@ -89,6 +93,7 @@ def test_all_layers_and_all_lengths_share_their_graphs(tmp_path: Path, monkeypat
         ("qwen2", {"gradient_checkpointing": True, "activation_offload": True}, 1),
         ("qwen2", {"lora": LoraConfig(rank=2)}, 2),  # with adapters and without
         ("gemma3", {}, 2),  # windowed and not
+        ("qwen2", {"share_prefixes": "always", "min_shared_tokens": 1}, 1),
         ("qwen2", {"layout": "padded"}, 2),  # one row and several
         ("qwen3_moe", {"dtype": "float32"}, 2),  # experts break the graph once more
     ],

@@ -134,8 +134,6 @@ def _sharing_problem(
         return "needs model.length_multiple=1, also of forward passes"
     if settings.attention not in ("auto", "varlen", "flash3"):
         return f"needs the log-sum-exp, which model.attention={settings.attention} does not give. Set auto"
-    if settings.compile:
-        return "does not go with model.compile"
     if recurrent:
         return "needs a model without a state that it hands on from token to token"
     if features:

@@ -395,7 +395,6 @@ ON_CPU = {"recurrent": False, "cuda": False, "half": False}
         ({"forward_layout": "padded"}, (), {}, "model.layout=packed"),
         ({"length_multiple": 8}, (), {}, "length_multiple=1"),
         ({"attention": "sdpa"}, (), {}, "log-sum-exp"),
-        ({"compile": True}, (), {}, "model.compile"),
         ({}, (), {"recurrent": True}, "state"),
         ({}, ("sliding_window",), {}, "sliding_window"),
         ({}, (), {"cuda": True}, "half precision"),
