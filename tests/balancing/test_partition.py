@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from balancing import BalancingError, partition
 from balancing.errors import CountError, OptionError, WeightError
+from balancing.partition import _heaviest_first
 
 ALGORITHMS = ("refined", "karmarkar_karp", "longest_first")
 
@@ -21,6 +22,13 @@ weight_lists = st.lists(st.integers(0, 10_000), min_size=1, max_size=60)
 
 def sums(weights, sets):
     return np.array([np.asarray(weights)[indices].sum() for indices in sets])
+
+
+@given(st.lists(st.integers(0, 2**18) | st.floats(0, 2**18), min_size=1, max_size=60))
+def test_weights_are_taken_from_the_heaviest_on_equal_ones_in_their_order(weights):
+    assert _heaviest_first(np.array(weights, np.float64)).tolist() == sorted(
+        range(len(weights)), key=lambda index: -weights[index]
+    )
 
 
 def differencing_by_the_book(weights, k):
