@@ -14,6 +14,7 @@ import numpy as np
 
 from workers.config import SamplingConfig
 from workers.errors import ConfigError
+from workers.rollout.parser_names import parsers_of
 from workers.rollout.parsing import TurnParser
 from workers.rollout.requests import INSERTED, STOP, Response, not_sampled
 
@@ -25,9 +26,16 @@ class Thinking:
     """Know where the reasoning of a turn begins and ends."""
 
     def __init__(self, tokenizer: Any, reasoning_parser: str) -> None:
-        """reasoning_parser: see TurnParser, which raises ConfigError for one that does not suit."""
+        """reasoning_parser: see TurnParser. Raises ConfigError as it does, and if its reasoning has no end marker."""
         self._tokenizer = tokenizer
         start, end = TurnParser(tokenizer, "", reasoning_parser, {}).marks
+        template = str(getattr(tokenizer, "chat_template", None) or "")
+        parser = reasoning_parser or parsers_of(template)[1]
+        if parser and not end and MARKS[1] not in template:
+            raise ConfigError(
+                f"sampling.max_thinking_tokens: rollout.reasoning_parser={parser} knows no text that ends "
+                "reasoning. Set 0, or another parser."
+            )
         self._start, self._end = (start, end) if end else MARKS
 
     def _text(self, ids: np.ndarray) -> str:

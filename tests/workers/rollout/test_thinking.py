@@ -1,5 +1,7 @@
 """Where the reasoning of a turn is open, and where a text of `stop` lies on both sides of a request."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -39,6 +41,13 @@ def test_reasoning_is_open_from_its_mark_in_the_prompts_end_or_the_turn(
     thinking: Thinking, prompt: str, said: str, is_open: bool
 ) -> None:
     assert thinking.is_open(ids(prompt), ids(said)) == is_open
+
+
+def test_a_model_whose_reasoning_has_no_end_marker_is_refused(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny.save_model(tmp_path))
+    tokenizer.chat_template = "<|channel|>"  # gpt-oss
+    with refused("sampling.max_thinking_tokens"):
+        Thinking(tokenizer, "")
 
 
 def test_a_text_that_does_not_end_the_reasoning_is_refused(thinking: Thinking) -> None:
