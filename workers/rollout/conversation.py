@@ -111,8 +111,8 @@ class Conversation:
             return None
         said = [*self._messages, self._history.opaque(message, ids)]
         try:
-            rendered = self._render_calls([*said, *following])
-            self.refused = following[0]["role"] == "tool" and not _shows(self._render_calls, said, following)
+            rendered = self._render([*said, *following])
+            self.refused = following[0]["role"] == "tool" and not _shows(self._render, said, following)
         except DataError:  # such as two calls where a template takes one
             self.refused = True
         if self.refused:
@@ -120,19 +120,19 @@ class Conversation:
         self._messages = [*said, *following]
         return self._history.next_prompt(rendered)
 
-    def _render_calls(self, messages: Messages) -> str:
-        """Render, with the calls' arguments as texts if the template takes no objects."""
-        try:
-            return self._render(messages)
-        except DataError:
-            return self._render([_with_texts(message) for message in messages])
-
     def _encode(self, text: str) -> np.ndarray:
         return np.asarray(self._renderer.ids(text, "the conversation"), dtype=np.int32)
 
     def _render(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
+        """Render, with the calls' arguments as texts if the template takes no objects."""
         options = self._options | {"add_generation_prompt": add_generation_prompt}
-        return self._renderer.text(messages, "the conversation", **options)
+        try:
+            return self._renderer.text(messages, "the conversation", **options)
+        except DataError:
+            texts = [_with_texts(message) for message in messages]
+            if texts == messages:
+                raise
+            return self._renderer.text(texts, "the conversation", **options)
 
 
 def continued(

@@ -39,11 +39,13 @@ class Case(NamedTuple):
     template: str
     role: str
     kind: str
+    with_tools: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
         reads = "tools" in variables_of(stock.source(self.template)).read
-        return {"tools": TOOLS} if reads and (self.role == "tool" or self.kind == "tool call") else {}
+        calls = self.with_tools or self.role == "tool" or self.kind == "tool call"
+        return {"tools": TOOLS} if reads and calls else {}
 
     @property
     def said(self) -> Turn:
@@ -70,8 +72,11 @@ class Case(NamedTuple):
 
     @property
     def sampled(self) -> str:
+        return self.sampled_after(ASKED)
+
+    def sampled_after(self, messages: Messages) -> str:
         """The turn as a model writes it that was trained on the template's last messages, with its end."""
-        prompt, whole = self.render(ASKED), self.render([*ASKED, self.said.message()], answered=True)
+        prompt, whole = self.render(messages), self.render([*messages, self.said.message()], answered=True)
         written = whole[len(os.path.commonprefix([prompt, whole])) :].rstrip("\n")  # noqa: RUF071
         return written + (GLM_ENDS[self.role] if self.template == "glm4moe" else "")
 
@@ -132,9 +137,29 @@ def contains(ids: np.ndarray, part: np.ndarray) -> bool:
     return any(np.array_equal(ids[at : at + len(part)], part) for at in range(len(ids)))
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case[:3]))
 def test_each_stock_template_continues_each_turn_in_both_ways(case: Case) -> None:
     outcome(case)
+
+
+@pytest.mark.parametrize("name", stock.NAMES)
+def test_each_prompt_of_a_long_conversation_is_the_templates(name: str) -> None:
+    """A call, a thought and another call, with answers, as the template renders them, with the tokens of each turn."""
+    answered = [("user", "thinking")] * 3 if name in WITHOUT_TOOLS else [("tool", KINDS[2]), ("user", "thinking")] * 2
+    tokenizer, messages = stock.tokenizer(name), list(ASKED)
+    for number, (role, kind) in enumerate(answered):
+        case = Case(name, role, kind, name not in WITHOUT_TOOLS)
+        if not number:
+            conversation = Conversation(Renderer(tokenizer), ASKED, case.options, rewrites=True)
+            prompt = conversation.opened(np.array(Renderer(tokenizer).ids(case.render(ASKED), "x"), np.int32), "")
+        turn = stock.apart(tokenizer, case.sampled_after(messages))
+        response = Response(turn, np.zeros(len(turn), np.float32), np.zeros(len(turn), np.int32), STOP)
+        following, branch = conversation.observed(response, case.said, ANSWERS[role])
+        messages += [case.said.message(), *ANSWERS[role]]
+        prompt = np.concatenate([prompt, turn, following]) if branch is None else branch
+        assert tokenizer.decode(prompt.tolist()) == case.render(messages)
+        assert contains(prompt, stock.apart(tokenizer, case.said.content))
+    assert (conversation.refused, conversation.cut_tokens) == (False, 0)
 
 
 def test_the_page_of_templates_says_so() -> None:
