@@ -75,10 +75,12 @@ def test_another_order_goes_on_where_that_is_allowed(workspace: Path) -> None:
         (("data.train=edited.jsonl",), "has 8 records of other content than the 8 then"),
         (("run.seed=1",), "run.seed=1 was 0"),
         (("data.shuffle=false",), "data.shuffle=False was True"),
-        (("model.path=judge",), "the tokenizer or chat template of model.path is another"),
+        (("model.path=judge",), "the tokenizer or chat template is another"),
+        (("model.chat_template=judge/chat_template.jinja",), "the tokenizer or chat template is another"),
+        (("data.chat_template_arguments={x: 1}",), "data.chat_template_arguments={'x': 1} was {}"),
         (("data.sources={mine.jsonl: 1, longer.jsonl: 1}", "data.train=''"), r"has 8 \+ 9 records"),
     ],
-    ids=["a record more", "an edited record", "seed", "order", "tokenizer", "another source"],
+    ids=["a record more", "an edited record", "seed", "order", "tokenizer", "template", "arguments", "another source"],
 )
 def test_other_prompts_or_another_order_are_refused_before_anything_starts(
     workspace: Path, overrides: tuple[str, ...], words: str
