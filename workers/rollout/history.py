@@ -46,7 +46,8 @@ class SampledTurn:
     def tokens(self, start: int, stop: int) -> tuple[int, int]:
         """Return the bounds of the whole tokens in text[start:stop]."""
         bounds = range(len(self.ids) + 1)
-        first, last = (bisect_left(bounds, place, key=self.place) for place in (start, stop))
+        first = bisect_left(bounds, start, key=self.place) if start else 0
+        last = bisect_left(bounds, stop, key=self.place) if stop < len(self.text) else len(self.ids)
         if self.place(last) > stop:
             last = bisect_left(bounds, self.place(last - 1), key=self.place)
         return first, last

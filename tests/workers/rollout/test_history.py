@@ -162,6 +162,21 @@ def test_each_prompt_of_a_long_conversation_is_the_templates(name: str) -> None:
     assert (conversation.refused, conversation.cut_tokens) == (False, 0)
 
 
+def test_a_token_that_the_template_shows_in_part_is_encoded_anew_and_counted() -> None:
+    """GLM's template strips a content, of which the last token holds a full stop and a line break."""
+    case, tokenizer = Case("glm4moe", "user", "thinking"), stock.tokenizer("glm4moe")
+    stop = tokenizer(".\n", add_special_tokens=False)["input_ids"]
+    assert len(stop) == 1
+    turn = np.array(
+        [*stock.apart(tokenizer, "\n<think>Hm</think>\nfour😀"), *stop, *stock.apart(tokenizer, "<|user|>")]
+    )
+    said = Turn("", "", "\nfour😀.\n", "Hm")
+    found = played(case, turn.astype(np.int32), said, rewrites=True)
+    assert (found.branch, found.conversation.cut_tokens) == (True, 1)
+    assert found.text == case.render([*ASKED, said.message(), *ANSWERS["user"]])
+    assert contains(found.ids, stock.apart(tokenizer, "four😀."))
+
+
 def test_the_page_of_templates_says_so() -> None:
     from tests.workers.rollout.history_page import page
 
