@@ -50,6 +50,7 @@ def create_model(
     layers: int = 4,
     vocabulary: int = 32,
     positions: int = 128,
+    deviation: float = 0.02,
 ) -> None:
     """Save a random Qwen2 with tied embeddings, by default of 3M parameters, in Hugging Face format."""
     characters = characters or tokenizer()
@@ -63,6 +64,7 @@ def create_model(
         num_key_value_heads=2,
         max_position_embeddings=positions,
         tie_word_embeddings=True,
+        initializer_range=deviation,
         bos_token_id=None,
         eos_token_id=characters.eos_token_id,
         pad_token_id=characters.pad_token_id,

@@ -1,6 +1,6 @@
-"""A small policy that calls a tool half of the time: the start of this example.
+"""A small policy that calls a tool in two cases of five: the start of this example.
 
-    random Qwen2 (0.6M), Qwen3's template --in the end half call, the others guess--> cache/model
+    random Qwen2 (0.4M), Qwen3's template --in the end two of five call, the others guess--> cache/model
 
 `controller.sft` trains it on conversations in this order, by `sft.yaml`, once: `python -m examples.tools.warm_start`.
 """
@@ -22,7 +22,7 @@ from examples.addition.warm_start import create_model, train
 from examples.tools import data, tools
 
 CACHE = Path(__file__).parent / "cache"
-CALLS_FIRST, CALLS = 0.9, 0.4  # share of conversations: while it learns to copy the numbers, and in the last steps
+CALLS_FIRST, CALLS = 1.0, 0.4  # share of conversations: while it learns to copy numbers, and in the last steps
 STEPS, LAST_STEPS = 240, 80
 BATCH = 32
 VOCABULARY = 512
@@ -81,7 +81,9 @@ def main() -> int:
     data.write(CACHE / "train.jsonl", 4096, seed=1, held_out=False)
     data.write(CACHE / "validation.jsonl", 256, seed=2, held_out=True)
     write_records(CACHE / "conversations.jsonl", records(seed=0))
-    create_model(CACHE / "random", 0, tokenizer(), width=128, layers=2, vocabulary=VOCABULARY, positions=256)
+    create_model(
+        CACHE / "random", 0, tokenizer(), width=128, layers=2, vocabulary=VOCABULARY, positions=256, deviation=0.1
+    )
     return train(Path(__file__).with_name("sft.yaml"), model)
 
 
