@@ -449,3 +449,20 @@ def test_turns_of_a_rewritten_conversation_are_trained_as_each_was_sampled(
     folder = finished.config.run_folder
     replayed = replay(prepared(settings_of(folder), start_before(folder, 1, "never")), folder, range(1, 2), Console())
     assert replayed["policy/grad_norm"] == pytest.approx(float(expected), rel=1e-7)
+
+
+def test_rewritten_conversations_made_ahead_are_trained_after_a_resumption_too(
+    stand_ins: StandIns, batches: list[RemoteBatch], thinker: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Groups that were made ahead come from the checkpoint's file with their branches."""
+    stand_ins.compute()
+    stand_ins.world.answer = thought
+    settings = [f"run.dir={tmp_path}", "policy.data_parallel=1", "data.validation=''", "rollout.placement=apart"]
+    settings += [*thinker, "rollout.max_staleness=1", "run.checkpoint_every=1", "batch.mini_batches=2"]
+    settings += ["run.steps=3", "run.keep_checkpoints=3"]
+    first = stand_ins.run(settings).outcome.steps
+    made, begin = len(stand_ins.world.turns), tmp_path / "run" / "checkpoints" / "policy" / "step-1"
+    second = stand_ins.run([*settings, "run.name=again", f"run.resume={begin}"]).outcome.steps
+    assert [step["rollout/rows_per_sample"] for step in (*first, *second)] == [3] * 5
+    assert [len(batch) for batch in batches] == [12] * 5
+    assert len(stand_ins.world.turns) - made < 3 * 12  # of steps 2 and 3 and a comparison of log-probs
