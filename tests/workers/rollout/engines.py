@@ -1,0 +1,120 @@
+"""Started engines, requests to them, and what they returned, for the tests of a real engine."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+from transformers import AutoTokenizer
+
+from controller.engines.engine_pool import EnginePool, Sample
+from controller.engines.fleet import RestartBudget
+from tests.workers.rollout import tiny
+from tests.workers.rollout.probed_actor import ProbedActor
+from workers.config import ModelConfig, RolloutConfig, SamplingConfig
+from workers.rollout.requests import (
+    EpisodeStart,
+    SampleRequest,
+    SampleResult,
+    sample_seed,
+)
+from workers.rollout.weight_transfer import pack_weights
+
+LOG_PROB_TOLERANCE = 3e-5  # float32, two implementations
+PREFILL_TOKENS = 512  # of one forward pass: the prompts of most rounds take several
+LONG = SamplingConfig(max_new_tokens=200)
+Row = dict[str, np.ndarray]
+
+
+def actor_of(index: int, model: Path, config: RolloutConfig, variables: dict[str, str], **options: Any) -> Any:
+    runtime = {"env_vars": variables}
+    return (
+        ray.remote(ProbedActor)
+        .options(num_cpus=1, max_concurrency=1000, runtime_env=runtime)
+        .remote(
+            ModelConfig(path=str(model)),
+            config,
+            index=index,
+            max_model_tokens=tiny.MAX_MODEL_TOKENS,
+            seed=0,
+            **({"placement": "shared_memory"} | options),
+        )
+    )
+
+
+class Engines:
+    """Started engines of one thread each, with what the tests ask of them again and again."""
+
+    def __init__(
+        self,
+        model: Path,
+        replicas: int = 1,
+        restarts: int = 0,
+        environment: bytes = b"",
+        variables: dict[str, str] | None = None,
+        **settings: Any,
+    ) -> None:
+        config = RolloutConfig(replicas=replicas, threads=1, cpu_kv_cache_gib=0.125, max_retries=1, **settings)
+        options = {"environment": environment, "environment_timeout_s": 5.0}
+        self.pool = EnginePool(
+            lambda replica, attempt: actor_of(replica, model, config, variables or {}, **options),
+            config,
+            RestartBudget(restarts),
+        )
+        self.pool.start()
+        self.pool.wait_started()
+        self.version = 0
+        self.tokenizer = AutoTokenizer.from_pretrained(model)
+
+    def ids(self, text: str) -> list[int]:
+        return list(self.tokenizer(text)["input_ids"])
+
+    def call(self, method: str, *arguments: Any, replica: int = 0) -> Any:
+        """Call a method of the actor itself."""
+        return ray.get(getattr(self.pool.actors[replica], method).remote(*arguments))
+
+    def load(self, model: Any, left_out: str = "") -> int:
+        """Send the model's weights under the next version."""
+        weights = ((name, weight) for name, weight in model.state_dict().items() if name != left_out)
+        self.pool.update_weights(ray.put(pack_weights(weights)), self.version + 1)
+        self.version += 1
+        return self.version
+
+    def sample(
+        self, requests: list[SampleRequest], watch: Callable[..., None] | None = None, **sampling: Any
+    ) -> list[Sample]:
+        """A round of which no sample is dropped."""
+        finished, router = self.pool.generate(requests, SamplingConfig(**{"max_new_tokens": 16} | sampling), watch)
+        assert router.dropped == []
+        assert [result.key for result, _ in finished] == [request.key for request in requests]
+        return finished
+
+
+def requests_for(prompts: int, samples: int, *, step: int = 0) -> list[SampleRequest]:
+    """Prompts of 3 to 40 tokens."""
+    rng = np.random.default_rng(7)
+    ids = [rng.integers(2, tiny.VOCABULARY, rng.integers(3, 41)).astype(np.int32) for _ in range(prompts)]
+    return [
+        SampleRequest(f"p{i}", sample, ids[i], sample_seed(0, step, f"p{i}", sample))
+        for i in range(prompts)
+        for sample in range(samples)
+    ]
+
+
+def episodes(count: int, samples: int, opening: str = "(") -> list[SampleRequest]:
+    return [replace(r, start=EpisodeStart({"opening": opening}, "")) for r in requests_for(count, samples, step=5)]
+
+
+def rows_of(finished: list[Sample]) -> list[tuple[SampleResult, Row]]:
+    return [(result, ray.get(block).row(result.row)) for result, block in finished]
+
+
+def largest_difference(finished: list[Sample], model: Any, temperature: float = 1.0) -> float:
+    """Largest difference between the engine's log-probs and the model's, over all response tokens of a round."""
+    differences = [
+        np.abs(row["rollout_log_probs"] - tiny.log_probs(model, row["input_ids"], temperature))[row["loss_mask"]].max()
+        for _, row in rows_of(finished)
+    ]
+    return float(max(differences))
