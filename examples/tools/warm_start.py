@@ -23,7 +23,7 @@ from examples.tools import data, tools
 
 CACHE = Path(__file__).parent / "cache"
 CALLS_FIRST, CALLS = 1.0, 0.4  # share of conversations: while it learns to copy numbers, and in the last steps
-STEPS, LAST_STEPS = 240, 80
+STEPS, LAST_STEPS = 320, 60
 BATCH = 32
 VOCABULARY = 512
 START, END = "<|im_start|>", "<|im_end|>"
