@@ -361,8 +361,7 @@ def _imported(config: Config, log: Log, key: str, name: str) -> UserFunction:
 
 def _with_messages(config: Config, record: Record) -> Record:
     """The record, with the transcript that reward functions get of an episode of chat messages."""
-    prompt = record[config.data.prompt_key]
-    if not config.rollout.plays_episodes or isinstance(prompt, str):
+    if not config.rollout.plays_episodes or isinstance(prompt := record[config.data.prompt_key], str):
         return record
     return record | {MESSAGES: [*prompt, {"role": "assistant", "content": ""}]}
 
