@@ -19,7 +19,7 @@ class Score:
     response: the text, with all its turns. parts: further numbers to log. answer: equal ones vote together in
     validation. failure: why there is no score, with a reward of 0. turns: of an episode, the texts after the record's
     prompt, as {"policy": text}, {"environment": text} or {"inserted": text}. credit: of each turn of an episode
-    (sampled tokens, reward, hash of what the environment said before it).
+    (sampled tokens, reward, hash of what the environment said before it). session: of an agent, `Session.told`.
     """
 
     reward: float
@@ -29,10 +29,12 @@ class Score:
     failure: str = ""
     turns: tuple[dict[str, str], ...] = ()
     credit: tuple[tuple[int, float, int], ...] = ()
+    session: tuple[dict[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "turns", tuple(self.turns))  # JSON has only lists
         object.__setattr__(self, "credit", tuple(map(tuple, self.credit)))
+        object.__setattr__(self, "session", tuple(self.session))
         numbers = {"reward": self.reward, **self.parts}
         bad = next((f"{name} is {number}" for name, number in numbers.items() if not is_finite(number)), "")
         if bad:
@@ -66,16 +68,16 @@ def add_environment(score: Score, environment: Score, *, as_part: bool) -> Score
 
     A failure of either fails the sample. The environment's `turns` are its opening and come first.
     """
-    told = score.turns
+    told, session = score.turns, environment.session
     if environment.turns:
         told = (*environment.turns, *(score.turns or ({"policy": score.response},)))
     if failure := environment.failure or score.failure:
         unearned = tuple((tokens, 0.0, state) for tokens, _, state in environment.credit)
-        return Score(0.0, score.response, failure=failure, turns=told, credit=unearned)
+        return Score(0.0, score.response, failure=failure, turns=told, credit=unearned, session=session)
     own = {"environment": environment.reward} if as_part else {}
     parts = own | environment.parts | score.parts
     reward = environment.reward + score.reward
-    return Score(reward, score.response, parts, score.answer, turns=told, credit=environment.credit)
+    return Score(reward, score.response, parts, score.answer, turns=told, credit=environment.credit, session=session)
 
 
 def weighted(scores: Mapping[str, Score], weights: Mapping[str, float], response: str) -> Score:
