@@ -33,20 +33,14 @@ from workers.score import Score
 from workers.user_code.environments import RemoteEnvironment
 
 
-class Episode:
-    """The tokens so far, the turns among them, and the room within the limits."""
+class SampledTurns:
+    """Count what was said. Base of an Episode and of a Session.
 
-    def __init__(self, prompt_ids: np.ndarray, *, max_turns: int, max_tokens: int) -> None:
-        """max_tokens: of a row after the prompt, turns and observations together."""
-        self.turns: list[Response] = []
-        self._max_turns, self._max_length = max_turns, len(prompt_ids) + max_tokens
-        self._said = [not_sampled(prompt_ids)]  # all of the episode, in order
-        self._rows = [list(self._said)]
+    turns: sampled ones. _said: all that was read or sampled, in order, the prompt first.
+    """
 
-    @property
-    def ids(self) -> np.ndarray:
-        """All tokens of the current row, int32: the prompt of the next turn."""
-        return _joined(self._rows[-1])
+    turns: list[Response]
+    _said: list[Response]
 
     @property
     def prompt_tokens(self) -> int:
@@ -69,16 +63,32 @@ class Episode:
         return sum(bool(np.any(turn.versions == INSERTED)) for turn in self.turns)
 
     @property
-    def room(self) -> int:
-        """Tokens that may still follow."""
-        return self._max_length - len(self.ids)
-
-    @property
     def version_tokens(self) -> tuple[tuple[int, int], ...]:
         """(version of weights, tokens sampled with it), oldest first, at least one after a turn."""
         versions = np.concatenate([turn.versions for turn in self.turns])
         versions, counts = np.unique(versions[versions >= 0], return_counts=True)
         return tuple(zip(versions.tolist(), counts.tolist(), strict=True))
+
+
+class Episode(SampledTurns):
+    """The tokens so far, the turns among them, and the room within the limits."""
+
+    def __init__(self, prompt_ids: np.ndarray, *, max_turns: int, max_tokens: int) -> None:
+        """max_tokens: of a row after the prompt, turns and observations together."""
+        self.turns: list[Response] = []
+        self._max_turns, self._max_length = max_turns, len(prompt_ids) + max_tokens
+        self._said = [not_sampled(prompt_ids)]  # all of the episode, in order
+        self._rows = [list(self._said)]
+
+    @property
+    def ids(self) -> np.ndarray:
+        """All tokens of the current row, int32: the prompt of the next turn."""
+        return joined(self._rows[-1])
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still follow."""
+        return self._max_length - len(self.ids)
 
     def open(self, prompt_ids: np.ndarray) -> bool:
         """Replace the prompt by a longer one, within the limit. Returns False if no room for a turn is left."""
@@ -122,7 +132,7 @@ class Episode:
         policy sampled nothing (see `requests`). `routed_experts` (optional): int16 [n, layers, k], -1 for unread tokens
         at the end.
         """
-        return [_row(parts) for parts in (self._rows if len(self._rows) == 1 else [self._said, *self._rows])]
+        return [row_of(parts) for parts in (self._rows if len(self._rows) == 1 else [self._said, *self._rows])]
 
 
 def branches_of(rows: Sequence[Mapping[str, np.ndarray]], prompt_tokens: int) -> tuple[Branch, ...]:
@@ -142,14 +152,15 @@ def hash_of(ids: np.ndarray) -> int:
     return int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=8).digest(), signed=True)
 
 
-def _joined(parts: Sequence[Response]) -> np.ndarray:
+def joined(parts: Sequence[Response]) -> np.ndarray:
     return np.concatenate([part.ids for part in parts])
 
 
-def _row(parts: Sequence[Response]) -> dict[str, np.ndarray]:
+def row_of(parts: Sequence[Response]) -> dict[str, np.ndarray]:
+    """Return a row, see `Episode.rows`. parts: what it holds, in order."""
     versions = np.concatenate([part.versions for part in parts])
     row = {
-        "input_ids": _joined(parts),
+        "input_ids": joined(parts),
         "loss_mask": versions >= 0,
         "rollout_log_probs": np.concatenate([part.log_probs for part in parts]),
         "weight_versions": versions,
