@@ -109,9 +109,7 @@ class Session(SampledTurns):
         self._rewards = dict(record.rewards) if goes_on else {}
         self._paths: dict[str, list[Node]] = {}  # by digest
         self._by_prompt: dict[int, list[Node]] = {}
-        recorded = [
-            replace(node, names=[*node.names], keys=[*node.keys], joined=0, replayed=True) for node in record.nodes
-        ]
+        recorded = [replace(node, names=[*node.names], keys=[*node.keys]) for node in record.nodes]
         self._by_number = {node.number: node for node in recorded}
         self._extended = set[int]()  # numbers
         self._unclaimed = dict(self._by_number)
@@ -236,6 +234,7 @@ class Session(SampledTurns):
         while found:
             node = found.pop(0)
             if self._unclaimed.pop(node.number, None):
+                node.replayed, node.received, node.joined = True, False, 0
                 self._join(node, asked, prompt_ids)
                 return node
         return None
