@@ -48,6 +48,7 @@ EXECUTING = {
 ALLOWED = {
     ("workers/user_code/rewards.py", "cloudpickle.loads"),
     ("workers/user_code/functions.py", "cloudpickle.loads"),
+    ("workers/user_code/agents.py", "cloudpickle.loads"),
     ("workers/user_code/environments.py", "cloudpickle.loads"),
     ("workers/user_code/tools.py", "cloudpickle.loads"),
     ("workers/user_code/process.py", "pickle.loads"),

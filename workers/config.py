@@ -254,6 +254,20 @@ class SamplingConfig:
 
 
 @dataclass
+class GatewayConfig:
+    """The HTTP server through which agents reach the policy. The run's own agents use 127.0.0.1 and a free port."""
+
+    only_with = (("rollout.agent=http", "host, port"),)
+
+    host: str = setting("127.0.0.1", "Address that listens for agents elsewhere.")
+    port: int = setting(8700, "Port that listens for agents elsewhere.", minimum=1, maximum=65535)
+    max_request_mib: float = setting(8.0, "Largest body of a request, in MiB. Larger ones are refused.", above=0)
+    max_concurrent_requests: int = setting(
+        64, "Requests of one session that are answered at the same time. Others are refused.", minimum=1, maximum=10**6
+    )
+
+
+@dataclass
 class RolloutConfig:
     only_with = (
         (".max_staleness above 0", "out_of_order_window, kv_cache_after_update"),
@@ -262,6 +276,8 @@ class RolloutConfig:
         ("episodes", "max_turns, max_episode_tokens, tool_parser, history"),
         ("reasoning", "reasoning_parser"),
         (".tools", "max_tool_calls, max_tool_characters"),
+        ("an agent", "gateway, agent_timeout_s"),
+        ("an agent's process", "agent_memory_gib, agent_processes"),
     )
 
     replicas: int = setting(
@@ -334,11 +350,14 @@ class RolloutConfig:
         "docs/environments.md). Without it, a sample is one turn. reward.timeout_s and reward.on_failure apply to it "
         "too.",
     )
-    max_turns: int = setting(8, "Maximum turns of the policy in an episode.", minimum=1, maximum=10**6)
+    max_turns: int = setting(
+        8, "Maximum turns of the policy in an episode, or in a session of an agent.", minimum=1, maximum=10**6
+    )
     max_episode_tokens: int = setting(
         0,
         "Maximum tokens of an episode after its prompt: the policy's turns (each up to sampling.max_new_tokens) and "
-        "the environment's, as far as they are in the next turn's context. 0 uses max_turns * sampling.max_new_tokens.",
+        "the environment's, as far as they are in the next turn's context. 0 uses max_turns * sampling.max_new_tokens. "
+        "An agent's requests, with their answers, have at most data.max_prompt_tokens more.",
         minimum=0,
     )
 
@@ -352,6 +371,25 @@ class RolloutConfig:
     max_tool_characters: int = setting(
         4096, "Characters of a tool's result that the policy reads. The rest is cut, with a mark.", minimum=1
     )
+    agent: str = setting(
+        "",
+        "Agent that asks the policy by OpenAI's or Anthropic's API: a function `run(record, base_url, api_key)`, "
+        "`module:function` or `path/file.py:function`, which returns the reward or nothing (see docs/agents.md). "
+        "reward.on_failure applies to it too.",
+    )
+    agent_command: str = setting(
+        "",
+        "Agent that is a command line, such as `python my_agent.py`. It reads the record as JSON from standard input, "
+        "and OPENAI_BASE_URL and OPENAI_API_KEY from its environment.",
+    )
+    agent_timeout_s: float = setting(600.0, "Time limit in seconds for one session of an agent.", above=0)
+    agent_memory_gib: float = setting(
+        4.0, "Memory of an agent's processes in one session, in GiB. With more, they are killed.", above=0
+    )
+    agent_processes: int = setting(
+        64, "Processes of an agent in one session. With more, they are killed.", minimum=1, maximum=10**6
+    )
+    gateway: GatewayConfig = field(default_factory=GatewayConfig)
     tool_parser: str = setting(
         "",
         "vLLM's parser of tool calls, by name (see docs/conversations.md). Empty finds it from the chat template.",
@@ -369,8 +407,18 @@ class RolloutConfig:
     )
 
     @property
+    def code(self) -> list[str]:
+        """What makes samples episodes: one of environment, tools and agents, or nothing."""
+        return [name for name in (self.environment, self.tools, self.agent, self.agent_command) if name]
+
+    @property
+    def runs_agent(self) -> bool:
+        """Whether samples are sessions of an agent at the gateway."""
+        return bool(self.agent or self.agent_command)
+
+    @property
     def plays_episodes(self) -> bool:
-        return bool(self.environment or self.tools)
+        return bool(self.code)
 
     def response_limit(self, sampling: SamplingConfig) -> int:
         """Maximum tokens after a prompt: of a response, or of an episode's turns and observations."""

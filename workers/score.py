@@ -47,11 +47,14 @@ def is_finite(number: float) -> bool:
     return -LARGEST < number < LARGEST
 
 
-def as_score(value: Any, response: str) -> Score:
-    """Convert a finite number, or a mapping with `reward`, others and perhaps `answer`. Raises DataError."""
+def as_score(value: Any, response: str, *, of: str = "the reward function") -> Score:
+    """Convert a finite number, or a mapping with `reward`, others and perhaps `answer`. Raises DataError.
+
+    of: what returned it.
+    """
     parts = dict(value) if isinstance(value, Mapping) else {"reward": value}
     if "reward" not in parts:
-        raise DataError(f"the reward function returned a mapping without 'reward': {quoted(list(parts))}.")
+        raise DataError(f"{of} returned a mapping without 'reward': {quoted(list(parts))}.")
     answer = parts.pop("answer", None)
     try:
         numbers = {str(name): float(part) for name, part in parts.items()}
@@ -59,7 +62,7 @@ def as_score(value: Any, response: str) -> Score:
         numbers = {"reward": float("nan")}
     if not all(map(is_finite, numbers.values())):
         told = f"it returned {quoted(value)} for {quoted(response)}"
-        raise DataError(f"the reward function must return finite float32 numbers, {told}.")
+        raise DataError(f"{of} must return finite float32 numbers, {told}.")
     return Score(numbers.pop("reward"), response, numbers, "" if answer is None else str(answer))
 
 

@@ -21,9 +21,14 @@ CONDITIONS: Conditions = {
         "engines on GPUs (vLLM's on CPUs do not say which experts a token went through)",
         lambda c: c.uses_gpus and c.samples,
     ),
-    "episodes": ("rollout.environment or rollout.tools", lambda c: c.rollout.plays_episodes),
+    "episodes": ("rollout.environment, rollout.tools or an agent", lambda c: c.rollout.plays_episodes),
+    "an agent": ("rollout.agent or rollout.agent_command", lambda c: c.rollout.runs_agent),
+    "an agent's process": (
+        "rollout.agent (other than http) or rollout.agent_command",
+        lambda c: c.rollout.runs_agent and c.rollout.agent != "http",
+    ),
     "reasoning": (
-        "rollout.environment, rollout.tools or a thinking budget (sampling.max_thinking_tokens)",
+        "rollout.environment, rollout.tools, an agent or a thinking budget (sampling.max_thinking_tokens)",
         lambda c: (
             c.rollout.plays_episodes
             or c.rollout.sampling.max_thinking_tokens > 0

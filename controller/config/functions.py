@@ -4,6 +4,8 @@ reward.function --check_function--> in its file --find_function--> packed, signa
 """
 
 import re
+import shlex
+import shutil
 import sys
 from collections.abc import Mapping
 from importlib.machinery import ModuleSpec, PathFinder
@@ -11,7 +13,7 @@ from pathlib import Path
 from symtable import SymbolTable, symtable
 from typing import Any
 
-from workers.errors import ConfigError
+from workers.errors import ConfigError, clause
 from workers.user_code.functions import Signature
 from workers.user_code.rewards import RAW
 
@@ -37,6 +39,16 @@ def check_function(key: str, name: str) -> None:
     symbol = names.lookup(function) if function in names.get_identifiers() else None
     if symbol is None or not (symbol.is_assigned() or symbol.is_imported()):
         raise ConfigError(f"{key}={name!r}: {path} defines no {function}.")
+
+
+def check_command(key: str, command: str) -> None:
+    """Raise ConfigError for a command line that cannot be split, or whose program does not exist here."""
+    try:
+        program = shlex.split(command)[0]
+    except (ValueError, IndexError) as error:
+        raise ConfigError(f"{key}={command!r}: not a command line ({clause(error)}). Write it as in a shell.") from None
+    if shutil.which(program) is None:
+        raise ConfigError(f"{key}={command!r}: there is no program {program}. Install it, or give its path.")
 
 
 def check_source(key: str, name: str) -> tuple[Path, SymbolTable]:

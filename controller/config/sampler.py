@@ -43,7 +43,8 @@ class SamplerConfig(Config):
 
     @property
     def rewarded(self) -> bool:
-        return bool(self.reward.weights or self.rollout.environment or self.uses_reward_model)
+        played = self.rollout.environment or self.rollout.runs_agent
+        return bool(self.reward.weights or played or self.uses_reward_model)
 
     @property
     def first_prompts(self) -> int:

@@ -116,7 +116,9 @@ class Config(TrainingConfig):
 
     @property
     def longest_sequence(self) -> int:
-        return self.data.max_prompt_tokens + self.longest_response
+        """An agent's requests are as long as the engine accepts."""
+        whole = self.data.max_prompt_tokens + self.longest_response
+        return self.max_model_tokens if self.rollout.runs_agent else whole
 
     @property
     def longest_response(self) -> int:

@@ -169,7 +169,8 @@ def check_keep_best(config: Config, parts: Iterable[str]) -> None:
     Parts from an environment, a reward model or the overlong penalty are known only during the run.
     """
     name, samples = config.validation.keep_best, config.validation.samples
-    adds = config.rollout.environment or config.uses_reward_model or config.reward.overlong_tokens
+    played = config.rollout.environment or config.rollout.runs_agent
+    adds = played or config.uses_reward_model or config.reward.overlong_tokens
     if name and not adds and not is_possible(name, samples, parts):
         raise ConfigError(
             f"validation.keep_best={name} is not a validation metric: the reward gives "

@@ -120,10 +120,11 @@ def _check_devices(config: Config) -> None:
 
 def check_rewards(config: Config, given: GivenFunctions = NONE_GIVEN) -> None:
     ways = bool(config.reward.function) + bool(config.reward.functions)
-    if ways > 1 or not (ways or config.rollout.environment or config.uses_reward_model):
+    played = config.rollout.environment or config.rollout.runs_agent
+    if ways > 1 or not (ways or played or config.uses_reward_model):
         raise ConfigError(
             "one of reward.function and reward.functions (several, by weight) must be set, and not both. "
-            "rollout.environment and reward.model.path need none."
+            "rollout.environment, an agent and reward.model.path need none."
         )
     if config.uses_reward_model and config.reward.model.weight == 0:
         raise ConfigError(f"reward.model.weight={config.reward.model.weight}: the model has no effect. Remove it.")

@@ -1,11 +1,14 @@
 """Check turns and lengths of samples, for training and sampling."""
 
 from controller.config import Config
-from controller.config.functions import check_function, check_source
+from controller.config.functions import check_command, check_function, check_source
 from controller.preflight.training_checks import check_caps
 from workers.config import SamplingConfig
 from workers.errors import ConfigError
 from workers.rollout.parser_names import known_parsers
+
+PLAYERS = ("environment", "tools", "agent", "agent_command")
+"""Settings of rollout that make samples episodes, of which a run has one."""
 
 COLDEST = 0.01
 """Lowest temperature at which vLLM samples."""
@@ -67,22 +70,27 @@ def samplings(config: Config) -> dict[str, SamplingConfig]:
 
 
 def check_turns(config: Config) -> None:
-    """Raise ConfigError for a missing environment or tools, unknown parsers, or turns longer than an episode."""
+    """Raise ConfigError for a missing environment, tools or agent, unknown parsers, or turns longer than an episode."""
     rollout = config.rollout
-    if not rollout.plays_episodes:
+    given = {f"rollout.{name}": getattr(rollout, name) for name in PLAYERS if getattr(rollout, name)}
+    if not given:
         return
-    key = "rollout.tools" if rollout.tools else "rollout.environment"
-    if rollout.tools and rollout.environment:
+    key, name = next(iter(given.items()))
+    for other in list(given)[1:]:
         raise ConfigError(
-            f"rollout.tools={rollout.tools}: rollout.environment={rollout.environment} answers the policy's turns. "
-            "Remove one of the two, or call the tools in the environment's step."
+            f"{key}={name}: {other}={given[other]} plays the same episodes. Remove one of the two. Tools can be called "
+            "in the environment or the agent."
         )
-    if rollout.environment:
-        check_function(key, rollout.environment)
+    if key == "rollout.tools":
+        check_source(key, name)
+    elif key == "rollout.agent_command":
+        check_command(key, name)
     else:
-        check_source(key, rollout.tools)
+        check_function(key, name)
     if config.data.continue_last_message:
         raise ConfigError(f"data.continue_last_message=true: {key} plays whole turns. Remove one of the two settings.")
+    if rollout.runs_agent:
+        _check_agent(config, key)
     for kind, name in (("tool_parser", rollout.tool_parser), ("reasoning_parser", rollout.reasoning_parser)):
         if name and name not in (known := known_parsers(kind)):
             raise ConfigError(
@@ -101,6 +109,24 @@ def check_turns(config: Config) -> None:
             )
 
 
+def _check_agent(config: Config, key: str) -> None:
+    if config.rollout.history == "template":
+        raise ConfigError(f"rollout.history=template: {key} sends its own history. Remove one of the two settings.")
+    if config.data.system_prompt:
+        raise ConfigError(f"data.system_prompt: {key} writes all messages. Put it into the agent, or the records.")
+    if config.needs_one_row:
+        raise ConfigError(
+            f"{config.needs_one_row}: needs a sample in one row, and a session of {key} may have several. Choose "
+            "another algorithm."
+        )
+    for section, sampling in samplings(config).items():
+        if sampling.max_thinking_tokens:
+            raise ConfigError(
+                f"{section}.max_thinking_tokens={sampling.max_thinking_tokens}: turns of {key} are sampled in one "
+                "request. Remove it."
+            )
+
+
 def check_lengths(config: Config) -> None:
     """Raise ConfigError if the longest possible sequence exceeds a micro-batch or an engine."""
     longest = config.longest_sequence
@@ -108,6 +134,8 @@ def check_lengths(config: Config) -> None:
         f"data.max_prompt_tokens={config.data.max_prompt_tokens} + "
         f"{response_limit(config)}={config.longest_response} = {longest} tokens"
     )
+    if config.rollout.runs_agent and config.rollout.max_model_tokens:
+        parts = f"rollout.max_model_tokens={longest}"
     check_caps(config, config.limits.values(), longest, parts)
     if config.uses_reward_model and config.data.validation:  # it scores these sequences too
         key, response = "validation.sampling.max_new_tokens", config.rollout.response_limit(config.validation.sampling)

@@ -86,8 +86,7 @@ def job_settings(schema: type[SamplerConfig], request: JobRequest) -> tuple[Samp
     if not (request.config or request.settings or request.trust_run) and model.run is not None:
         functions = [
             *(() if request.reward else config.reward.weights),
-            config.rollout.environment,
-            config.rollout.tools,
+            *config.rollout.code,
         ]
         check_trusted(model.run, functions, request.overrides, "add --trust-run, or give your own --config")
     check_effect(config, request.overrides, uses_ranks=config.uses_reward_model or model.checkpoint is not None)
@@ -123,7 +122,8 @@ def described(schema: type[SamplerConfig], request: JobRequest) -> str:
     written = f"{model.checkpoint}, to be written as a model to {model.path}" if model.is_missing else ""
     cut = [f"temperature={sampling.temperature:g}", *sampling.cuts, *sampling.changes]
     options = ", ".join(option.replace("=", " ", 1) for option in cut)
-    rewards = [*config.reward.weights, *filter(None, [config.rollout.environment, config.reward.model.path])]
+    played = [] if config.rollout.tools else config.rollout.code
+    rewards = [*config.reward.weights, *played, *filter(None, [config.reward.model.path])]
     return "\n".join(
         [
             f"model: {written or config.model.path}",

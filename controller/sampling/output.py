@@ -152,7 +152,7 @@ def check_same_job(folder: Path, job: Mapping[str, Any]) -> None:
 
 def job_identity(model: Model, config: SamplerConfig, data: DataIdentity, given: GivenFunctions) -> dict[str, Any]:
     """Return what affects each sample or score, as JSON by part, without the numbers of prompts and samples."""
-    played = config.rollout.environment or config.rollout.tools
+    played = "".join(config.rollout.code)
     values = _values(config, OF_EPISODES) | {"history": config.history}
     episodes = [played, _content(played), values] if played else None
     rewards = {

@@ -42,7 +42,7 @@ class EnvironmentPool:
 
     setting, player = "rollout.environment", PLAYER
 
-    def __init__(self, environment: bytes, timeout_s: float) -> None:
+    def __init__(self, environment: bytes | str, timeout_s: float) -> None:
         self._environment, self._timeout_s = environment, timeout_s
         self._source: UserProcess | None = None
         self._starting = Lock()
@@ -58,18 +58,21 @@ class EnvironmentPool:
     @asynccontextmanager
     async def process(self) -> AsyncIterator[Callable[[str, Any], Awaitable[Any]]]:
         """Reserve a process, and yield what calls it. Raises EpisodeError if none can be started."""
+        process = await self._started()
         try:
-            process = await self._in_thread(self._take)
-        except NoAnswerError as error:
-            raise EpisodeError(f"the import of {self.setting} {error}") from None
-        except OSError as error:
-            raise EpisodeError(f"no process for the environment could be started: {error}") from None
-        try:
-            yield partial(self._in_thread, _call, process, self._timeout_s)
+            yield partial(self._in_thread, call, process, self._timeout_s)
         except BaseException:
             process.end()
             raise
         self._idle.append(process)
+
+    async def _started(self) -> Fork:
+        try:
+            return await self._in_thread(self._take)
+        except NoAnswerError as error:
+            raise EpisodeError(f"the import of {self.setting} {error}") from None
+        except OSError as error:
+            raise EpisodeError(f"no process for {self.setting} could be started: {error}") from None
 
     async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
@@ -110,8 +113,8 @@ def try_environment(packed: bytes, record: dict[str, Any], timeout_s: float) -> 
     try:
         source.receive(START_SECONDS)
         process = source.fork()  # as in a run
-        opening = _call(process, timeout_s, "reset", record)
-        return Answered(opening, Observation(**_call(process, timeout_s, "step", Turn(""))))
+        opening = call(process, timeout_s, "reset", record)
+        return Answered(opening, Observation(**call(process, timeout_s, "step", Turn(""))))
     except (NoAnswerError, EpisodeError) as error:
         failure = f"the import {error}" if isinstance(error, NoAnswerError) else str(error).rstrip(".")
         raise ConfigError(f"rollout.environment failed on the first record and an empty response: {failure}.") from None
@@ -119,10 +122,10 @@ def try_environment(packed: bytes, record: dict[str, Any], timeout_s: float) -> 
         source.end()
 
 
-def _call(process: Fork, timeout_s: float, method: str, argument: Any) -> Any:
+def call(process: Fork, timeout_s: float, method: str, argument: Any, setting: str = "reward.timeout_s") -> Any:
     try:
         process.send((method, argument))
-        return process.receive(timeout_s, "reward.timeout_s")
+        return process.receive(timeout_s, setting)
     except NoAnswerError as error:
         raise EpisodeError(f"{method} {error}") from None
     except BallastError as error:

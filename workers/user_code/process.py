@@ -37,6 +37,7 @@ LONGEST_ANSWER = 2**24  # bytes, of a sample's score or an environment's turn
 LONGEST_PICKLE = 2**30  # bytes of a function's pickle, or of an epoch's order
 LONGEST_LINE = 2**16  # bytes that are shown of users' code at a time
 SHOWN_BYTES, SHOWN_SECONDS = 10**6, 60.0  # limit on users' output, and its period
+KILL_ROUNDS = 100  # through a tree of processes that grows meanwhile
 FIRST_DESCRIPTOR = 500  # of a process's channel, above descriptors that careless code uses
 
 RAISED = (Exception, KeyboardInterrupt, SystemExit)
@@ -179,13 +180,34 @@ class Fork(Connection):
         self._pid = self.receive(START_SECONDS)
         self._handle = os.pidfd_open(self._pid)  # which no later process can have
 
+    @property
+    def pid(self) -> int:
+        return self._pid
+
     def _kill(self, exit_s: float) -> str:
         if self._pid:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._handle, 0)  # it lives, so that the group of its number is its own
+                _kill_below(self._pid)
                 os.killpg(self._pid, signal.SIGKILL)
             os.close(self._handle)
         return ""
+
+
+def _kill_below(pid: int) -> None:
+    """Kill the descendants of a process, also those in groups of their own, and stop it."""
+    import psutil
+
+    with suppress(psutil.NoSuchProcess):
+        root = psutil.Process(pid)
+        root.suspend()  # it starts no others meanwhile
+        for _ in range(KILL_ROUNDS):
+            living = [child for child in root.children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
+            for child in living:
+                child.kill()
+            if not living:
+                return
+            psutil.wait_procs(living, EXIT_SECONDS)
 
 
 def ask(function: str, *arguments: Any, timeout_s: float, setting: str) -> Any:

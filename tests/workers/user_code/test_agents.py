@@ -1,0 +1,108 @@
+"""Agents that raise, hang, die, grow or answer nonsense, in real processes."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import psutil
+import pytest
+
+from tests.end_to_end.processes import living
+from workers.errors import EpisodeError
+from workers.score import Score
+from workers.user_code.agents import RUNNER, AgentPool, session_variables
+
+VARIABLES = session_variables("http://127.0.0.1:1/s/a/v1", "http://127.0.0.1:1/s/a", "secret")
+
+
+async def obey(record: dict[str, Any], base_url: str, api_key: str) -> Any:
+    """Do what the record says."""
+    match record["do"]:
+        case "raise":
+            raise ValueError("no key")
+        case "exit":
+            os._exit(7)
+        case "hang":
+            await asyncio.sleep(1000)
+        case "hide":  # a process whose parent ends, in a session of its own
+            start = "import subprocess; subprocess.Popen(['sleep', '1000'], start_new_session=True)"
+            subprocess.run([sys.executable, "-c", start], check=True)
+            return len(psutil.Process().children())
+        case "grow":
+            held = bytearray(300 * 2**20)
+            time.sleep(1000 + len(held))
+        case "spread":
+            for _ in range(9):
+                subprocess.Popen(["sleep", "1000"])
+            time.sleep(1000)
+    return record["value"]
+
+
+def tell(record: dict[str, Any], base_url: str, api_key: str) -> Any:
+    found = [base_url, api_key, *(os.environ[name] for name in ("OPENAI_BASE_URL", "ANTHROPIC_BASE_URL"))]
+    return {"reward": 1, "right": found == [VARIABLES["OPENAI_BASE_URL"], "secret", *found[:1], base_url[:-3]]}
+
+
+def played(agent: Any, *records: dict[str, Any], memory_gib: float = 0.25, timeout_s: float = 3.0) -> list[Any]:
+    """What came of each record, all at once: a score, None, or why it failed."""
+
+    async def one(pool: AgentPool, record: dict[str, Any]) -> Any:
+        try:
+            return await pool.run(record, VARIABLES)
+        except EpisodeError as failure:
+            return str(failure)
+
+    async def all_of_them() -> list[Any]:
+        packed = agent if isinstance(agent, str) else cloudpickle.dumps(agent)
+        pool = AgentPool(packed, timeout_s, memory_gib=memory_gib, processes=8)
+        try:
+            return await asyncio.gather(*(one(pool, record) for record in records))
+        finally:
+            (source,) = (child for child in psutil.Process().children() if RUNNER in child.cmdline())
+            assert living([child.pid for child in source.children(recursive=True)]) == []
+            await pool.stop()
+
+    return asyncio.run(all_of_them())
+
+
+def test_an_agent_costs_its_session_alone_and_leaves_no_process() -> None:
+    records = [{"do": word, "value": None} for word in ("raise", "exit", "hang", "hide", "grow", "spread")]
+    values = [{"do": "", "value": value} for value in (0.5, None, {"reward": 2, "tries": 3}, {"tries": 3}, "much")]
+    *failed, number, nothing, mapping, unnamed, text = played(obey, *records, *values)
+    raised, died, late, hidden, grown, spread = failed
+    assert "ValueError: no key" in raised and "ended its process" in died and hidden == Score(1.0, "")
+    assert "rollout.agent_timeout_s=3" in late
+    assert "rollout.agent_memory_gib=0.25" in grown and "rollout.agent_processes=8" in spread
+    assert (number, nothing, mapping) == (Score(0.5, ""), None, Score(2.0, "", {"tries": 3.0}))
+    assert "'reward'" in unnamed and "'much'" in text
+
+
+def test_a_function_finds_its_session_in_arguments_and_environment() -> None:
+    assert played(tell, {}) == [Score(1.0, "", {"right": 1.0})]
+
+
+COMMAND = """
+import json, os, sys
+record = json.load(sys.stdin)
+print("said", record["prompt"], os.environ["OPENAI_API_KEY"], os.environ["OPENAI_BASE_URL"])
+print(record["last"])
+sys.exit(record["code"])
+"""
+
+
+def test_a_command_reads_the_record_and_prints_the_reward_last(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "agent.py").write_text(COMMAND)
+    lasts = [json.dumps({"reward": 0.25, "steps": 2}), "3", "", '{"steps": 2}', '{"reward": NaN}']
+    records = [{"prompt": "1+1=", "last": last, "code": 0} for last in lasts] + [{"prompt": "é", "last": "", "code": 3}]
+    found = played(f"{sys.executable} '{tmp_path}/agent.py'", *records)
+    assert found[:4] == [Score(0.25, "", {"steps": 2.0}), None, None, None]
+    assert "finite" in found[4] and "exit code 3" in found[5]
+    assert "said 1+1= secret http://127.0.0.1:1/s/a/v1" in capfd.readouterr().out

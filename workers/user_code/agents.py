@@ -1,0 +1,179 @@
+"""Users' agents: each session in its own process, which asks the policy at the engine's gateway.
+
+AgentPool.run --fork--> Runner: run(record, base_url, api_key), or a command line
+      |                    '--HTTP, OPENAI_BASE_URL--> gateway
+      '-- twice a second: memory and number of its processes, all killed above a limit
+"""
+
+import asyncio
+import ctypes
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import suppress
+from threading import Thread
+from typing import IO, Any
+from urllib.parse import urlsplit
+
+import cloudpickle
+
+from workers.errors import EpisodeError
+from workers.score import Score, as_score
+from workers.user_code.environments import EnvironmentPool, call, result_of
+from workers.user_code.process import EXIT_SECONDS, LONGEST_LINE, Fork, end_with_parent
+
+RUNNER = "workers.user_code.agents:Runner"
+WATCH_SECONDS = 0.5
+GIB = 2**30
+Session = tuple[dict[str, Any], dict[str, str]]
+"""A record, and the environment variables of `session_variables`."""
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+
+
+def session_variables(base_url: str, session_url: str, key: str) -> dict[str, str]:
+    """Return the environment variables by which stock clients find a session."""
+    direct = ",".join(filter(None, [os.environ.get("NO_PROXY", ""), urlsplit(base_url).hostname]))
+    openai = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": key}
+    anthropic = {"ANTHROPIC_BASE_URL": session_url, "ANTHROPIC_API_KEY": key}  # its clients add /v1
+    return openai | anthropic | {"BALLAST_SESSION_URL": session_url, "NO_PROXY": direct, "no_proxy": direct}
+
+
+class AgentPool(EnvironmentPool):
+    """Processes that run an agent, a new one for each session."""
+
+    player = RUNNER
+
+    def __init__(self, agent: bytes | str, timeout_s: float, *, memory_gib: float, processes: int) -> None:
+        """agent: a function, pickled, or a command line. memory_gib, processes: limits of a session."""
+        super().__init__(agent, timeout_s)
+        self.setting = "rollout.agent_command" if isinstance(agent, str) else "rollout.agent"
+        self._memory_gib, self._processes = memory_gib, processes
+        self._running: dict[Fork, str] = {}  # why it was killed
+        self._watching: asyncio.Task[None] | None = None
+
+    async def run(self, record: dict[str, Any], variables: dict[str, str]) -> Score | None:
+        """Return the agent's reward for a session, or None if it gives none. Raises EpisodeError.
+
+        variables: see `session_variables`. Afterwards no process of the session is left.
+        """
+        process = await self._started()
+        self._running[process] = ""
+        if self._watching is None or self._watching.done():
+            self._watching = asyncio.create_task(self._watch())
+        asked = ("run", (record, variables), "rollout.agent_timeout_s")
+        try:
+            found = await self._in_thread(call, process, self._timeout_s, *asked)
+        except EpisodeError as failure:
+            raise EpisodeError(self._running[process] or str(failure)) from None
+        finally:
+            del self._running[process]
+            process.end()
+        return None if found is None else Score(response="", **found)
+
+    async def stop(self) -> None:
+        for process in list(self._running):
+            process.end()
+        await super().stop()
+
+    async def _watch(self) -> None:
+        while self._running:
+            await asyncio.sleep(WATCH_SECONDS)
+            await self._in_thread(self._kill_large)
+
+    def _kill_large(self) -> None:
+        import psutil
+
+        below = defaultdict(list)
+        for each in psutil.process_iter(["ppid"]):
+            below[each.info["ppid"]].append(each)
+        for process in list(self._running):
+            found, new = [], [psutil.Process(process.pid)] if psutil.pid_exists(process.pid) else []
+            while new:
+                found += new
+                new = [child for parent in new for child in below[parent.pid]]
+            used = []
+            for each in found:
+                with suppress(psutil.NoSuchProcess):  # also of zombies
+                    used.append(each.memory_info().rss)
+            reason = self._too_large(len(used), sum(used) / GIB)
+            if reason and process in self._running:
+                self._running[process] = reason
+                process.end()
+
+    def _too_large(self, processes: int, gib: float) -> str:
+        if gib > self._memory_gib:
+            return f"its processes used more than rollout.agent_memory_gib={self._memory_gib:g} GiB"
+        if processes > self._processes:
+            return f"it had more than rollout.agent_processes={self._processes} processes"
+        return ""
+
+
+# The code below runs in the process.
+
+
+class Runner:
+    """Run the agent for one session."""
+
+    def __init__(self, agent: bytes | str) -> None:
+        self._run = cloudpickle.loads(agent) if isinstance(agent, bytes) else command(agent)
+        self._runner = asyncio.Runner()  # its event loop comes with the first run, after the fork
+
+    def __call__(self, request: tuple[str, Session], reply: Callable[[Any], None]) -> None:
+        _, (record, variables) = request
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans stay below it, to be counted and killed
+        os.environ.update(variables)
+        access = variables["OPENAI_BASE_URL"], variables["OPENAI_API_KEY"]
+        value = self._runner.run(result_of(self._run(record, *access)))
+        if value is None:
+            reply(None)
+            return
+        score = as_score(value, "", of="the agent")
+        reply({"reward": score.reward, "parts": score.parts, "answer": score.answer})
+
+
+def command(line: str) -> Callable[..., Any]:
+    """Return an agent that runs a command line: the record on standard input, the reward in the last line.
+
+    A last line that is not `{"reward": number, ...}` gives no reward.
+    """
+
+    def run(record: dict[str, Any], base_url: str, api_key: str) -> Any:
+        with tempfile.TemporaryFile("w+") as given:
+            given.write(as_json(record))
+            given.seek(0)
+            process = subprocess.Popen(
+                shlex.split(line), stdin=given, stdout=subprocess.PIPE, preexec_fn=end_with_parent
+            )
+        assert process.stdout is not None
+        last: list[bytes] = []
+        reading = Thread(target=_show, args=(process.stdout, last), daemon=True)
+        reading.start()
+        code = process.wait()
+        reading.join(EXIT_SECONDS)  # longer only if a process that it left behind holds the stream
+        if code:
+            how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            raise EpisodeError(f"the command failed ({how})")
+        with suppress(ValueError):
+            value = json.loads(last[-1] if last else b"")
+            return value if isinstance(value, dict) and "reward" in value else None
+
+    return run
+
+
+def _show(stream: IO[bytes], last: list[bytes]) -> None:
+    while part := stream.readline(LONGEST_LINE):
+        sys.stdout.write(part.decode(errors="replace"))
+        sys.stdout.flush()
+        if part.strip():
+            last[:] = [part]
+
+
+def as_json(record: dict[str, Any]) -> str:
+    """Write a record. Arrays become lists, other objects texts."""
+    return json.dumps(record, ensure_ascii=False, default=lambda v: v.tolist() if hasattr(v, "tolist") else str(v))
