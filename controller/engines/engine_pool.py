@@ -24,13 +24,17 @@ from controller.engines.router import Key, Router
 from controller.observability.live_metrics import LiveMetrics
 from workers.config import RolloutConfig, SamplingConfig
 from workers.rollout.requests import Response, SampleRequest, SampleResult
+from workers.rollout.session import SessionRecord
 
 LOOK_SECONDS = 5.0  # between two looks at an engine
 ANSWER_SECONDS = 5.0
 
 
+Partial = Response | SessionRecord
+
+
 class PartialResponses:
-    """Snapshots of the engines' unfinished responses, in the object store."""
+    """Snapshots of the engines' unfinished responses and sessions, in the object store."""
 
     def __init__(self) -> None:
         self._asked: dict[int, ray.ObjectRef] = {}
@@ -49,14 +53,14 @@ class PartialResponses:
         for replica in actors.keys() - self._asked.keys():
             self._asked[replica] = actors[replica].partial_responses.remote()
 
-    def last(self, replica: int) -> dict[int, Response]:
+    def last(self, replica: int) -> dict[int, Partial]:
         """Remove and return a lost engine's snapshot, by seed."""
         refs = [self._known.pop(replica, None), self._asked.pop(replica, None)]
         return _read([ref for ref in refs if ref is not None], timeout_s=0.1)
 
 
-def _read(refs: list[ray.ObjectRef], timeout_s: float) -> dict[int, Response]:
-    found: dict[int, Response] = {}
+def _read(refs: list[ray.ObjectRef], timeout_s: float) -> dict[int, Partial]:
+    found: dict[int, Partial] = {}
     if refs:
         for ref in ray.wait(refs, num_returns=len(refs), timeout=timeout_s)[0]:
             with suppress(RayError):  # the engine died or its node is gone, so its responses start again
@@ -80,12 +84,14 @@ class Generation:
     on_results: OnResults
     streams: dict[Any, int] = field(default_factory=dict)
 
-    def received(self, replica: int, block: ray.ObjectRef, results: Sequence[SampleResult]) -> None:
-        """Handle a replica's results. Each successful result has a row in the block."""
-        for result in results:
-            (self.router.failed if result.failed else self.router.finished)(replica, result)
+    def received(self, replica: int, block: ray.ObjectRef, results: Sequence[SampleResult]) -> list[SampleRequest]:
+        """Handle a replica's results, and return their requests. Each successful result has a row in the block."""
+        requests = [
+            (self.router.failed if result.failed else self.router.finished)(replica, result) for result in results
+        ]
         if finished := [result for result in results if not result.failed]:
             self.on_results(finished, block)
+        return requests
 
 
 class EnginePool(RolloutEngines):
@@ -97,10 +103,11 @@ class EnginePool(RolloutEngines):
         config: RolloutConfig,
         budget: RestartBudget | None = None,
         live: LiveMetrics | None = None,
+        front: Any = None,
         **options: Any,
     ) -> None:
-        """make, options: see `RolloutEngines`. budget: None allows no restart."""
-        self._config, self._live = config, live or LiveMetrics()
+        """make, options: see `RolloutEngines`. budget: None allows no restart. front: actor of `SessionFront`."""
+        self._config, self._live, self._front = config, live or LiveMetrics(), front
         self._generations: list[Generation] = []
         self._partial = PartialResponses()
         self._pumped = time.monotonic()
@@ -166,8 +173,8 @@ class EnginePool(RolloutEngines):
             generation.streams = {stream: owner for stream, owner in streams if owner != replica}
             generation.router.replica_lost(replica, begun)
 
-    def partial_responses(self) -> dict[int, Response]:
-        """Return unfinished responses by seed, from engines that answer in time."""
+    def partial_responses(self) -> dict[int, Partial]:
+        """Return unfinished responses and sessions by seed, from engines that answer in time."""
         asked = [self.actors[replica].partial_responses.remote() for replica in self.fleet.serving]
         return _read(asked, timeout_s=ANSWER_SECONDS)
 
@@ -214,7 +221,9 @@ class EnginePool(RolloutEngines):
         self.progressed(replica)
         if any(not result.failed for result in pair[1]):
             self.fleet.finished_samples(replica)
-        generation.received(replica, *pair)
+        requests = generation.received(replica, *pair)
+        if self._front is not None:
+            self._front.forget.remote([request.session for request in requests])
 
 
 def _next_pair(stream: Any) -> tuple[ray.ObjectRef, list[SampleResult]] | None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from workers.errors import DataError
 from workers.rollout.requests import Response, SampleRequest, SampleResult
+from workers.rollout.session import SessionRecord
 
 Key = tuple[str, int]
 
@@ -105,31 +106,35 @@ class Router:
         self._waiting.extendleft(reversed(kept))
         return assigned
 
-    def finished(self, replica: int, result: SampleResult) -> None:
-        """Raises KeyError if the request was not outstanding there."""
-        self._replicas[replica].take(result.key)
+    def finished(self, replica: int, result: SampleResult) -> SampleRequest:
+        """Return the request. Raises KeyError if it was not outstanding there."""
+        request = self._replicas[replica].take(result.key).request
         self._keys.remove(result.key)
+        return request
 
-    def failed(self, replica: int, result: SampleResult) -> None:
-        """Retry or drop a failed request. Raises KeyError if it was not outstanding there."""
+    def failed(self, replica: int, result: SampleResult) -> SampleRequest:
+        """Retry or drop a failed request, and return it. Raises KeyError if it was not outstanding there."""
         ticket = self._replicas[replica].take(result.key)
+        request = ticket.request
         ticket.failed_on.append(replica)
         if len(ticket.failed_on) > self.max_retries:
             self.dropped.append(result)
             self._keys.remove(result.key)
-            return
+            return request
         self.retried += 1
+        ticket.request = replace(request, failures=len(ticket.failed_on))
         later = (place for place, other in enumerate(self._waiting) if other.request.priority > ticket.request.priority)
         self._waiting.insert(next(later, len(self._waiting)), ticket)
+        return request
 
     def take_dropped(self) -> list[SampleResult]:
         dropped, self.dropped = self.dropped, []
         return dropped
 
-    def replica_lost(self, replica: int, begun: Mapping[int, Response]) -> None:
+    def replica_lost(self, replica: int, begun: Mapping[int, Response | SessionRecord]) -> None:
         """Put the lost replica's requests at the head of the queue, without counting a retry.
 
-        begun: partial responses by seed, from which they are continued.
+        begun: partial responses and sessions by seed, from which they are continued.
         """
         lost, self._replicas[replica] = self._replicas[replica], _Replica()
         for ticket in lost.outstanding.values():

@@ -20,7 +20,7 @@ from controller.checkpoints.progress import Progress
 from controller.config import Config
 from controller.data.prompts import Prompt, Prompts
 from controller.engines.engine_calls import POLL_SECONDS
-from controller.engines.engine_pool import Sample
+from controller.engines.engine_pool import Partial, Sample
 from controller.engines.router import Key
 from controller.engines.staleness_schedule import GroupState, Staleness, StalenessSchedule
 from controller.observability.run_record import RunRecord
@@ -30,7 +30,7 @@ from controller.rollout.sample_files import FinishedSample, StoredSamples, read_
 from controller.rollout.samples import RolloutBatch, assemble, with_record_columns
 from workers.dataproto import DataProto
 from workers.errors import DataError, RolloutError
-from workers.rollout.requests import Response, SampleResult
+from workers.rollout.requests import SampleResult
 from workers.score import Score
 
 
@@ -96,8 +96,8 @@ class AsyncRolloutBuffer(RolloutBuffer):
         finished = [sample for group in groups for sample in _stored(group)]
         write_samples(path, StoredSamples(finished, self._partial({group.prompt.uid for group in groups})))
 
-    def _partial(self, uids: Collection[str]) -> dict[int, Response]:
-        """Return unfinished responses to these prompts, by seed."""
+    def _partial(self, uids: Collection[str]) -> dict[int, Partial]:
+        """Return unfinished responses and sessions of these prompts, by seed."""
         now = self.roles.rollouts.partial_responses()
         requests = [request for request in self._generation.router.unfinished if request.uid in uids]
         found = {request.seed: now.get(request.seed, request.begun) for request in requests}

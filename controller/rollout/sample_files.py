@@ -10,7 +10,7 @@ import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,13 @@ from workers.remote_batch import RemoteBatch, places
 from workers.rollout.episode import branches_of
 from workers.rollout.prefix_hashes import prefix_hashes
 from workers.rollout.requests import Response, SampleResult
+from workers.rollout.session import Node, SessionRecord
 from workers.score import Score
 
 PARTIAL = ("ids", "log_probs", "versions")
 """Kept fields of an unfinished Response."""
+OF_ANSWERS = ("finish_reason", "read_tokens", "cached_tokens", "stop_string")
+"""Further ones of an answer in an unfinished session."""
 
 
 @dataclass(frozen=True)
@@ -44,17 +47,28 @@ class FinishedSample:
 
 @dataclass(frozen=True)
 class StoredSamples:
-    """The content of a file. partial: by seed."""
+    """The content of a file. partial: unfinished responses and sessions, by seed."""
 
     finished: list[FinishedSample] = field(default_factory=list)
-    partial: dict[int, Response] = field(default_factory=dict)
+    partial: dict[int, Response | SessionRecord] = field(default_factory=dict)
 
 
 def write_samples(path: Path, samples: StoredSamples) -> None:
     """Write a file and replace `path` when it is complete. Raises OutputError."""
-    records = {"finished": [_record(sample) for sample in samples.finished], "partial": list(samples.partial)}
-    partial = [{name: getattr(response, name) for name in PARTIAL} for response in samples.partial.values()]
-    arrays = {"records": _as_bytes(records)}
+    responses = {seed: found for seed, found in samples.partial.items() if isinstance(found, Response)}
+    sessions = {seed: found for seed, found in samples.partial.items() if isinstance(found, SessionRecord)}
+    partial = [{name: getattr(response, name) for name in PARTIAL} for response in responses.values()]
+    turns = [
+        {name: np.concatenate([getattr(part, name) for part in node.parts]) for name in PARTIAL}
+        for session in sessions.values()
+        for node in session.nodes
+    ]
+    records = {
+        "finished": [_record(sample) for sample in samples.finished],
+        "partial": list(responses),
+        "sessions": [(seed, session.rewards, [*map(_turn, session.nodes)]) for seed, session in sessions.items()],
+    }
+    arrays = {"records": _as_bytes(records)} | _packed("turns", DataProto.from_rows(turns))
     arrays |= _packed("finished", DataProto.from_rows([row for sample in samples.finished for row in sample.rows]))
     arrays |= _packed("partial", DataProto.from_rows(partial))
     _write(path, arrays)
@@ -69,7 +83,12 @@ def read_samples(path: Path) -> StoredSamples:
         partial = [
             Response(row["ids"], row["log_probs"], row["versions"]) for row in _rows(_unpacked("partial", arrays))
         ]
-        return StoredSamples(finished, dict(zip(records["partial"], partial, strict=True)))
+        turns = iter(_rows(_unpacked("turns", arrays)) if "turns.offsets" in arrays else ())
+        sessions = {
+            seed: SessionRecord(tuple(_node(turn, next(turns)) for turn in nodes), rewards)
+            for seed, rewards, nodes in records.get("sessions", ())
+        }
+        return StoredSamples(finished, dict(zip(records["partial"], partial, strict=True)) | sessions)
 
 
 def write_step(path: Path, rollout: RolloutBatch) -> None:
@@ -196,6 +215,17 @@ def _finished(record: Mapping[str, Any], rows: Iterable[dict[str, np.ndarray]]) 
         hashes = prefix_hashes(found[0]["input_ids"], result.prompt_tokens)
         result = replace(result, prefix_hashes=hashes, branches=branches_of(found, result.prompt_tokens))
     return FinishedSample(result, found, _score(record["score"]))
+
+
+def _turn(node: Node) -> dict[str, Any]:
+    """Return a turn of a session without its tokens."""
+    facts = {each.name: getattr(node, each.name) for each in fields(Node) if each.name != "response"}
+    return facts | {"given": len(node.given), "response": {name: getattr(node.response, name) for name in OF_ANSWERS}}
+
+
+def _node(turn: Mapping[str, Any], row: Mapping[str, np.ndarray]) -> Node:
+    answer: dict[str, Any] = {name: row[name][turn["given"] :] for name in PARTIAL}
+    return Node(**{**turn, "given": row["ids"][: turn["given"]], "response": Response(**answer, **turn["response"])})
 
 
 def _score(values: Mapping[str, Any] | None) -> Score | None:

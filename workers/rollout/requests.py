@@ -79,7 +79,8 @@ def not_sampled(ids: np.ndarray, version: int = NOT_SAMPLED) -> Response:
 @dataclass(frozen=True)
 class SampleRequest:
     """A request for one sample. prompt_ids: int32 [prompt tokens], shared by a group. start: of an episode, None for a
-    single response. begun: tokens that a lost engine sampled. priority: engines short of memory serve the lowest first.
+    single response. begun: Response of a lost engine, or SessionRecord. priority: engines short of memory serve the
+    lowest first. failures: failed attempts before this one.
     """
 
     uid: str
@@ -87,12 +88,18 @@ class SampleRequest:
     prompt_ids: np.ndarray
     seed: int
     start: EpisodeStart | None = None
-    begun: Response | None = None
+    begun: Any = None
     priority: int = 0
+    failures: int = 0
 
     @property
     def key(self) -> tuple[str, int]:
         return self.uid, self.sample
+
+    @property
+    def session(self) -> str:
+        """Name of an agent's session: the same if it continues, another if it failed."""
+        return f"{self.seed:016x}" + (f".{self.failures}" if self.failures else "")
 
 
 @dataclass(frozen=True)

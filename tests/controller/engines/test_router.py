@@ -51,6 +51,7 @@ class RouterMachine(RuleBasedStateMachine):
             assert replica not in self.lost
             for given in requests:
                 assert given.uid not in self.at
+                assert given.session == "0" * 16 + (f".{n}" if (n := self.failures.get(given.uid)) else "")
                 self.at[given.uid] = replica
 
     @precondition(lambda self: self.at)

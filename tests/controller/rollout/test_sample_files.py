@@ -3,6 +3,7 @@
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +24,8 @@ from workers.errors import DataError, OutputError
 from workers.remote_batch import RemoteBatch, places
 from workers.rollout.episode import branches_of
 from workers.rollout.prefix_hashes import prefix_hashes
-from workers.rollout.requests import SampleResult
+from workers.rollout.requests import Response, SampleResult
+from workers.rollout.session import Session
 from workers.score import Score
 
 ROWS = [
@@ -105,6 +107,41 @@ def test_untrained_samples_of_a_checkpoint_keep_their_branches(tmp_path: Path) -
     assert dropped.rows == []
     for sample, rows in zip(found, ROWS, strict=True):
         assert [row["input_ids"].tolist() for row in sample.rows] == [row["input_ids"].tolist() for row in rows]
+
+
+def test_unfinished_responses_and_sessions_of_a_checkpoint_are_whole(tmp_path: Path) -> None:
+    """What the stored session answers to the same prompts, and so trains, is what the first one would have."""
+
+    def sampled(*ids: int) -> Response:
+        found = np.array(ids, np.int32)
+        return Response(found, found / -3, found % 2, "stop", read_tokens=4, cached_tokens=1, stop_string=True)
+
+    session, prompt = Session("s", max_turns=9), np.arange(3, dtype=np.int32)
+    chat: list[dict[str, Any]] = [{"role": "user", "content": "ü"}]
+    for ids, name in (((3, 4), "a"), ((5,), "b")):
+        with session.sampling() as number:
+            asked, said = session.find(chat), {"role": "assistant", "content": name}
+            node = session.add(asked, prompt, sampled(*ids), number=number, said=said, text=name, name=name)
+        node.received = True
+        chat, prompt = [*chat, said, {"role": "user", "content": "?"}], np.append(session.ids(node), np.int32(9))
+    session.reward(0.5, "a")
+    before = {7: session.snapshot(), 2**62: sampled(1, 2), 8: Session("t", max_turns=1).snapshot()}
+    write_samples(tmp_path / "step-1.npz", StoredSamples([], before))
+    found = read_samples(tmp_path / "step-1.npz").partial
+    assert found.keys() == before.keys()
+    assert found[2**62].ids.tolist() == [1, 2]
+    again = Session("s", max_turns=9, record=found[7], goes_on=True)
+    assert again.told() == session.told()
+    assert again.credit() == session.credit()
+    for row, expected in zip(again.rows(), session.rows(), strict=True):
+        assert {name: (column.tolist(), column.dtype) for name, column in row.items()} == {
+            name: (column.tolist(), column.dtype) for name, column in expected.items()
+        }
+    chat = [{"role": "user", "content": "ü"}]
+    first = Session("s", max_turns=9, record=found[7])
+    answer = first.recorded(first.find(chat), np.arange(3, dtype=np.int32))
+    assert answer is not None
+    assert (answer.response.stop_string, answer.response.finish_reason, first.kept) == (True, "stop", [])
 
 
 def test_the_last_row_of_each_sample_is_what_a_reward_model_scores() -> None:
