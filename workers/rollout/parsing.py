@@ -54,6 +54,11 @@ class TurnParser:
             ) from None
         return name
 
+    @property
+    def names(self) -> tuple[str, str]:
+        """vLLM's names of the parsers of calls and of reasoning, empty for none."""
+        return self._tools, self._reasoning
+
     def _parser(self, tools: str, reasoning: str) -> Any:
         """A new parser, because vLLM's keep a turn's state, or None."""
         from vllm.parser import ParserManager

@@ -1,0 +1,427 @@
+"""Gateway: sessions of agents over HTTP, in the event loop of an engine's actor.
+
+    agent --/s/SESSION/v1/chat/completions, key--> Gateway: limits, retries --> [serving: vLLM's routes] --> engine
+                                                      '--> Session: the answer as a turn, before its last bytes go out
+
+An answer is completed without its client, so that a retry can read it. Nothing but the listed routes is reachable.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import itertools
+import json
+import re
+import secrets
+import socket
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from workers.config import ModelConfig, RolloutConfig, SamplingConfig
+from workers.errors import DataError, named
+from workers.rendering import Options
+from workers.rollout.api_forms import answers_in, error_body
+from workers.rollout.session import Node, Session
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from workers.rollout.serving import Call
+
+SAMPLED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+ROUTES = {("POST", path) for path in (*SAMPLED, "/v1/messages/count_tokens")} | {("GET", "/v1/models")}
+BODY_SECONDS = 60.0  # for a client to send a request
+CLOSE_SECONDS = 5.0
+CLOSED_KEPT = 10_000
+KEEP_ALIVE_SECONDS = 600  # clients keep connections: with a short time, they write to one that closes
+Event = dict[str, Any]
+Receive = Callable[[], Awaitable[Event]]
+Send = Callable[[Event], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Access:
+    """What an agent needs. base_url: for OpenAI's clients. session_url: for Anthropic's, and for rewards."""
+
+    base_url: str
+    session_url: str
+    key: str
+
+
+class RefusedError(Exception):
+    """A request that is answered with an error."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(eq=False)
+class Exchange:
+    """A request and its answer, as ASGI's events. A retry reads it from the start.
+
+    abandoned: whether a client left before its end. joined: retries that read it.
+    """
+
+    idempotency: str
+    events: list[Event] = field(default_factory=list)
+    held: list[Event] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
+    done: bool = False
+    abandoned: bool = False
+    joined: int = 0
+    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    readers: set[asyncio.Event] = field(default_factory=set)
+
+    @property
+    def status(self) -> int:
+        return int(self.events[0]["status"]) if self.events else 0
+
+    def tell(self, *events: Event, done: bool = False) -> None:
+        self.events += events
+        self.done = self.done or done
+        for reader in self.readers:
+            reader.set()
+
+    async def deliver(self, receive: Receive, send: Send) -> bool:
+        """Send all events as they come. Returns False if the client has left before the last."""
+        news, place = asyncio.Event(), 0
+        left = asyncio.ensure_future(_disconnected(receive))
+        left.add_done_callback(lambda _: news.set())
+        self.readers.add(news)
+        try:
+            while not left.done():
+                while place < len(self.events) and not left.done():
+                    await send(self.events[place])
+                    place += 1
+                if self.done and place == len(self.events):
+                    return True
+                news.clear()
+                if place == len(self.events) and not self.done:
+                    await news.wait()
+            return False
+        finally:
+            self.readers.discard(news)
+            left.cancel()
+
+
+@dataclass(eq=False)
+class Opened:
+    """A session at the gateway."""
+
+    session: Session
+    key: str
+    sampling: SamplingConfig
+    seed: int
+    options: Options
+    on_turn: Callable[[Node], Awaitable[None]] | None
+    priority: int
+    began: float = field(default_factory=time.monotonic)
+    exchanges: dict[bytes, list[Exchange]] = field(default_factory=dict)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    engine_names: set[str] = field(default_factory=set)
+
+    def joined(self, request: bytes, headers: dict[bytes, bytes]) -> Exchange | None:
+        """Return the exchange that a request repeats: one that a client left, or the newest if it says that it does."""
+        same = self.exchanges.get(request, [])
+        idempotency = headers.get(b"idempotency-key", b"").decode("latin-1")
+        found = [each for each in same if idempotency and each.idempotency == idempotency]
+        found = found or [each for each in same if each.abandoned]
+        if not found and headers.get(b"x-stainless-retry-count", b"0") != b"0":
+            found = same
+        return found[-1] if found else None
+
+
+class Gateway:
+    """Serve the sessions that are open. Also vLLM's server of HTTP, as an application of ASGI."""
+
+    def __init__(
+        self, engine: "AsyncLLM", model: ModelConfig, rollout: RolloutConfig, *, max_model_tokens: int
+    ) -> None:
+        self._engine, self._model, self._rollout = engine, model, rollout
+        self._limits = rollout.gateway
+        self._open: dict[str, Opened] = {}
+        self._closed: dict[str, str] = {}  # keys of the last sessions
+        self._app: Any = None
+        self._server: Any = None
+        self._serving: asyncio.Task[None] | None = None
+        self.url = ""
+
+    async def start(self, host: str = "127.0.0.1") -> None:
+        """Listen on a free port of `host`. Raises OSError if the address cannot be used."""
+        import uvicorn
+        from transformers import AutoTokenizer
+
+        from workers.rollout.serving import build
+
+        tokenizer = await asyncio.to_thread(AutoTokenizer.from_pretrained, self._model.path, trust_remote_code=False)
+        self._app = await build(self._engine, self._model, self._rollout, tokenizer)
+        found = socket.create_server((host, 0), backlog=4096)
+        address, port = found.getsockname()[:2]
+        settings: dict[str, Any] = {"lifespan": "off", "ws": "none", "log_config": None, "access_log": False}
+        settings |= {"server_header": False, "date_header": False, "timeout_keep_alive": KEEP_ALIVE_SECONDS}
+        self._server = uvicorn.Server(uvicorn.Config(self, **settings))
+        self._server.capture_signals = nullcontext  # they are the actor's
+        self._serving = asyncio.create_task(self._server.serve(sockets=[found]))
+        self.url = f"http://{address}:{port}"
+
+    async def stop(self) -> None:
+        for opened in list(self._open.values()):
+            await self.close(opened.session)
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = self._server.force_exit = True
+            await self._serving
+            self._server = self._serving = None
+
+    def open(
+        self,
+        session: Session,
+        sampling: SamplingConfig,
+        seed: int,
+        options: Options,
+        *,
+        key: str = "",
+        on_turn: Callable[[Node], Awaitable[None]] | None = None,
+        priority: int = 0,
+    ) -> Access:
+        """Let an agent play the session. on_turn: awaited with each turn before its answer's last bytes go out."""
+        name, key = quote(session.name, safe=""), key or secrets.token_urlsafe(32)
+        self._closed.pop(name, None)
+        self._open[name] = Opened(session, key, sampling, seed, options, on_turn, priority)
+        return Access(f"{self.url}/s/{name}/v1", f"{self.url}/s/{name}", key)
+
+    async def close(self, session: Session) -> None:
+        """End the session's requests. Later ones are answered with an error."""
+        name = quote(session.name, safe="")
+        opened = self._open.pop(name, None)
+        if opened is None:
+            return
+        self._closed[name] = opened.key
+        if len(self._closed) > CLOSED_KEPT:
+            self._closed.pop(next(iter(self._closed)))
+        for exchange in (each for same in opened.exchanges.values() for each in same):
+            exchange.cancelled.set()
+        if opened.engine_names:
+            with suppress(Exception):  # of an engine that died
+                await self._engine.abort(list(opened.engine_names))
+        if opened.tasks:
+            _, late = await asyncio.wait(opened.tasks, timeout=CLOSE_SECONDS)
+            for task in late:
+                task.cancel()
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    async def __call__(self, scope: Event, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        path = scope["raw_path"].decode("latin-1")
+        try:
+            await self._answer(scope["method"], path, dict(scope["headers"]), receive, send)
+        except RefusedError as refused:
+            await _send(send, refused.status, error_body(path, refused.status, str(refused)))
+
+    async def _answer(self, method: str, path: str, headers: dict[bytes, bytes], receive: Receive, send: Send) -> None:
+        found = re.fullmatch(r"/s/([^/]+)(/.*)?", path)
+        if found is None:
+            raise RefusedError(404, "there is no such route. Use the session's URL.")
+        opened, route = self._allowed(found[1], headers), found[2] or ""
+        if (method, route) not in ROUTES | {("GET", ""), ("POST", "/reward")}:
+            raise RefusedError(404, f"{method} {route or '/'}: a session has no such route.")
+        body = await self._body(headers, receive)
+        if body is None:
+            return
+        if route == "":
+            await _send(send, 200, json.dumps(_state(opened)).encode())
+        elif route == "/reward":
+            _reward(opened.session, body)
+            await _send(send, 200, json.dumps(_state(opened)).encode())
+        else:
+            await self._exchange(opened, method, route, headers, body, receive, send)
+
+    def _allowed(self, name: str, headers: dict[bytes, bytes]) -> Opened:
+        """Return the session. Raises RefusedError for a wrong key, and for one that is not open."""
+        given = headers.get(b"x-api-key") or headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+        opened = self._open.get(name)
+        key = opened.key if opened else self._closed.get(name, "")
+        if not key or not hmac.compare_digest(given, key.encode()):
+            raise RefusedError(401, "the key does not belong to an open session. Use the session's URL and key.")
+        if opened is None:
+            raise RefusedError(410, "the session is closed.")
+        return opened
+
+    async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
+        """Read a request. Returns None if the client leaves before its end."""
+        limit = int(self._limits.max_request_mib * 2**20)
+        too_large = RefusedError(413, f"rollout.gateway.max_request_mib={self._limits.max_request_mib:g}: larger body.")
+        if int(headers.get(b"content-length", b"0")) > limit:
+            raise too_large
+        parts, size = [], 0
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                while (event := await receive())["type"] == "http.request":
+                    parts.append(event.get("body", b""))
+                    size += len(parts[-1])
+                    if size > limit:
+                        raise too_large
+                    if not event.get("more_body"):
+                        return b"".join(parts)
+        except TimeoutError:
+            raise RefusedError(408, f"the body did not arrive within {BODY_SECONDS:g} s.") from None
+        return None
+
+    async def _exchange(
+        self,
+        opened: Opened,
+        method: str,
+        route: str,
+        headers: dict[bytes, bytes],
+        body: bytes,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        request = hashlib.blake2b(route.encode() + b"\n" + body).digest()
+        exchange = opened.joined(request, headers) if route in SAMPLED else None
+        if exchange is not None:
+            exchange.joined, exchange.abandoned = exchange.joined + 1, False
+            for node in exchange.nodes:
+                node.joined += 1
+        else:
+            limit = self._limits.max_concurrent_requests
+            if len(opened.tasks) >= limit:
+                raise RefusedError(429, f"rollout.gateway.max_concurrent_requests={limit}: as many are under way.")
+            exchange = Exchange(headers.get(b"idempotency-key", b"").decode("latin-1"))
+            opened.exchanges.setdefault(request, []).append(exchange)
+            task = asyncio.create_task(self._run(opened, exchange, method, route, body))
+            opened.tasks.add(task)
+            task.add_done_callback(opened.tasks.discard)
+        delivered = await exchange.deliver(receive, send)
+        exchange.abandoned = not delivered
+        for node in exchange.nodes:
+            node.received = node.received or delivered
+        if exchange.done and (exchange.status >= 500 or route not in SAMPLED):  # a retry is another try
+            with suppress(ValueError):
+                opened.exchanges.get(request, []).remove(exchange)
+
+    async def _run(self, opened: Opened, exchange: Exchange, method: str, route: str, body: bytes) -> None:
+        """Answer a request, whether or not its client stays."""
+        from workers.rollout.serving import CALL, Call
+
+        began = time.monotonic()
+        call = Call(
+            opened.session, opened.sampling, opened.seed, opened.options, opened.priority, route in SAMPLED,
+            opened.engine_names,
+        )  # fmt: skip
+        CALL.set(call)
+        given: list[Event] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> Event:
+            if given:
+                return given.pop()
+            await exchange.cancelled.wait()
+            return {"type": "http.disconnect"}
+
+        async def put(event: Event) -> None:
+            if call.done or route not in SAMPLED or exchange.held or event.get("status", 200) >= 400:
+                exchange.held.append(event)
+            else:
+                exchange.tell(event)
+
+        last: list[Event] = []
+        try:
+            await self._app(_scope(method, route, body), receive, put)
+            last = await self._ended(opened, exchange, call, route, began)
+        except Exception as error:
+            last = [] if exchange.events else _events(500, error_body(route, 500, named(error)))
+        finally:
+            call.reserved.close()
+            exchange.tell(*last, done=True)
+
+    async def _ended(self, opened: Opened, exchange: Exchange, call: "Call", route: str, began: float) -> list[Event]:
+        """Add the answer's turns to the session, and return the answer's last events."""
+        if exchange.cancelled.is_set():
+            return [] if exchange.events else _events(410, error_body(route, 410, "the session is closed."))
+        events = [*exchange.events, *exchange.held]
+        status, body = int(events[0]["status"]), b"".join(event.get("body", b"") for event in events)
+        if call.done:
+            name, said = answers_in(body) if status == 200 else ("", {})
+            call.reserved.close()  # the turns count as sampled from here on
+            exchange.nodes = list(_nodes(opened.session, call, name, said))
+            for node in exchange.nodes:
+                node.joined += exchange.joined
+                node.began, node.seconds = began - opened.began, time.monotonic() - began
+                if opened.on_turn is not None:
+                    await opened.on_turn(node)
+        if status >= 400 and not exchange.events and "/messages" in route:
+            error = json.loads(body).get("error", {})
+            return _events(status, error_body(route, status, str(error.get("message", ""))))
+        return exchange.held
+
+
+def _nodes(session: Session, call: "Call", name: str, said: dict[int, dict[str, Any]]) -> Iterator[Node]:
+    """Add the answers to the session, in the order of their choices."""
+    messages = (said.get(index, {}) for index in itertools.count())
+    for prompt in call.prompts:
+        for node in prompt.replayed:
+            session.also(node, next(messages))
+            node.names.append(name)
+            yield node
+        for place, number in enumerate(prompt.numbers):
+            response, text = prompt.turns[place]
+            more: dict[str, Any] = {"number": number, "text": text, "name": name}
+            yield session.add(prompt.asked, prompt.ids, response, said=next(messages), **more)
+
+
+def _scope(method: str, route: str, body: bytes) -> Event:
+    """Return a request of ASGI without the client's headers: vLLM reads names of requests and priorities from them."""
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "scheme": "http",
+        "method": method,
+        "path": route,
+        "raw_path": route.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": headers,
+        "client": None,
+        "server": None,
+    }
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _send(send: Send, status: int, body: bytes) -> None:
+    for event in _events(status, body):
+        await send(event)
+
+
+def _events(status: int, body: bytes) -> list[Event]:
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    start = {"type": "http.response.start", "status": status, "headers": headers}
+    return [start, {"type": "http.response.body", "body": body}]
+
+
+def _state(opened: Opened) -> dict[str, Any]:
+    session = opened.session
+    return {"id": session.name, "turns": len(session.nodes), "max_turns": session.max_turns}
+
+
+def _reward(session: Session, body: bytes) -> None:
+    """Take {"reward": number or null, "response_id": optional}. Raises RefusedError for another body."""
+    try:
+        given = json.loads(body)
+        if given["reward"] is not None:
+            session.reward(given["reward"], given.get("response_id") or "")
+    except DataError as error:
+        raise RefusedError(400, str(error)) from None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise RefusedError(400, 'the body is not {"reward": number, "response_id": optional}.') from None

@@ -1,0 +1,413 @@
+"""Serving: vLLM's routes of OpenAI's and Anthropic's APIs over an engine. Prompts go in as ids, turns come out.
+
+    messages --preprocess_chat--> ids of the turn that they extend, and of the new text
+    ids --generate--> [vLLM: engine] --text--> [vLLM: parsers, answer]
+                         '-- ids, log-probs, versions --> Prompt.turns
+
+vLLM's templates and sampling options are not used: prompts are rendered by `Renderer`, and sampling is the run's.
+"""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import ExitStack
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from workers.config import ModelConfig, RolloutConfig, SamplingConfig
+from workers.environment import Turn
+from workers.errors import DataError, EpisodeError
+from workers.rendering import CONTROLS, RESERVED, Messages, Options, Renderer, variables_of
+from workers.rollout.conversation import Conversation
+from workers.rollout.parsing import TurnParser
+from workers.rollout.requests import STOP, Response, turn_seed
+from workers.rollout.session import Asked, Node, Session
+from workers.rollout.vllm_interface import as_response, check_prompt, sampling_parameters
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+CALL: ContextVar["Call"] = ContextVar("call")
+FORCED = ("response_format", "structured_outputs", "tool_choice", "text")  # constrain what is sampled
+OTHERS = {
+    "bad_words", "allowed_token_ids", "logit_bias", "min_tokens", "ignore_eos", "use_beam_search", "watermarking",
+    "repetition_detection", "thinking_token_budget", "prompt_logprobs", "echo", "suffix", "prompt_embeds",
+    "continue_final_message", "truncate_prompt_tokens", "documents", "previous_response_id", "background",
+}  # fmt: skip
+TAIL = 32  # tokens at a prompt's end that show whether it opens the reasoning
+TEXTS = ("text", "input_text", "output_text")
+
+
+@dataclass
+class Prompt:
+    """A prompt of a request. numbers: of the turns to sample. replayed: answers that the session's record has.
+
+    turns: the sampled ones and their texts, by choice.
+    """
+
+    asked: Asked
+    ids: np.ndarray
+    numbers: list[int]
+    replayed: list[Node]
+    turns: dict[int, tuple[Response, str]] = field(default_factory=dict)
+
+    @property
+    def choices(self) -> int:
+        return len(self.replayed) + len(self.numbers)
+
+
+@dataclass
+class Call:
+    """A request of a session. samples: whether it asks for answers, not for a count of tokens."""
+
+    session: Session
+    sampling: SamplingConfig
+    seed: int
+    options: Options
+    priority: int
+    samples: bool
+    engine_names: set[str]
+    reserved: ExitStack = field(default_factory=ExitStack)
+    prompts: list[Prompt] = field(default_factory=list)
+    begun: int = 0
+
+    @property
+    def done(self) -> bool:
+        """Whether the engine has given all answers."""
+        return bool(self.prompts) and all(len(each.turns) == len(each.numbers) for each in self.prompts)
+
+    def take(self, asked: Asked, ids: np.ndarray, choices: int) -> None:
+        """Add a prompt, and reserve its turns. Raises EpisodeError if the session has none left."""
+        if not self.samples:
+            return
+        found = (self.session.recorded(asked, ids) for _ in range(choices))
+        replayed = [node for node in found if node is not None]
+        numbers = range(choices - len(replayed))
+        reserved = [self.reserved.enter_context(self.session.sampling()) for _ in numbers]
+        self.prompts.append(Prompt(asked, ids, reserved, replayed))
+
+
+class PromptRenderer:
+    """Make the ids of requests."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        self._renderer = renderer
+
+    def ids(self, session: Session, messages: Messages, options: Options) -> tuple[Asked, np.ndarray]:
+        """Return what a chat extends, and its ids, int32. Raises DataError if the template cannot render it."""
+        asked = session.find(messages, options)
+        if asked.parent is not None:
+            try:
+                return asked, np.concatenate([session.ids(asked.parent), self._following(asked, asked.parent, options)])
+            except EpisodeError:  # such as two turns of the assistant in sequence
+                asked = replace(asked, parent=None, covered=0)
+        return asked, Conversation(self._renderer, [], options).opened(np.empty(0, np.int32), messages)
+
+    def _following(self, asked: Asked, parent: Node, options: Options) -> np.ndarray:
+        """Return the ids of the new messages, rendered behind stand-ins for turns."""
+        before = asked.messages[: asked.covered]
+        opening = list(takewhile(lambda message: message["role"] != "assistant", before))
+        calls = before[-1].get("tool_calls") or ()
+        ended = parent.response.finish_reason == STOP
+        turn = parent.response if ended else replace(parent.response, stop_string=True)  # no end token of its own
+        conversation = Conversation(self._renderer, opening, options)
+        return conversation.observed(turn, Turn("", tool_calls=calls), asked.messages[asked.covered :])[0]
+
+    def text_ids(self, session: Session, prompt: Any) -> tuple[Asked, np.ndarray]:
+        """Return what a prompt of a completion extends, a text or ids, and its ids."""
+        if not isinstance(prompt, str):
+            ids = np.asarray(prompt, np.int32)
+            return session.find_ids(ids), ids
+        asked = session.find_text(prompt)
+        if asked.parent is None:
+            return asked, self._renderer.prompt_ids(prompt, "the request")
+        rest = self._renderer.ids(asked.text or "", "the request")
+        return asked, np.concatenate([session.ids(asked.parent), np.asarray(rest, np.int32)])
+
+    def options(self, of_session: Options, request: Any, tools: Sequence[Any] | None) -> Options:
+        """Return the session's options, with the client's tools and variables that the template reads."""
+        given = {**(getattr(request, "chat_template_kwargs", None) or {})}
+        if effort := getattr(request, "reasoning_effort", None):
+            given = {"reasoning_effort": effort, "enable_thinking": effort != "none"} | given
+        options = {name: value for name, value in of_session.items() if name != "tools"}
+        if given:
+            template = self._renderer.tokenizer.get_chat_template(tools=tools or None)
+            known = variables_of(template).arguments - {*CONTROLS, *RESERVED, "chat_template", "tokenize"}
+            options |= {name: value for name, value in given.items() if name in known}
+        return options | ({"tools": [_without_strict(tool) for tool in tools]} if tools else {})
+
+
+def refusal(request: Any, *, may_force: bool) -> tuple[str, str] | None:
+    """Return an option of a request that a session cannot have, and why, or None."""
+    for name, info in type(request).model_fields.items():
+        value = getattr(request, name)
+        if value == info.get_default(call_default_factory=True) or not value or name not in (*FORCED, *OTHERS):
+            continue
+        if name in OTHERS:
+            return name, f"{name}: a session samples with rollout.sampling alone. Leave it out."
+        if _forces(name, value) and not may_force:
+            return name, (
+                f"{name}: it changes the distribution that the policy is trained on. Leave it out, or set an option of "
+                "rollout.sampling that algorithm.loss.rollout_correction corrects."
+            )
+    return None
+
+
+def _forces(name: str, value: Any) -> bool:
+    if name == "tool_choice":
+        return value not in ("auto", "none")
+    given = getattr(value, "format", None) if name == "text" else value
+    return given is not None and getattr(given, "type", None) != "text"
+
+
+def chat_message(message: Any) -> dict[str, Any]:
+    """Return a message of a request in the form that templates read."""
+    given = message if isinstance(message, Mapping) else message.model_dump()
+    found = {name: value for name, value in given.items() if value is not None}
+    if reasoning := found.pop("reasoning", None):
+        found["reasoning_content"] = reasoning
+    content = found.get("content", "")
+    if isinstance(content, (list, tuple)):
+        content = [_text_part(part) for part in content]
+    return found | {"role": "system" if found["role"] == "developer" else found["role"], "content": content}
+
+
+def _text_part(part: Any) -> Any:
+    if isinstance(part, Mapping) and part.get("type") in TEXTS:
+        return {"type": "text", "text": part.get("text")}
+    if isinstance(part, Mapping) and part.get("type") == "refusal":
+        return {"type": "text", "text": part.get("refusal")}
+    return part
+
+
+def _without_strict(tool: Any) -> dict[str, Any]:
+    function = {name: value for name, value in tool["function"].items() if name != "strict" and value is not None}
+    return {**tool, "function": function}
+
+
+def _online_renderer(base: type, prompts: PromptRenderer) -> type:
+    """Return vLLM's renderer of requests, with ids of ours."""
+    from vllm.exceptions import VLLMValidationError
+
+    class SessionRenderer(base):  # type: ignore[misc]
+        async def preprocess_chat(
+            self, request: Any, messages: list[Any], *more: Any, tool_dicts: Any = None, **named: Any
+        ) -> Any:
+            call = CALL.get()
+            self._refuse(request, call)
+            try:
+                options = prompts.options(call.options, request, tool_dicts)
+                asked, ids = prompts.ids(call.session, [chat_message(each) for each in messages], options)
+                call.take(asked, ids, getattr(request, "n", None) or 1)
+            except (DataError, EpisodeError) as error:
+                raise VLLMValidationError(str(error), parameter="messages") from None
+            request.kv_transfer_params = {"prompt_token_ids": ids.tolist()}  # vLLM takes these as they are
+            result = await super().preprocess_chat(request, [], *more, tool_dicts=tool_dicts, **named)
+            request.kv_transfer_params = None
+            return result
+
+        async def preprocess_completion(
+            self, request: Any, prompt_input: Any, prompt_embeds: Any, **_: Any
+        ) -> list[Any]:
+            from vllm.inputs.engine import tokens_input
+
+            call, several = CALL.get(), prompt_input
+            self._refuse(request, call)
+            if isinstance(prompt_input, str) or (prompt_input and isinstance(prompt_input[0], int)):
+                several = [prompt_input]
+            for prompt in several or ():
+                try:
+                    asked, ids = prompts.text_ids(call.session, prompt)
+                    vocabulary, limit = self.model_config.get_vocab_size(), self.model_config.max_model_len
+                    check_prompt(ids, vocab_size=vocabulary, max_model_tokens=limit)
+                    call.take(asked, ids, request.n or 1)
+                except (DataError, EpisodeError) as error:
+                    raise VLLMValidationError(str(error), parameter="prompt") from None
+            return [tokens_input(prompt.ids.tolist()) for prompt in call.prompts]
+
+        def _refuse(self, request: Any, call: Call) -> None:
+            if call.samples and (found := refusal(request, may_force=bool(call.sampling.changes))):
+                raise VLLMValidationError(found[1], parameter=found[0])
+
+    return SessionRenderer
+
+
+def _parser_class(base: Any, marks: tuple[str, str]) -> Any:
+    """Return a subclass of vLLM's parser, which takes a text without the reasoning's marks for unfinished reasoning."""
+    start, end = marks
+
+    class SessionParser(base):  # type: ignore[misc]
+        _opened, _thinks, _begun = False, None, ""
+        _ids: Sequence[int] = ()
+
+        def set_prompt_token_ids(self, ids: Sequence[int]) -> None:
+            said = str(self.model_tokenizer.decode(ids[-TAIL:]))
+            self._opened = start in said.rpartition(end)[2]
+            super().set_prompt_token_ids(ids)
+
+        def parse(self, text: str, *more: Any, **named: Any) -> Any:
+            if not (self._opened or start in text or end in text):
+                self._reasoning_parser = None
+            return super().parse(text, *more, **named)
+
+        def parse_delta(self, delta_text: str, delta_token_ids: list[int], request: Any, **named: Any) -> Any:
+            if self._thinks is None:
+                if named.get("prompt_token_ids") and not self._ids:
+                    self.set_prompt_token_ids(named["prompt_token_ids"])
+                delta_text, delta_token_ids = self._begun + delta_text, [*self._ids, *delta_token_ids]
+                begun = delta_text.lstrip()
+                if start.startswith(begun) and len(begun) < len(start) and not (self._opened or named["finished"]):
+                    self._begun, self._ids = delta_text, delta_token_ids
+                    return None
+                self._thinks = self._opened or begun.startswith(start)
+                if not self._thinks:
+                    self._reasoning_parser = None
+            return super().parse_delta(delta_text, delta_token_ids, request, **named)
+
+    return SessionParser
+
+
+class RecordingClient:
+    """An engine client for vLLM's serving classes, which keeps what the engine samples."""
+
+    def __init__(self, engine: "AsyncLLM") -> None:
+        self._engine, self._count = engine, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def generate(self, _: Any, wanted: Any, _name: str, **named: Any) -> AsyncIterator[Any]:
+        """Sample the call's next prompt, or give its recorded answers. wanted: vLLM's parameters for the request."""
+        from vllm.inputs.engine import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        call = CALL.get()
+        prompt = call.prompts[call.begun]
+        call.begun += 1
+        delta = wanted.output_kind == RequestOutputKind.DELTA
+        recorded = [_output_of(node, index, wanted) for index, node in enumerate(prompt.replayed)]
+        if recorded and (delta or not prompt.numbers):
+            yield _request_output(prompt, recorded, finished=not prompt.numbers)
+        if not prompt.numbers:
+            return
+        self._count += 1
+        name = f"{call.session.name}/{prompt.numbers[0]}/{self._count}"
+        parameters = _parameters(call, prompt, wanted)
+        collected: dict[int, _Collected] = {}
+        call.engine_names.add(name)
+        try:
+            outputs = self._engine.generate(
+                tokens_input(prompt.ids.tolist()), parameters, name, priority=call.priority, **_of_parser(named)
+            )
+            async for output in outputs:
+                for each in output.outputs:
+                    turn = collected.setdefault(each.index, _Collected())
+                    turn.take(each, delta)
+                    if each.finish_reason is not None:
+                        prompt.turns[each.index] = turn.response(each, prompt, output), turn.text
+                    each.index += len(recorded)
+                if not delta:
+                    output.outputs = [*recorded, *output.outputs]
+                yield output
+        finally:
+            call.engine_names.discard(name)
+
+
+class _Collected:
+    """Tokens of a turn so far."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.log_probs: list[float] = []
+        self.text = ""
+
+    def take(self, completion: Any, delta: bool) -> None:
+        if not delta:
+            self.ids, self.log_probs, self.text = [], [], ""
+        found = completion.logprobs or ()
+        flat = getattr(found, "logprobs", None)
+        pairs = zip(found, completion.token_ids, strict=True) if flat is None else ()
+        self.log_probs += flat if flat is not None else [position[token].logprob for position, token in pairs]
+        self.ids += completion.token_ids
+        self.text += completion.text
+
+    def response(self, completion: Any, prompt: Prompt, output: Any) -> Response:
+        whole = replace(completion, token_ids=self.ids, logprobs=SimpleNamespace(logprobs=self.log_probs))
+        counts = {"prompt_token_ids": prompt.ids.tolist(), "num_cached_tokens": output.num_cached_tokens}
+        return as_response(SimpleNamespace(outputs=[whole], **counts))
+
+
+def _of_parser(named: dict[str, Any]) -> dict[str, Any]:
+    return {name: named[name] for name in ("reasoning_ended", "reasoning_parser_kwargs") if name in named}
+
+
+def _parameters(call: Call, prompt: Prompt, wanted: Any) -> Any:
+    """Return the run's sampling parameters, with the client's limit, stop texts and form of the answer."""
+    sampling = call.sampling
+    limit = min(wanted.max_tokens, sampling.max_new_tokens)
+    ours = replace(
+        sampling,
+        max_new_tokens=limit,
+        min_new_tokens=min(limit, sampling.min_new_tokens),
+        stop=list(dict.fromkeys([*sampling.stop, *wanted.stop])),
+        stop_token_ids=list(dict.fromkeys([*sampling.stop_token_ids, *wanted.stop_token_ids])),
+    )
+    found = sampling_parameters(ours, turn_seed(call.seed, prompt.numbers[0]))
+    found.n, found.output_kind, found.detokenize = len(prompt.numbers), wanted.output_kind, True
+    found.skip_special_tokens = wanted.skip_special_tokens and not ours.stop
+    found.spaces_between_special_tokens = wanted.spaces_between_special_tokens
+    found.stream_interval = wanted.stream_interval
+    if wanted.logprobs is not None:
+        found.logprobs, found.flat_logprobs = wanted.logprobs, False
+    if wanted.structured_outputs and sampling.changes:
+        found.structured_outputs = wanted.structured_outputs
+    return found
+
+
+def _output_of(node: Node, index: int, wanted: Any) -> Any:
+    from vllm.logprobs import Logprob
+    from vllm.outputs import CompletionOutput
+
+    ids, found = node.response.ids.tolist(), None
+    if wanted.logprobs is not None:
+        pairs = zip(ids, node.response.log_probs.tolist(), strict=True)
+        found = [{token: Logprob(log_prob)} for token, log_prob in pairs]
+    return CompletionOutput(index, node.text, ids, None, found, finish_reason=node.response.finish_reason)
+
+
+def _request_output(prompt: Prompt, outputs: list[Any], *, finished: bool) -> Any:
+    from vllm.outputs import RequestOutput
+
+    return RequestOutput("replayed", None, prompt.ids.tolist(), None, outputs, finished=finished)
+
+
+async def build(engine: "AsyncLLM", model: ModelConfig, rollout: RolloutConfig, tokenizer: Any) -> Any:
+    """Return vLLM's application over the engine, for calls in `CALL`."""
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    from vllm.entrypoints.launchers.app import build_app
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    renderer = Renderer.with_template(tokenizer, model.chat_template)
+    parser = TurnParser(tokenizer, rollout.tool_parser, rollout.reasoning_parser, {})
+    tools, reasoning = parser.names
+    flags = ["--model", model.path, "--served-model-name", "policy", "--disable-fastapi-docs", "--api-key", ""]
+    flags += ["--anthropic-disabled-thinking-effort", "none", "--fingerprint-mode", "none"]
+    flags += ["--enable-auto-tool-choice", "--tool-call-parser", tools] if tools else []
+    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(flags)
+    arguments.structured_outputs_config.reasoning_parser = reasoning
+    tasks = await engine.get_supported_tasks()
+    app = build_app(arguments, tasks, engine.model_config)
+    await init_app_state(RecordingClient(engine), app.state, arguments, tasks)
+    app.state.server = SimpleNamespace(should_exit=False)  # vLLM's error handlers stop it when the engine died
+    app.state.openai_serving_models.is_base_model = lambda _: True  # agents name any model
+    for name in ("openai_serving_chat", "openai_serving_responses", "anthropic_serving_messages"):
+        serving, kind = getattr(app.state, name), "parser" if name == "openai_serving_responses" else "parser_cls"
+        if reasoning and all(parser.marks):
+            setattr(serving, kind, _parser_class(getattr(serving, kind), parser.marks))
+    online = app.state.online_renderer
+    online.__class__ = _online_renderer(type(online), PromptRenderer(renderer))
+    return app
