@@ -139,9 +139,7 @@ class Opened:
 class Gateway:
     """Serve the sessions that are open. Also vLLM's server of HTTP, as an application of ASGI."""
 
-    def __init__(
-        self, engine: "AsyncLLM", model: ModelConfig, rollout: RolloutConfig, *, max_model_tokens: int
-    ) -> None:
+    def __init__(self, engine: "AsyncLLM", model: ModelConfig, rollout: RolloutConfig) -> None:
         self._engine, self._model, self._rollout = engine, model, rollout
         self._limits = rollout.gateway
         self._open: dict[str, Opened] = {}
