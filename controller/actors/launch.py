@@ -4,6 +4,7 @@ layout -> reserve pools -> engines | policy, reference, critic, reward model | r
 """
 
 import math
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -11,7 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from controller.actors.layout import Pool, RoleRequest, pools, role_requests, training_pool
 from controller.actors.resources import Reservation, reserve
@@ -27,13 +29,14 @@ from controller.engines.fleet import RestartBudget
 from controller.observability.console import Console
 from controller.observability.live_metrics import LiveMetrics
 from workers.config import RolloutConfig
-from workers.errors import LostError, WorkerError
+from workers.errors import BallastError, LostError, WorkerError
 from workers.model.timing import MicroStepTime
 from workers.roles.base import Worker
 from workers.roles.critic import CriticWorker
 from workers.roles.model_worker import ReferenceWorker, RewardModelWorker
 from workers.roles.policy import OfflinePolicyWorker, PolicyWorker
 from workers.rollout.engine_actor import VllmEngineActor
+from workers.rollout.front import SessionFront
 from workers.rollout.placement import ranks_of_engine
 from workers.rollout.requests import WeightLoad
 from workers.user_code.rewards import RewardFunction
@@ -179,11 +182,13 @@ def launch(
         between_gpus = config.uses_gpus and "policy" in config.training_roles
         # Engines take longest to start: unless they share GPUs, they start while the training roles load.
         devices = shared_devices(start.group("policy").facts(), *config.colocated_engines) if colocated else []
+        front = session_front(config, console, stack) if config.rollout.agent == "http" else None
         rollouts = EnginePool(
-            engine_maker(config, start.bundles, start.requests["rollout"], devices, environment),
+            engine_maker(config, start.bundles, start.requests["rollout"], devices, environment, front),
             replace(config.rollout, replicas=config.engines),
             budget or RestartBudget(config.run.max_restarts),
             live or LiveMetrics(),
+            front,
             replaceable=not between_gpus,  # sender and engines are connected for the whole run
             colocated=colocated,
             start_timeout_s=timeout_s,
@@ -277,10 +282,54 @@ def shared_devices(ranks: list[dict[str, Any]], engines: int, each: int) -> list
     return [",".join(ranks[rank]["gpus"] for rank in of_engine) for of_engine in shared]
 
 
+def session_front(config: Config, console: Console, stack: ExitStack) -> Any:
+    """Start the actor on the driver's node from which agents elsewhere get sessions. Raises ConfigError."""
+    gateway, node = config.rollout.gateway, ray.get_runtime_context().get_node_id()
+    front = (
+        ray.remote(SessionFront)
+        .options(
+            name="session front",
+            num_cpus=0,
+            max_concurrency=10**6,  # each session waits in a call
+            max_restarts=-1,
+            max_task_retries=-1,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+        )
+        .remote(
+            os.environ["BALLAST_GATEWAY_KEY"],
+            gateway.host,
+            gateway.port,
+            max_request_mib=gateway.max_request_mib,
+            timeout_s=config.rollout.agent_timeout_s,
+        )
+    )
+    stack.callback(_end_front, front)
+    try:
+        ray.get(front.start.remote(), timeout=config.resources.start_timeout_s)
+    except RayError as error:
+        cause = error.cause if isinstance(error, RayTaskError) else error
+        raise cause if isinstance(cause, BallastError) else WorkerError(f"the front of sessions: {error}") from error
+    console.log(f"agents get sessions at POST http://{gateway.host}:{gateway.port}/sessions")
+    return front
+
+
+def _end_front(front: Any) -> None:
+    with suppress(RayError):
+        ray.get(front.stop.remote(), timeout=ANSWER_SECONDS)  # frees its port at once
+    ray.kill(front)
+
+
 def engine_maker(
-    config: Config, bundles: dict[str, Reservation], request: RoleRequest, devices: list[str], environment: bytes
+    config: Config,
+    bundles: dict[str, Reservation],
+    request: RoleRequest,
+    devices: list[str],
+    environment: bytes,
+    front: Any = None,
 ) -> MakeActor:
-    """Return a function that makes a replica's actor. devices: of each colocated engine, otherwise empty."""
+    """Return a function that makes a replica's actor. devices: of each colocated engine, otherwise empty. front: actor
+    of `SessionFront`.
+    """
     actor_class = ray.remote(VllmEngineActor)
 
     def make(replica: int, attempt: int) -> Any:
@@ -306,6 +355,7 @@ def engine_maker(
             seed=config.run.seed,
             environment=environment,
             environment_timeout_s=config.reward.timeout_s,
+            front=front,
         )
 
     return make

@@ -20,7 +20,7 @@ import numpy as np
 import ray
 
 from controller.observability.run_folder import writing
-from controller.rollout.samples import SAMPLED_COLUMNS, RolloutBatch
+from controller.rollout.samples import ROUTED_EXPERTS, SAMPLED_COLUMNS, RolloutBatch
 from workers.dataproto import DataProto, object_column
 from workers.errors import DataError
 from workers.remote_batch import RemoteBatch, places
@@ -58,17 +58,16 @@ def write_samples(path: Path, samples: StoredSamples) -> None:
     responses = {seed: found for seed, found in samples.partial.items() if isinstance(found, Response)}
     sessions = {seed: found for seed, found in samples.partial.items() if isinstance(found, SessionRecord)}
     partial = [{name: getattr(response, name) for name in PARTIAL} for response in responses.values()]
-    turns = [
-        {name: np.concatenate([getattr(part, name) for part in node.parts]) for name in PARTIAL}
-        for session in sessions.values()
-        for node in session.nodes
-    ]
+    nodes = [node for session in sessions.values() for node in session.nodes]
+    turns = [{name: np.concatenate([getattr(part, name) for part in node.parts]) for name in PARTIAL} for node in nodes]
+    routed = {f"{ROUTED_EXPERTS}.{row}": node.response.routed_experts for row, node in enumerate(nodes)}
     records = {
         "finished": [_record(sample) for sample in samples.finished],
         "partial": list(responses),
         "sessions": [(seed, session.rewards, [*map(_turn, session.nodes)]) for seed, session in sessions.items()],
     }
-    arrays = {"records": _as_bytes(records)} | _packed("turns", DataProto.from_rows(turns))
+    arrays = {"records": _as_bytes(records)} | {name: found for name, found in routed.items() if found is not None}
+    arrays |= _packed("turns", DataProto.from_rows(turns))
     arrays |= _packed("finished", DataProto.from_rows([row for sample in samples.finished for row in sample.rows]))
     arrays |= _packed("partial", DataProto.from_rows(partial))
     _write(path, arrays)
@@ -83,9 +82,9 @@ def read_samples(path: Path) -> StoredSamples:
         partial = [
             Response(row["ids"], row["log_probs"], row["versions"]) for row in _rows(_unpacked("partial", arrays))
         ]
-        turns = iter(_rows(_unpacked("turns", arrays)) if "turns.offsets" in arrays else ())
+        turns = enumerate(_rows(_unpacked("turns", arrays)) if "turns.offsets" in arrays else ())
         sessions = {
-            seed: SessionRecord(tuple(_node(turn, next(turns)) for turn in nodes), rewards)
+            seed: SessionRecord(tuple(_node(turn, *next(turns), arrays) for turn in nodes), rewards)
             for seed, rewards, nodes in records.get("sessions", ())
         }
         return StoredSamples(finished, dict(zip(records["partial"], partial, strict=True)) | sessions)
@@ -223,9 +222,12 @@ def _turn(node: Node) -> dict[str, Any]:
     return facts | {"given": len(node.given), "response": {name: getattr(node.response, name) for name in OF_ANSWERS}}
 
 
-def _node(turn: Mapping[str, Any], row: Mapping[str, np.ndarray]) -> Node:
-    answer: dict[str, Any] = {name: row[name][turn["given"] :] for name in PARTIAL}
-    return Node(**{**turn, "given": row["ids"][: turn["given"]], "response": Response(**answer, **turn["response"])})
+def _node(
+    turn: Mapping[str, Any], number: int, row: Mapping[str, np.ndarray], arrays: Mapping[str, np.ndarray]
+) -> Node:
+    answer: dict[str, Any] = {name: row[name][turn["given"] :] for name in PARTIAL} | turn["response"]
+    answer[ROUTED_EXPERTS] = arrays.get(f"{ROUTED_EXPERTS}.{number}")
+    return Node(**{**turn, "given": row["ids"][: turn["given"]], "response": Response(**answer)})
 
 
 def _score(values: Mapping[str, Any] | None) -> Score | None:

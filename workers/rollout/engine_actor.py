@@ -71,12 +71,14 @@ class VllmEngineActor:
         seed: int,
         environment: bytes = b"",
         environment_timeout_s: float = 0.0,
+        front: Any = None,
     ) -> None:
         """placement: of `workers.rollout.placement.BACKENDS`. environment: of EnvironmentPool, or of ToolPool."""
         prepare_environment(rollout, placement)
         use_rays_interface()  # between an engine's GPUs, and for new weights from the policy's node
         self.model, self.config, self.index = model, rollout, index
         self._placement, self._max_model_tokens, self._seed = placement, max_model_tokens, seed
+        self._front = front  # actor of SessionFront
         self._engine: AsyncLLM | None = None
         self._numbers = itertools.count()
         self._under_way: dict[str, SampleRequest] = {}  # by vLLM's name of the request

@@ -114,7 +114,10 @@ def test_unfinished_responses_and_sessions_of_a_checkpoint_are_whole(tmp_path: P
 
     def sampled(*ids: int) -> Response:
         found = np.array(ids, np.int32)
-        return Response(found, found / -3, found % 2, "stop", read_tokens=4, cached_tokens=1, stop_string=True)
+        routed = np.arange(12, dtype=np.int16).reshape(6, 2, 1)
+        return Response(
+            found, found / -3, found % 2, "stop", 4, cached_tokens=1, routed_experts=routed, stop_string=True
+        )
 
     session, prompt = Session("s", max_turns=9), np.arange(3, dtype=np.int32)
     chat: list[dict[str, Any]] = [{"role": "user", "content": "ü"}]
