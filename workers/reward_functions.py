@@ -3,7 +3,10 @@
 Each takes the `response` and the record's columns that its parameters name. `reward.functions` combines several.
 """
 
+import json
 import re
+from functools import cache
+from typing import Any
 
 
 def exact_match(response: str, answer: str) -> dict[str, float | str]:
@@ -32,3 +35,28 @@ def format_tags(response: str) -> float:
 def length(response: str) -> float:
     """Return minus the response's length in thousands of characters, to penalise long responses."""
     return -len(response) / 1000
+
+
+def reasoning_gym(response: str, question: str, answer: str | None, metadata: dict[str, Any]) -> dict[str, float | str]:
+    """Score of Reasoning Gym, for records of `data.train: reasoning_gym:NAME`.
+
+    Scores the text in the last `<answer>` tags, or without these the whole response. 0 if it cannot be read.
+    """
+    from reasoning_gym.utils import extract_answer
+
+    name, given = metadata["source_dataset"], extract_answer(response) or response.strip()
+    if name in ("arc_agi", "rearc"):  # their boards are tuples, which records hold as lists
+        metadata = metadata | {"output": tuple(map(tuple, metadata["output"]))}
+    dataset = _dataset(name, json.dumps(metadata["options"], sort_keys=True))
+    try:
+        score = dataset.score_answer(given, {"question": question, "answer": answer, "metadata": metadata})
+    except Exception:  # such as of prime_factorization, for words
+        score = 0.0
+    return {"reward": float(score), "answer": given}
+
+
+@cache
+def _dataset(name: str, options: str) -> Any:
+    from reasoning_gym.factory import create_dataset
+
+    return create_dataset(name, **json.loads(options))

@@ -1,8 +1,10 @@
 """Records of a data set, one mapping each, from files of the usual kinds.
 
     .jsonl, .json | .parquet | .arrow | a folder of these | a name of the hub --iter_records--> {"prompt": ...}, ...
+    reasoning_gym:NAME | verifiers:NAME --workers.user_code.task_sources--/
 
-A folder comes from `datasets.save_to_disk` or a hub repository. Its files are read by name. Reading executes nothing.
+A folder comes from `datasets.save_to_disk` or a hub repository. Its files are read by name. Reading files executes
+nothing.
 """
 
 import json
@@ -18,6 +20,7 @@ from controller.observability.shown_text import shortened
 from controller.observability.slow_work import Log, count_if_slow
 from workers.errors import DataError
 from workers.rendering import cleaned
+from workers.user_code.task_sources import package_of, task_records
 
 Record = dict[str, Any]
 DEEPEST = 100  # levels of lists and objects in a line
@@ -51,6 +54,10 @@ def check_loss_columns(path: str, records: Sequence[Record], names: Sequence[str
 
 def iter_records(path: str, prompt_key: str = "") -> Iterator[Record]:
     """Iterate lazily over the records. Raises as `read_records`."""
+    if package_of(path):
+        for number, record in enumerate(task_records(path), start=1):
+            yield _checked(record, f"{path} record {number}", prompt_key)
+        return
     if dataset := hub_dataset(path):
         for where, record in hub_records(path, dataset):
             yield _checked(record, where, prompt_key)

@@ -10,6 +10,7 @@ from controller.config.model_files import ModelFiles
 from controller.data.hub import check_split
 from controller.data.records import iter_records
 from workers.errors import ConfigError, DataError
+from workers.user_code.task_sources import check_installed
 
 _NAMES = """
 input_ids loss_mask rollout_log_probs old_log_probs old_entropies reference_log_probs uid group_number sample
@@ -68,6 +69,7 @@ def _check_prompt(config: Config, model: ModelFiles, which: str, prompt: Any) ->
 def first_record(key: str, path: str, prompt_key: str = "") -> dict[str, Any]:
     """Read the first record of a data set. Raises ConfigError, naming `key`, if no record has a prompt."""
     try:
+        check_installed(key, path)
         record = next(iter_records(path, prompt_key), None)
     except DataError as error:
         raise ConfigError(f"{key}: {error}") from None

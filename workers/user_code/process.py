@@ -129,6 +129,7 @@ class UserProcess(Connection):
         with self._theirs:
             environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
             environment["PYTHONUNBUFFERED"] = "1"  # shows output at once, even if the process is killed
+            environment.setdefault("PYTHONHASHSEED", "0")  # sets have the same order in every process
             command = "from workers.user_code.process import main; main()"
             self._process = subprocess.Popen(
                 [sys.executable, "-c", command, target, str(self._theirs.fileno())],
