@@ -118,11 +118,11 @@ def main() -> int:
     return train(Path(__file__).with_name("sft.yaml"), model)
 
 
-def train(settings: Path, model: Path) -> int:
+def train(settings: Path, model: Path, *overrides: str) -> int:
     """Train `model` by `controller.sft` with a file of settings. Returns its exit code."""
     run = model.with_name("warm_start")
     shutil.rmtree(run, ignore_errors=True)  # from a warm start that was stopped
-    code = sft.main(["--config", str(settings)])
+    code = sft.main(["--config", str(settings), *overrides])
     if code == 0:
         (run / "model").rename(model)
         print(f"warm start: {model}")

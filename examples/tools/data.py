@@ -40,8 +40,12 @@ def thought(thinking: str, content: Any = "", **more: Any) -> dict[str, Any]:
 
 def called(a: int, sign: str, b: int) -> Messages:
     """The turns in which the policy calls the tool."""
-    call = {"type": "function", "function": {"name": NAMES[sign], "arguments": {"a": a, "b": b}}}
-    answer = result(a, sign, b)
+    return call(NAMES[sign], {"a": a, "b": b}, result(a, sign, b))
+
+
+def call(name: str, arguments: dict[str, Any], answer: Any) -> Messages:
+    """The turns of a call whose result is the answer."""
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
     return [
         thought("I call the tool.", tool_calls=[call]),
         {"role": "tool", "content": str(answer)},

@@ -3,12 +3,13 @@
     random Qwen2 (0.4M), Qwen3's template --in the end two of five call, the others guess--> cache/model
 
 `controller.sft` trains it on conversations in this order, by `sft.yaml`, once: `python -m examples.tools.warm_start`.
+The examples `agent` and `code` start in the same way.
 """
 
 import random
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,14 @@ from examples.addition.data import write_records
 from examples.addition.warm_start import create_model, train
 from examples.tools import data, tools
 
-CACHE = Path(__file__).parent / "cache"
 CALLS_FIRST, CALLS = 1.0, 0.4  # share of conversations: while it learns to copy numbers, and in the last steps
 STEPS, LAST_STEPS = 320, 60
 BATCH = 32
 VOCABULARY = 512
 START, END = "<|im_start|>", "<|im_end|>"
 SCHEMAS = [get_json_schema(tool) for tool in (tools.add, tools.subtract)]
+
+Conversation = Callable[[random.Random, float], dict[str, Any]]
 
 
 def conversation(rng: random.Random, calls: float) -> dict[str, Any]:
@@ -37,7 +39,7 @@ def conversation(rng: random.Random, calls: float) -> dict[str, Any]:
     return {"messages": [*data.question(*each), *turns], "tools": SCHEMAS}
 
 
-def records(seed: int) -> Iterator[dict[str, Any]]:
+def records(conversation: Conversation, seed: int) -> Iterator[dict[str, Any]]:
     """Return conversations in training order."""
     rng = random.Random(seed)
     for step in range(STEPS):
@@ -45,7 +47,7 @@ def records(seed: int) -> Iterator[dict[str, Any]]:
         yield from (conversation(rng, calls) for _ in range(BATCH))
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer(conversation: Conversation = conversation) -> PreTrainedTokenizerFast:
     """Qwen3's template. Its texts, those of the tools and numbers are a token each, other texts a token a byte."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
@@ -69,23 +71,30 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return made
 
 
-def main() -> int:
-    """Write the data and train the model, unless it is there."""
-    model = CACHE / "model"
+def create(folder: Path, conversation: Conversation) -> None:
+    """Save the random model with its tokenizer."""
+    create_model(
+        folder, 0, tokenizer(conversation), width=128, layers=2, vocabulary=VOCABULARY, positions=256, deviation=0.1
+    )
+
+
+def start(example: Path, conversation: Conversation, write: Callable[..., None]) -> int:
+    """Write an example's data and train its model, unless it is there. Returns an exit code."""
+    cache = example / "cache"
+    model = cache / "model"
     if (model / "config.json").exists():
         print(f"warm start: kept {model}")
         return 0
     print(f"warm start: {STEPS} steps on given conversations (some minutes, only once)", flush=True)
     disable_progress_bar()  # a small model needs no progress bar
-    CACHE.mkdir(exist_ok=True)
-    data.write(CACHE / "train.jsonl", 4096, seed=1, held_out=False)
-    data.write(CACHE / "validation.jsonl", 256, seed=2, held_out=True)
-    write_records(CACHE / "conversations.jsonl", records(seed=0))
-    create_model(
-        CACHE / "random", 0, tokenizer(), width=128, layers=2, vocabulary=VOCABULARY, positions=256, deviation=0.1
-    )
-    return train(Path(__file__).with_name("sft.yaml"), model)
+    cache.mkdir(exist_ok=True)
+    write(cache / "train.jsonl", 4096, seed=1, held_out=False)
+    write(cache / "validation.jsonl", 256, seed=2, held_out=True)
+    write_records(cache / "conversations.jsonl", records(conversation, seed=0))
+    create(cache / "random", conversation)
+    places = {"run.dir": cache, "model.path": cache / "random", "data.train": cache / "conversations.jsonl"}
+    return train(Path(__file__).with_name("sft.yaml"), model, *(f"{key}={place}" for key, place in places.items()))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(start(Path(__file__).parent, conversation, data.write))
