@@ -353,24 +353,25 @@ class Gateway:
                 node.began, node.seconds = began - opened.began, time.monotonic() - began
                 if opened.on_turn is not None:
                     await opened.on_turn(node)
-        if status >= 400 and not exchange.events and "/messages" in route:
-            error = json.loads(body).get("error", {})
-            return _events(status, error_body(route, status, str(error.get("message", ""))))
+        if status >= 400 and not exchange.events:
+            return _events(status, error_body(route, status, _message(body)))
         return exchange.held
 
 
 def _nodes(session: Session, call: "Call", name: str, said: dict[int, dict[str, Any]]) -> Iterator[Node]:
     """Add the answers to the session, in the order of their choices."""
-    messages = (said.get(index, {}) for index in itertools.count())
+    messages = (said.get(index) for index in itertools.count())
     for prompt in call.prompts:
+        of_chat = bool(prompt.asked.messages)
         for node in prompt.replayed:
-            session.also(node, next(messages))
+            if (message := next(messages)) and of_chat:
+                session.also(node, message)
             node.names.append(name)
             yield node
         for place, number in enumerate(prompt.numbers):
             response, text = prompt.turns[place]
-            more: dict[str, Any] = {"number": number, "text": text, "name": name}
-            yield session.add(prompt.asked, prompt.ids, response, said=next(messages), **more)
+            message = next(messages) if of_chat else None
+            yield session.add(prompt.asked, prompt.ids, response, number=number, said=message, text=text, name=name)
 
 
 def _scope(method: str, route: str, body: bytes) -> Event:
@@ -390,6 +391,15 @@ def _scope(method: str, route: str, body: bytes) -> Event:
         "client": None,
         "server": None,
     }
+
+
+def _message(body: bytes) -> str:
+    """Return what an error of vLLM or FastAPI says."""
+    with suppress(ValueError):
+        found = json.loads(body)
+        error = found.get("error") or found.get("detail") or found
+        return str(error.get("message", error) if isinstance(error, dict) else error)
+    return body.decode(errors="replace")
 
 
 async def _disconnected(receive: Receive) -> None:

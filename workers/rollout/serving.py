@@ -7,10 +7,12 @@
 vLLM's templates and sampling options are not used: prompts are rendered by `Renderer`, and sampling is the run's.
 """
 
+import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import takewhile
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -20,7 +22,7 @@ import numpy as np
 from workers.config import ModelConfig, RolloutConfig, SamplingConfig
 from workers.environment import Turn
 from workers.errors import DataError, EpisodeError
-from workers.rendering import CONTROLS, RESERVED, Messages, Options, Renderer, variables_of
+from workers.rendering import CONTROLS, RESERVED, Messages, Options, Renderer, cleaned, variables_of
 from workers.rollout.conversation import Conversation
 from workers.rollout.parsing import TurnParser
 from workers.rollout.requests import STOP, Response, turn_seed
@@ -34,10 +36,13 @@ CALL: ContextVar["Call"] = ContextVar("call")
 FORCED = ("response_format", "structured_outputs", "tool_choice", "text")  # constrain what is sampled
 OTHERS = {
     "bad_words", "allowed_token_ids", "logit_bias", "min_tokens", "ignore_eos", "use_beam_search", "watermarking",
-    "repetition_detection", "thinking_token_budget", "prompt_logprobs", "echo", "suffix", "prompt_embeds",
+    "repetition_detection", "prompt_logprobs", "echo", "suffix", "prompt_embeds",
     "continue_final_message", "truncate_prompt_tokens", "documents", "previous_response_id", "background",
+    "functions", "function_call", "best_of", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
 }  # fmt: skip
 TAIL = 32  # tokens at a prompt's end that show whether it opens the reasoning
+REQUIRED = "required"  # stock agents send it always: taken out
+LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 TEXTS = ("text", "input_text", "output_text")
 
 
@@ -98,6 +103,9 @@ class PromptRenderer:
 
     def ids(self, session: Session, messages: Messages, options: Options) -> tuple[Asked, np.ndarray]:
         """Return what a chat extends, and its ids, int32. Raises DataError if the template cannot render it."""
+        if not messages:
+            raise DataError("the request has no messages.")
+        messages = cleaned(messages, "the request")
         asked = session.find(messages, options)
         if asked.parent is not None:
             try:
@@ -142,13 +150,14 @@ class PromptRenderer:
 
 def refusal(request: Any, *, may_force: bool) -> tuple[str, str] | None:
     """Return an option of a request that a session cannot have, and why, or None."""
-    for name, info in type(request).model_fields.items():
-        value = getattr(request, name)
-        if value == info.get_default(call_default_factory=True) or not value or name not in (*FORCED, *OTHERS):
+    fields = type(request).model_fields
+    for name, value in {**(request.model_extra or {}), **{name: getattr(request, name) for name in fields}}.items():
+        default = fields[name].get_default(call_default_factory=True) if name in fields else None
+        if not value or value == default:
             continue
         if name in OTHERS:
             return name, f"{name}: a session samples with rollout.sampling alone. Leave it out."
-        if _forces(name, value) and not may_force:
+        if name in FORCED and _forces(name, value) and not may_force:
             return name, (
                 f"{name}: it changes the distribution that the policy is trained on. Leave it out, or set an option of "
                 "rollout.sampling that algorithm.loss.rollout_correction corrects."
@@ -158,7 +167,7 @@ def refusal(request: Any, *, may_force: bool) -> tuple[str, str] | None:
 
 def _forces(name: str, value: Any) -> bool:
     if name == "tool_choice":
-        return value not in ("auto", "none")
+        return value not in ("auto", "none", REQUIRED)
     given = getattr(value, "format", None) if name == "text" else value
     return given is not None and getattr(given, "type", None) != "text"
 
@@ -183,6 +192,10 @@ def _text_part(part: Any) -> Any:
     return part
 
 
+def _strict(tool: Any) -> bool:
+    return bool(getattr(getattr(tool, "function", tool), "strict", False))
+
+
 def _without_strict(tool: Any) -> dict[str, Any]:
     function = {name: value for name, value in tool["function"].items() if name != "strict" and value is not None}
     return {**tool, "function": function}
@@ -197,7 +210,7 @@ def _online_renderer(base: type, prompts: PromptRenderer) -> type:
             self, request: Any, messages: list[Any], *more: Any, tool_dicts: Any = None, **named: Any
         ) -> Any:
             call = CALL.get()
-            self._refuse(request, call)
+            self._check(request, call)
             try:
                 options = prompts.options(call.options, request, tool_dicts)
                 asked, ids = prompts.ids(call.session, [chat_message(each) for each in messages], options)
@@ -215,10 +228,12 @@ def _online_renderer(base: type, prompts: PromptRenderer) -> type:
             from vllm.inputs.engine import tokens_input
 
             call, several = CALL.get(), prompt_input
-            self._refuse(request, call)
+            self._check(request, call)
             if isinstance(prompt_input, str) or (prompt_input and isinstance(prompt_input[0], int)):
                 several = [prompt_input]
-            for prompt in several or ():
+            if not several:
+                raise VLLMValidationError("the request has no prompt.", parameter="prompt")
+            for prompt in several:
                 try:
                     asked, ids = prompts.text_ids(call.session, prompt)
                     vocabulary, limit = self.model_config.get_vocab_size(), self.model_config.max_model_len
@@ -228,9 +243,24 @@ def _online_renderer(base: type, prompts: PromptRenderer) -> type:
                     raise VLLMValidationError(str(error), parameter="prompt") from None
             return [tokens_input(prompt.ids.tolist()) for prompt in call.prompts]
 
-        def _refuse(self, request: Any, call: Call) -> None:
+        def _check(self, request: Any, call: Call) -> None:
             if call.samples and (found := refusal(request, may_force=bool(call.sampling.changes))):
                 raise VLLMValidationError(found[1], parameter=found[0])
+            if getattr(request, "tool_choice", None) == REQUIRED and not call.sampling.changes:
+                request.tool_choice = "auto"
+                self._taken_out("tool_choice=required")
+            if any(_strict(tool) for tool in getattr(request, "tools", None) or ()) and not call.sampling.changes:
+                self._taken_out("strict of tools")
+            for name in LIMITS:  # vLLM refuses one above the longest sequence
+                if getattr(request, name, None):
+                    setattr(request, name, min(getattr(request, name), self.model_config.max_model_len))
+
+        @staticmethod
+        @cache
+        def _taken_out(option: str) -> None:
+            logging.getLogger(__name__).warning(
+                "Agents' requests: %s is taken out, as it changes what is sampled.", option
+            )
 
     return SessionRenderer
 
@@ -391,6 +421,9 @@ async def build(engine: "AsyncLLM", model: ModelConfig, rollout: RolloutConfig, 
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    # Errors of clients, and texts of the policy that no parser can read.
+    for quiet in ("vllm.tool_parsers", "vllm.parser", "vllm.reasoning", "vllm.entrypoints.anthropic"):
+        logging.getLogger(quiet).setLevel(logging.CRITICAL)
     renderer = Renderer.with_template(tokenizer, model.chat_template)
     parser = TurnParser(tokenizer, rollout.tool_parser, rollout.reasoning_parser, {})
     tools, reasoning = parser.names

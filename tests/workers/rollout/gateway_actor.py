@@ -42,6 +42,7 @@ class GatewayActor(ProbedActor):
         max_turns: int = 100,
         record: SessionRecord | None = None,
         options: dict[str, Any] | None = None,
+        seed: int = 7,
         **sampling: Any,
     ) -> Access:
         session = self.sessions[name] = Session(name, max_turns=max_turns, record=record)
@@ -50,7 +51,7 @@ class GatewayActor(ProbedActor):
         async def on_turn(node: Node) -> None:
             self.heard.append((node.number, node.received))
 
-        return self.gateway.open(session, given, 7, options or {}, on_turn=on_turn)
+        return self.gateway.open(session, given, seed, options or {}, on_turn=on_turn)
 
     async def close(self, name: str) -> None:
         await self.gateway.close(self.sessions[name])
