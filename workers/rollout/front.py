@@ -249,9 +249,10 @@ class SessionFront:
             except (ClientError, OSError):
                 if answer is not None:  # an answer cannot begin twice: the agent sees that it was cut, and asks again
                     if request.transport is not None:
-                        request.transport.abort()
+                        request.transport.close()
                     return answer
-                await asyncio.sleep(AGAIN_SECONDS)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(held.ended.wait(), AGAIN_SECONDS)
         raise web.HTTPGone(text="The session has ended.")
 
 
