@@ -30,6 +30,7 @@ COMMANDS = {
     "preferences": Command("controller.preferences", "train it on pairs of responses (DPO, IPO, SimPO)"),
     "evaluate": Command("controller.evaluate", "measure a model on a data set, with confidence intervals"),
     "generate": Command("controller.generate", "write samples with token ids and log-probs to a file"),
+    "show": Command("controller.show", "draw the recorded sessions and samples of a run in the terminal"),
     "report": Command("controller.report", "write one page about a run"),
     "timeline": Command("controller.timeline", "write a trace of a run for Perfetto or Chrome"),
     "balance": Command("balancing.__main__", "compare balancing strategies on the lengths of a run or a file"),

@@ -20,19 +20,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from threading import RLock
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import rich.console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
+from rich.tree import Tree
 
 from controller.observability.health import LEAST_MISMATCH
+from controller.observability.run_folder import Row
+from controller.observability.session_tree import drawn, summary
 from controller.observability.slow_work import log_if_slow
-
-if TYPE_CHECKING:
-    from workers.remote_batch import RemoteBatch
-    from workers.score import Score
 
 Metrics = Mapping[str, float]
 GAP = "  "
@@ -228,11 +227,11 @@ class Console:
             self._status.note = text
             self._keep(text)
 
-    def _print(self, what: str | Table, *, soft_wrap: bool = True) -> None:
+    def _print(self, what: str | Table | Tree, *, soft_wrap: bool = True) -> None:
         self._console.print(what, soft_wrap=soft_wrap, markup=False)
         self._keep(what, soft_wrap=soft_wrap)
 
-    def _keep(self, what: str | Table, *, soft_wrap: bool = True) -> None:
+    def _keep(self, what: str | Table | Tree, *, soft_wrap: bool = True) -> None:
         if self.kept is not None:
             plain_console(self.kept, width=KEPT_WIDTH, color_system=None).print(what, soft_wrap=soft_wrap, markup=False)
 
@@ -334,36 +333,20 @@ class Console:
     def validation(self, step: int, scores: Mapping[str, float]) -> None:
         self.log(f"validation at step {step}  " + "  ".join(f"{name} {score:.3f}" for name, score in scores.items()))
 
-    def completions(
-        self,
-        scores: Mapping[tuple[str, int], "Score"],
-        trained_on: "RemoteBatch",
-        asked: Callable[[str], dict[str, str]],
-    ) -> None:
-        """Print a table of samples: prompt, response, reward, and advantage if known.
-
-        scores: by (uid, sample). trained_on: trained samples. asked: texts of a uid's prompt.
-        """
-        if not scores:
-            return
-        advantages = _advantages(trained_on)
+    def completions(self, rows: Sequence[Row]) -> None:
+        """Print samples, see `RunRecord.examples`: agents' sessions as trees, others as a table."""
         table = Table("prompt", "sample", "response", title="completions", title_justify="left")
-        for name in ("reward", "advantage") if advantages else ("reward",):
+        names = [name for name in ("reward", "advantage") if any(name in row for row in rows)]
+        for name in names:
             table.add_column(name, justify="right")
-        for key, score in scores.items():
-            numbers = [f"{score.reward:.3f}"]
-            if advantages:
-                numbers.append(f"{advantages[key]:+.3f}" if key in advantages else "-")
-            table.add_row(asked(key[0])["prompt"], str(key[1]), score.response, *numbers)
-        self._print(table, soft_wrap=False)
-
-
-def _advantages(batch: "RemoteBatch") -> dict[tuple[str, int], float]:
-    """Return advantages by (uid, sample), empty if they are per token."""
-    if "advantages" not in batch.columns:
-        return {}
-    keys = zip(batch["uid"].tolist(), batch["sample"].tolist(), strict=True)
-    return dict(zip(keys, batch["advantages"].tolist(), strict=True))
+        for row in rows:
+            if "session" in row:
+                self._print(drawn(row, "session"), soft_wrap=False)
+                continue
+            numbers = summary(row)
+            table.add_row(row["prompt"], str(row["sample"]), row["response"], *(numbers[name] or "-" for name in names))
+        if table.rows:
+            self._print(table, soft_wrap=False)
 
 
 def plain_console(file: TextIO, **options: Any) -> rich.console.Console:

@@ -31,6 +31,7 @@ from controller.config.training import counted
 from controller.observability.health import warnings
 from controller.observability.metric_table import spec_of
 from controller.observability.run_folder import Row, RunFolder
+from controller.observability.session_tree import Entry, entries, headline, is_whole
 from controller.observability.shown_text import redacted, shortened
 
 FILE = "report.html"
@@ -127,6 +128,7 @@ def write_report(folder: Path) -> Path:
         warnings=warnings(run.metrics, samples=config.samples),
         sections=_sections(run, config),
         tables=[table for table in _tables(run) if table.rows],
+        sessions=_sessions(run),
         command="`--settings` behind the command explains every key",
         config=redacted((folder / "config.yaml").read_text(encoding="utf-8")),
     )
@@ -327,7 +329,8 @@ def _steps_below(axes: Axes) -> None:
 def _tables(run: RunFolder) -> list[Table]:
     slowest = "By the seconds from the engine's receipt of the request to its last token, among the recorded samples."
     longest = "By tokens of the response."
-    step, held_out = run.last_validation
+    step = max(run.validated_steps, default=0)
+    held_out = run.validation(step)
     ordered, half = sorted(held_out, key=_reward), SHOWN_SAMPLES // 2
     ends = ordered if len(ordered) <= SHOWN_SAMPLES else ordered[:half] + ordered[-half:]
     note = f"Validation at step {step}: {len(ends)} of {counted(len(held_out), 'response')}, "
@@ -336,6 +339,17 @@ def _tables(run: RunFolder) -> list[Table]:
         Table("Slowest samples", slowest, SAMPLE, _rows(_most(run.samples, "seconds"))),
         Table("Longest samples", longest, SAMPLE, _rows(_most(run.samples, "response_tokens"))),
         Table("Held-out responses", note, RESPONSE | {"reward": NUMBER}, _rows(ends)),
+    ]
+
+
+def _sessions(run: RunFolder) -> list[tuple[str, list[Entry]]]:
+    """Return (summary, tree) of the last step's recorded samples of several turns, as `controller.show` draws them."""
+    last = max((row["step"] for row in run.samples), default=0)
+    rows = enumerate((row for row in run.samples if row["step"] == last and is_whole(row)), start=1)
+    return [
+        (redacted(f"step {last}, session {number}: {headline(row)}"), entries(row, TEXT))
+        for number, row in rows
+        if "session" in row or "turns" in row
     ]
 
 

@@ -217,14 +217,14 @@ class RunFolder:
         except (OSError, ValueError, KeyError, TypeError):
             return 0
 
-    @cached_property
-    def last_validation(self) -> tuple[int, list[Row]]:
-        """(step, every held-out response) of the last validation, (0, []) without one."""
-        files = {int(path.stem.removeprefix("step-")): path for path in self.path.glob("validation/step-*.jsonl")}
-        if not files:
-            return 0, []
-        step = max(files)
-        return step, self._rows(f"validation/step-{step}.jsonl", lambda row: _check_numbers(row, "reward"))
+    @property
+    def validated_steps(self) -> list[int]:
+        """Steps with a validation, in order."""
+        return sorted(int(path.stem.removeprefix("step-")) for path in self.path.glob("validation/step-*.jsonl"))
+
+    def validation(self, step: int) -> list[Row]:
+        """Every held-out response of a validation."""
+        return self._rows(f"validation/step-{step}.jsonl", lambda row: _check_numbers(row, "reward"))
 
     @property
     def names(self) -> list[str]:

@@ -2,7 +2,8 @@
 
 with record.phase("update"):   terminal, Prometheus, timeline.jsonl, and the seconds in `time/update_s`
 record.add(metrics)            metrics of the step
-record.samples(rollout, ...)    samples.jsonl, Prometheus, completions on the terminal
+record.samples(rollout, ...)    Prometheus, completions on the terminal
+record.trains_on(batch)        samples.jsonl
 record.plans(plans, ...)       lengths.jsonl, `balance/`
 record.micro_steps(times)      timeline.jsonl, Prometheus
 record.end_step(step, ...)     trackers, terminal
@@ -13,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -29,16 +29,12 @@ from workers.remote_batch import RemoteBatch
 
 if TYPE_CHECKING:
     from workers.model.timing import MicroStepTime
-    from workers.score import Score
 
 RECORDED_SAMPLES = 4  # number of each kind: first, slowest, longest
 
 
 class Samples(Protocol):
     """The recorded part of `controller.rollout.samples.RolloutBatch`."""
-
-    @property
-    def by_sample(self) -> Mapping[tuple[str, int], "Score"]: ...
 
     @property
     def batch(self) -> RemoteBatch: ...
@@ -61,7 +57,7 @@ class RunRecord:
         self.console, self.live, self.writer = console, live, writer
         self.timeline = TimelineRecorder()
         self._health = Health(samples=samples)
-        self._step, self._planned = 0, False
+        self._step, self._planned, self._unwritten = 0, False, False
         self.metrics: dict[str, float] = {}
         self.seconds: dict[str, float] = {}
         self.rollout: Samples | None = None
@@ -71,10 +67,13 @@ class RunRecord:
     def step(self, step: int, steps: int) -> Iterator[None]:
         """Record the block as step `step` of `steps`."""
         self.metrics, self.seconds, self.rollout = {}, {}, None
-        self._step, self._planned = step, False
+        self._step, self._planned, self._unwritten = step, False, False
         self.console.begin_step(step, steps)
-        with self.phase("step"):
-            yield
+        try:
+            with self.phase("step"):
+                yield
+        finally:
+            self._write_examples()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -97,25 +96,36 @@ class RunRecord:
         self.metrics |= metrics
 
     def samples(self, rollout: Samples, trained: RemoteBatch, asked: Callable[[str], dict[str, str]]) -> None:
-        """Record a step's samples. asked: texts of a uid's prompt."""
-        self.writer.samples(self._step, rollout.examples(RECORDED_SAMPLES, asked))
+        """Record a step's samples, some in samples.jsonl once their advantages are known. asked: texts of a prompt."""
         self.live.samples(rollout.batch)
-        self.rollout, self._asked = rollout.without_tokens(), asked
-        self.trains_on(trained)
+        self.rollout, self._asked, self._unwritten = rollout.without_tokens(), asked, True
+        self.trained = RemoteBatch(trained.columns, {})
 
     def trains_on(self, batch: RemoteBatch) -> None:
-        """Record the light columns of the trained samples."""
+        """Record the light columns of the trained samples, with advantages."""
         self.trained = RemoteBatch(batch.columns, {})
+        self._write_examples()
+
+    def _write_examples(self) -> None:
+        if self._unwritten:
+            self._unwritten = False
+            self.writer.samples(self._step, self._examples(RECORDED_SAMPLES))
+
+    def _examples(self, count: int, *limit: int) -> list[dict[str, Any]]:
+        """Return `RolloutBatch.examples` with advantages, None for a sample that is not trained."""
+        rows = [] if self.rollout is None else self.rollout.examples(count, self._asked, *limit)
+        advantages = advantages_of(self.trained)
+        return [
+            row | ({"advantage": advantages.get((row["uid"], row["sample"]))} if advantages else {}) for row in rows
+        ]
 
     def completions(self, count: int) -> None:
         """Show the step's first `count` samples, with rewards and advantages."""
-        if self.rollout is not None:
-            scores = dict(islice(self.rollout.by_sample.items(), count))
-            self.console.completions(scores, self.trained, self._asked)
+        self.console.completions(self._examples(count, sys.maxsize)[:count])
 
     def all_samples(self) -> list[dict[str, Any]]:
         """Return all samples of the step with full texts."""
-        return [] if self.rollout is None else self.rollout.examples(len(self.rollout.batch), self._asked, sys.maxsize)
+        return self._examples(sys.maxsize, sys.maxsize)
 
     def plans(self, plans: Sequence[Plan], width: int | None = None, **columns: np.ndarray) -> None:
         """Record the plans of a step's updates, one per epoch. Only the first call in a step counts.
@@ -144,3 +154,11 @@ class RunRecord:
     def write_timeline(self, step: int) -> None:
         """Write the events since the last call as the timeline of `step`."""
         self.writer.timeline(step, self.timeline.take())
+
+
+def advantages_of(batch: RemoteBatch) -> dict[tuple[str, int], float]:
+    """Return advantages by (uid, sample), empty if they are per token."""
+    if "advantages" not in batch.columns:
+        return {}
+    keys = zip(batch["uid"].tolist(), batch["sample"].tolist(), strict=True)
+    return dict(zip(keys, batch["advantages"].tolist(), strict=True))

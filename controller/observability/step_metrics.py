@@ -1,6 +1,7 @@
 """Metrics of a step from its samples and its seconds by phase: staleness, waiting, throughput."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -61,3 +62,39 @@ def update_throughput(trained: RemoteBatch, seconds: Mapping[str, float], epochs
         "throughput/update_tokens_per_s": tokens / seconds["update"],
         "throughput/tokens_per_s": tokens / seconds["step"],
     }
+
+
+def session_metrics(sessions: Sequence[Sequence[Mapping[str, Any]]], seconds: np.ndarray) -> dict[str, float]:
+    """Count what agents' sessions did. sessions: `Session.told` of each sample. seconds: of each, float64 [B].
+
+    A request continues the turn that it extends. One that extends nothing, or a turn that has been extended, branches.
+    """
+    found = [(nodes, time) for nodes, time in zip(sessions, seconds.tolist(), strict=True) if nodes]
+    if not found:
+        return {}
+    nodes = [node for each, _ in found for node in each]
+    joined = sum(node["joined"] for node in nodes)
+    requests = len(nodes) + joined
+    extended = {(id(each), node["parent"]) for each, _ in found for node in each if node["parent"] is not None}
+    dropped = [node for node in nodes if not node["kept"]]
+    return {
+        "session/requests": requests / len(found),
+        "session/continued_share": len(extended) / requests,
+        "session/branched_share": (len(nodes) - len(extended) - len(found)) / requests,
+        "session/retried_share": joined / requests,
+        "session/replayed_share": sum(node["replayed"] for node in nodes) / requests,
+        "session/branches": (len(nodes) - len(extended)) / len(found),
+        "session/dropped_turns": len(dropped) / len(found),
+        "session/sampled_tokens": sum(node["tokens"] for node in nodes) / len(found),
+        "session/trained_tokens": sum(node["tokens"] for node in nodes if node["kept"]) / len(found),
+        "session/agent_s": float(np.mean([time - _busy(each) for each, time in found])),
+    }
+
+
+def _busy(nodes: Sequence[Mapping[str, Any]]) -> float:
+    """Return the seconds in which some request ran."""
+    busy, until = 0.0, 0.0
+    for began, seconds in sorted((node["began"], node["seconds"]) for node in nodes):
+        busy += max(0.0, began + seconds - max(began, until))
+        until = max(until, began + seconds)
+    return busy

@@ -4,6 +4,7 @@
 """
 
 import itertools
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -17,7 +18,9 @@ from controller.config.sections import RewardConfig
 from controller.data.prompts import Prompt
 from controller.engines.engine_pool import Sample
 from controller.engines.router import Key
+from controller.observability.session_tree import as_recorded
 from controller.observability.shown_text import other_columns, shortened, shown_prompt
+from controller.observability.step_metrics import session_metrics
 from workers.dataproto import object_column, record_column
 from workers.errors import RolloutError
 from workers.remote_batch import RemoteBatch, places
@@ -27,6 +30,7 @@ from workers.user_code.tools import TOOL_PARTS
 
 SHOWN_TURNS = 10  # whose rewards are metrics
 LONGEST_TEXT = 2_000  # recorded characters of a prompt or a response
+LONGEST_SESSION = 10  # texts of that length that are recorded of an agent's session
 TOKEN_COLUMNS = ("input_ids", "loss_mask", "rollout_log_probs")
 ROUTED_EXPERTS = "routed_experts"
 BRANCH_COLUMNS = tuple(each.name for each in fields(Branch))
@@ -149,7 +153,7 @@ class RolloutBatch:
                     "record": shortened(other_columns(prompts[uid].columns, prompt_key), LONGEST_TEXT),
                     "response": score.response,
                 }
-                | ({"turns": list(score.turns)} if score.turns else {}),
+                | _told(score, sys.maxsize),
             )
             for (uid, _), score in self.by_sample.items()
         ]
@@ -173,7 +177,8 @@ class RolloutBatch:
             {name: self.batch[name][row].item() for name in names}
             | {name: shortened(text, characters) for name, text in asked(self.batch["uid"][row].item()).items()}
             | {"response": shortened(scores[row].response, characters)}
-            | ({"turns": _shortened(scores[row].turns, characters)} if scores[row].turns else {})
+            | _told(scores[row], characters)
+            | ({"failure": scores[row].failure} if scores[row].failure else {})
             for row in dict.fromkeys([*range(rows)[:count], *slowest[:count].tolist(), *longest[:count].tolist()])
         ]
 
@@ -208,6 +213,7 @@ class RolloutBatch:
             "rollout/oldest_weight_version": float(self.batch["weight_version"].min()),
             "rollout/newest_weight_version": float(self.batch["newest_weight_version"].max()),
             **_turn_metrics([[earned for _, earned, _ in score.credit] for score in self.by_sample.values()]),
+            **session_metrics([score.session for score in self.by_sample.values()], self.batch["seconds"]),
         }
 
 
@@ -306,7 +312,10 @@ def _totals(counts: Iterable[Mapping[int, int]]) -> dict[int, int]:
     return dict(totals)
 
 
-def _shortened(turns: Sequence[Mapping[str, str]], longest: int) -> list[dict[str, str]]:
-    """Cut turns to `longest` characters together."""
-    most = max(1, longest // len(turns))
-    return [{who: shortened(text, most) for who, text in turn.items()} for turn in turns]
+def _told(score: Score, longest: int) -> dict[str, Any]:
+    """Return the turns of an episode, cut to `longest` characters together, or the tree of an agent's session."""
+    if score.session:
+        return {"session": as_recorded(score.session, LONGEST_SESSION * longest)}
+    most = max(1, longest // max(1, len(score.turns)))
+    turns = [{who: shortened(text, most) for who, text in turn.items()} for turn in score.turns]
+    return {"turns": turns} if turns else {}

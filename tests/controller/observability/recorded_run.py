@@ -9,7 +9,9 @@ from balancing.analysis.lengths_file import plan_record
 from controller.algorithm.validation_metrics import ScoredResponse
 from controller.config import Config, to_yaml
 from controller.observability.run_folder import RunWriter
+from controller.observability.session_tree import as_recorded
 from controller.observability.timeline import TimelineRecorder
+from tests.controller.observability.recorded_sessions import FORKED, node
 from workers.model.timing import MicroStepTime
 
 STEPS = 12
@@ -78,8 +80,13 @@ def samples(step: int, rng: np.random.Generator) -> list[dict]:
             "reward": 0.5,
             "response": text,
         }
+        | ({"session": as_recorded([*FORKED, attack(step)], 20_000), "advantage": 0.75} if number == 1 else {})
         for number, (count, text) in enumerate(zip(tokens, texts, strict=True))
     ]
+
+
+def attack(step: int) -> dict:
+    return node(5, 0, ATTACKS[step % len(ATTACKS)], ("user", ATTACKS[0]), finish_reason="length")
 
 
 def timeline() -> dict:

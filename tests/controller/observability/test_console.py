@@ -5,7 +5,6 @@ import re
 import threading
 from pathlib import Path
 
-import numpy as np
 import pytest
 import rich.console
 from hypothesis import given
@@ -13,8 +12,8 @@ from hypothesis import strategies as st
 
 from controller.observability.console import Console, LiveLine, SamplingRound
 from controller.observability.run_log import run_log
-from workers.remote_batch import RemoteBatch
-from workers.score import Score
+from controller.observability.session_tree import as_recorded
+from tests.controller.observability.recorded_sessions import FORKED
 
 METRICS = {
     "reward/mean": 0.5,
@@ -249,18 +248,15 @@ def test_phases_of_two_threads_end_in_any_order() -> None:
     assert "rollout" in drawn
 
 
-def asked(uid: str) -> dict[str, str]:
-    return {"prompt": f"[b]{uid}"}
+def completions(*rows: dict) -> str:
+    output = recorded(terminal=False)
+    Console(output).completions([{"uid": "a", "sample": 0} | row for row in rows])
+    return output.export_text()
 
 
 def test_completions_stand_with_reward_and_advantage_whatever_they_contain() -> None:
-    scores = {("a", 0): Score(1.0, "[bold]4[/bold] \\boxed"), ("b", 0): Score(0.0, "5")}
-    trained_on = RemoteBatch(
-        {"uid": np.array(["a"]), "sample": np.array([0]), "advantages": np.array([0.75], np.float32)}, {}
-    )
-    output = recorded(terminal=False)
-    Console(output).completions(scores, trained_on, asked)
-    text = output.export_text()
+    trained = {"prompt": "[b]a", "response": "[bold]4[/bold] \\boxed", "reward": 1.0, "advantage": 0.75}
+    text = completions(trained, {"prompt": "[b]b", "response": "5", "reward": 0.0, "advantage": None})
     assert "[bold]4[/bold] \\boxed" in text
     assert "+0.750" in text
     (without,) = [line for line in text.splitlines() if "│ [b]b " in line]
@@ -268,9 +264,11 @@ def test_completions_stand_with_reward_and_advantage_whatever_they_contain() -> 
 
 
 def test_completions_have_no_advantages_with_a_critic_whose_are_per_token() -> None:
-    batch = RemoteBatch({"uid": np.array(["a"]), "sample": np.array([0])}, {})
-    output = recorded(terminal=False)
-    Console(output).completions({}, batch, asked)
-    assert output.export_text() == ""
-    Console(output).completions({("a", 0): Score(1.0, "4")}, batch, asked)
-    assert "advantage" not in output.export_text()
+    assert completions() == ""
+    assert "advantage" not in completions({"prompt": "a", "response": "4", "reward": 1.0})
+
+
+def test_a_session_is_shown_as_a_tree() -> None:
+    text = completions({"prompt": "a", "response": "all", "reward": 1.0, "session": as_recorded(FORKED, 1_000)})
+    assert "branch after turn 1" in text
+    assert "completions" not in text

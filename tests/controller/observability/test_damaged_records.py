@@ -19,6 +19,7 @@ from controller.observability.run_folder import RunFolder, RunWriter
 from controller.observability.timeline import read_timeline
 from controller.replay import main as replay
 from controller.report import main as report
+from controller.show import main as show
 from controller.timeline import main as timeline
 from tests.controller.observability.recorded_run import write_run
 
@@ -48,7 +49,7 @@ def test_a_text_with_line_separators_is_one_row_of_every_reader(run: Path, tmp_p
         pass
     assert RunFolder(folder).samples[-1]["response"] == SEPARATORS
     assert len(RunFolder(folder).samples) == len(RunFolder(run).samples) + 1
-    assert [row["response"] for row in RunFolder(folder).last_validation[1]] == [SEPARATORS]
+    assert [row["response"] for row in RunFolder(folder).validation(4)] == [SEPARATORS]
     assert report([str(folder)]) == 0
 
 
@@ -82,7 +83,7 @@ def test_no_damaged_row_stops_a_command_or_costs_another_row(
     before, after = RunFolder(run), RunFolder(folder)
     for name in ("metrics", "samples"):
         assert [row for row in getattr(before, name) if row not in getattr(after, name)] == []
-    assert report([str(folder)]) == timeline([str(folder)]) == 0
+    assert report([str(folder)]) == timeline([str(folder)]) == show([str(folder)]) == 0
     with suppress(BalancingError):  # the line of another plan
         recorded_arguments(run_step(folder))
     assert replay([str(folder), "--step", "2"]) == 2, "no samples were recorded"

@@ -21,7 +21,7 @@ from tests.browser import CONTRASTS, DESKTOP, TELEPHONE, WIDER, Browser, browser
 from tests.controller.observability.recorded_run import ATTACKS, STEPS, write_run
 
 SECTIONS = ["Reward and validation", "Lengths", "Balance and time", "Who computes when", "Policy"]
-SECTIONS += ["Slowest samples", "Longest samples", "Held-out responses", "Configuration"]
+SECTIONS += ["Slowest samples", "Longest samples", "Held-out responses", "Sessions", "Configuration"]
 SMALLEST = """Math.min(...[...document.querySelectorAll('svg')].flatMap(svg => {
   const scale = svg.clientWidth / svg.viewBox.baseVal.width;
   return [...svg.querySelectorAll('text')].map(text => scale * parseFloat(getComputedStyle(text).fontSize));
@@ -76,7 +76,8 @@ def test_every_part_of_the_report_is_there(elements: Elements) -> None:
     assert elements.texts["h2"] == SECTIONS
     assert list(dict.fromkeys(elements.sections["svg"])) == SECTIONS[:5]
     assert elements.sections["table"] == SECTIONS[5:8]
-    assert elements.sections["pre"] == SECTIONS[8:]
+    assert elements.sections["pre"] == SECTIONS[9:]
+    assert elements.sections["details"] == SECTIONS[8:]
 
 
 def test_what_a_model_wrote_is_text_and_nothing_else(run: Path, elements: Elements) -> None:

@@ -1,0 +1,161 @@
+"""Draw a recorded sample as a tree: who said what, what was sampled, and what it earned.
+
+    Session.told --as_recorded--> row of samples.jsonl or validation/step-N.jsonl --headline, entries--> [Entry]
+                                                                   [Entry] --drawn--> terminal, or report.html
+
+A response, or an episode, is a tree of one path.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
+
+from controller.observability.run_folder import Row, finite
+from controller.observability.shown_text import redacted, shortened
+
+log = logging.getLogger(__name__)
+SHOWN = 240  # characters of a text in a tree
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A message, a sampled turn, or a branch. facts: numbers of a turn. under: what a branch contains."""
+
+    who: str
+    text: str = ""
+    facts: str = ""
+    under: Sequence["Entry"] = ()
+
+
+def as_recorded(nodes: Sequence[Mapping[str, Any]], longest: int) -> list[Row]:
+    """Return `Session.told` for a record: messages as texts, cut to `longest` characters together."""
+    most = max(1, longest // sum(1 + len(node["messages"]) for node in nodes))
+
+    def text_of(message: Mapping[str, Any]) -> str:
+        return shortened(message_text(message), most)
+
+    return [
+        {name: finite(value) if isinstance(value, float) else value for name, value in node.items()}
+        | {"messages": [{"role": found.get("role", ""), "content": text_of(found)} for found in node["messages"]]}
+        | {"said": text_of(node["said"])}
+        for node in nodes
+    ]
+
+
+def message_text(message: Mapping[str, Any]) -> str:
+    """Write a chat message as text: its reasoning, content and tool calls, a line each."""
+    content, thought = message.get("content") or "", message.get("reasoning")
+    if not isinstance(content, str):
+        content = "".join(part.get("text") or f"[{part.get('type')}]" for part in content)
+    functions = [call.get("function", call) for call in message.get("tool_calls") or ()]
+    calls = [f"{found.get('name')}({found.get('arguments')})" for found in functions]
+    return "\n".join(filter(None, [f"(reasoning) {thought}" if thought else "", content, *calls]))
+
+
+def summary(row: Row) -> dict[str, str]:
+    """Return a sample's main numbers as text by name, empty where the row has none."""
+    nodes, turns = row.get("session") or [], row.get("turns") or [{"policy": ""}]
+    parents = {node["parent"] for node in nodes}
+    tokens = sum(node["tokens"] for node in nodes) or row.get("response_tokens")
+    return {
+        "sample": f"{row.get('uid', '')}/{row['sample']}" if "sample" in row else str(row.get("uid", "")),
+        "turns": str(len(nodes) or sum(("policy" in turn) - ("inserted" in turn) for turn in turns)),
+        "branches": str(sum(node["number"] not in parents for node in nodes) or ""),
+        "dropped": str(sum(not node["kept"] for node in nodes) or ""),
+        "tokens": "" if tokens is None else f"{tokens:,}",
+        "reward": "" if row.get("reward") is None else f"{row['reward']:.3f}",
+        "advantage": "" if row.get("advantage") is None else f"{row['advantage']:+.3f}",
+    }
+
+
+def headline(row: Row) -> str:
+    """Write `summary` in a line, with the row's seconds and failure."""
+    parts = [f"{name} {value}" for name, value in summary(row).items() if value and name != "sample"]
+    seconds = f"{row['seconds']:.1f} s" if row.get("seconds") else ""
+    failure = f"failed: {clean(row['failure'], SHOWN)}" if row.get("failure") else ""
+    return ", ".join(filter(None, [*parts, seconds, failure]))
+
+
+def entries(row: Row, longest: int = SHOWN) -> list[Entry]:
+    """Return a row's tree: the path that ended last, then the branches. longest: characters of a text."""
+    if not (nodes := row.get("session")):
+        turns = row.get("turns") or [{"policy": row.get("response", "")}]
+        said = [("prompt", row.get("prompt", "")), *(found for turn in turns for found in turn.items())]
+        return [Entry(who, clean(text, longest)) for who, text in said]
+    goes_on = dict[int | None, int]()  # the next turn after each turn, on the path that ended last
+    last = {node["number"]: node["number"] for node in nodes}
+    for node in reversed(nodes):
+        number, parent = node["number"], node["parent"]
+        if parent not in goes_on or last[number] > last[goes_on[parent]]:
+            goes_on[parent] = number
+            if parent is not None:
+                last[parent] = last[number]
+    paths = dict[int, list[Entry]]()  # by each of its turns
+    main, branches = list[Entry](), list[Entry]()
+    for node in nodes:
+        number, parent = node["number"], node["parent"]
+        if goes_on[parent] == number:
+            paths[number] = main if parent is None else paths[parent]
+        else:
+            paths[number] = []
+            after = "from the start" if parent is None else f"after turn {parent + 1}"
+            branches.append(Entry("branch", after, under=paths[number]))
+        said = [(found["role"], found["content"]) for found in node["messages"]]
+        paths[number] += [Entry(who, clean(text, longest)) for who, text in said]
+        paths[number].append(Entry(f"turn {number + 1}", clean(node["said"], longest), _facts(node, row)))
+    return main + branches
+
+
+def is_whole(row: Row) -> bool:
+    """Whether a row can be drawn. Warns of one that is damaged."""
+    try:
+        return bool(headline(row)) and bool(entries(row))
+    except Exception:  # damage can look like anything
+        log.warning("a recorded sample of step %s is damaged. It is left out", row.get("step", "?"))
+        return False
+
+
+def _facts(node: Row, row: Row) -> str:
+    advantage, by_turn, turn = row.get("advantage"), row.get("advantages"), node.get("turn")
+    if by_turn and turn is not None:
+        advantage = by_turn[turn]
+    facts = [
+        "" if node["kept"] else "dropped",
+        "replayed" if node["replayed"] else "",
+        f"retried {node['joined']}x" if node["joined"] else "",
+        f"{node['tokens']:,} tokens",
+        f"version {'-'.join(map(str, dict.fromkeys(node['versions'])))}" if node["versions"] else "",
+        "" if node["log_prob"] is None else f"log-prob {node['log_prob']:.3f}",
+        node["finish_reason"],
+        "" if node["reward"] is None else f"reward {node['reward']:.3f}",
+        f"advantage {advantage:+.3f}" if node["kept"] and advantage is not None else "",
+    ]
+    return ", ".join(filter(None, facts))
+
+
+def clean(text: str, longest: int) -> str:
+    """Return what a terminal may print of `text`: cut, without secrets and control characters."""
+    shown = shortened(redacted(text.strip()), longest).expandtabs(4)
+    return "".join(letter if letter.isprintable() or letter == "\n" else "\ufffd" for letter in shown)
+
+
+def drawn(row: Row, title: str, longest: int = SHOWN) -> Tree:
+    """Draw a row for a terminal."""
+    tree = Tree(Text(f"{title}\n{headline(row)}", "bold"), guide_style="dim")
+    _grow(tree, entries(row, longest))
+    return tree
+
+
+def _grow(tree: Tree, found: Sequence[Entry]) -> None:
+    width = max((len(entry.who) for entry in found), default=0)
+    for entry in found:
+        line = Table.grid(padding=(0, 1))
+        line.add_column(width=width, no_wrap=True)
+        between = "\n" if entry.text and entry.facts else ""
+        line.add_row(Text(entry.who, "bold"), Text.assemble(entry.text, between, (entry.facts, "dim")))
+        _grow(tree.add(line), entry.under)
