@@ -114,10 +114,9 @@ class RunRecord:
     def _examples(self, count: int, *limit: int) -> list[dict[str, Any]]:
         """Return `RolloutBatch.examples` with advantages, None for a sample that is not trained."""
         rows = [] if self.rollout is None else self.rollout.examples(count, self._asked, *limit)
-        advantages = advantages_of(self.trained)
-        return [
-            row | ({"advantage": advantages.get((row["uid"], row["sample"]))} if advantages else {}) for row in rows
-        ]
+        earned = advantages_of(self.trained)
+        others = {"advantage": None} if earned else {}
+        return [row | earned.get((row["uid"], row["sample"]), others) for row in rows]
 
     def completions(self, count: int) -> None:
         """Show the step's first `count` samples, with rewards and advantages."""
@@ -156,9 +155,13 @@ class RunRecord:
         self.writer.timeline(step, self.timeline.take())
 
 
-def advantages_of(batch: RemoteBatch) -> dict[tuple[str, int], float]:
-    """Return advantages by (uid, sample), empty if they are per token."""
-    if "advantages" not in batch.columns:
-        return {}
-    keys = zip(batch["uid"].tolist(), batch["sample"].tolist(), strict=True)
-    return dict(zip(keys, batch["advantages"].tolist(), strict=True))
+def advantages_of(batch: RemoteBatch) -> dict[tuple[str, int], dict[str, Any]]:
+    """Return `advantage` of each sample, or `advantages` of its turns. Empty if they are per token."""
+    keys = list(zip(batch["uid"].tolist(), batch["sample"].tolist(), strict=True)) if len(batch) else []
+    if "by_turn" in batch.columns:
+        found: dict[tuple[str, int], dict[str, Any]] = {key: {"advantages": []} for key in keys}
+        for key, turns in zip(keys, batch["by_turn"], strict=True):
+            found[key]["advantages"] += [advantage for _, advantage in turns]
+        return found
+    values = batch["advantages"].tolist() if "advantages" in batch.columns else []
+    return {key: {"advantage": value} for key, value in zip(keys, values, strict=False)}

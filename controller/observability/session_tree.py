@@ -51,8 +51,11 @@ def message_text(message: Mapping[str, Any]) -> str:
     """Write a chat message as text: its reasoning, content and tool calls, a line each."""
     content, thought = message.get("content") or "", message.get("reasoning")
     if not isinstance(content, str):
-        content = "".join(part.get("text") or f"[{part.get('type')}]" for part in content)
-    functions = [call.get("function", call) for call in message.get("tool_calls") or ()]
+        parts = [content] if isinstance(content, Mapping) else content
+        content = "".join(
+            part if isinstance(part, str) else part.get("text") or f"[{part.get('type')}]" for part in parts
+        )
+    functions = [call.get("function") or {} for call in message.get("tool_calls") or ()]
     calls = [f"{found.get('name')}({found.get('arguments')})" for found in functions]
     return "\n".join(filter(None, [f"(reasoning) {thought}" if thought else "", content, *calls]))
 
@@ -88,7 +91,7 @@ def entries(row: Row, longest: int = SHOWN) -> list[Entry]:
         said = [("prompt", row.get("prompt", "")), *(found for turn in turns for found in turn.items())]
         return [Entry(who, clean(text, longest)) for who, text in said]
     goes_on = dict[int | None, int]()  # the next turn after each turn, on the path that ended last
-    last = {node["number"]: node["number"] for node in nodes}
+    last = {node["number"]: (node["kept"], node["number"]) for node in nodes}
     for node in reversed(nodes):
         number, parent = node["number"], node["parent"]
         if parent not in goes_on or last[number] > last[goes_on[parent]]:
@@ -125,7 +128,7 @@ def _facts(node: Row, row: Row) -> str:
     if by_turn and turn is not None:
         advantage = by_turn[turn]
     facts = [
-        "" if node["kept"] else "dropped",
+        "" if node["kept"] else "dropped" if node["reached"] else "not reached again",
         "replayed" if node["replayed"] else "",
         f"retried {node['joined']}x" if node["joined"] else "",
         f"{node['tokens']:,} tokens",

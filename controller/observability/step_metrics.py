@@ -68,26 +68,31 @@ def session_metrics(sessions: Sequence[Sequence[Mapping[str, Any]]], seconds: np
     """Count what agents' sessions did. sessions: `Session.told` of each sample. seconds: of each, float64 [B].
 
     A request continues the turn that it extends. One that extends nothing, or a turn that has been extended, branches.
+    Turns of a record that an agent did not reach again are dropped, and were no request.
     """
     found = [(nodes, time) for nodes, time in zip(sessions, seconds.tolist(), strict=True) if nodes]
     if not found:
         return {}
     nodes = [node for each, _ in found for node in each]
+    reached = [[node for node in each if node["reached"]] for each, _ in found]
     joined = sum(node["joined"] for node in nodes)
-    requests = len(nodes) + joined
-    extended = {(id(each), node["parent"]) for each, _ in found for node in each if node["parent"] is not None}
+    asked = sum(map(len, reached))
+    begun, requests = sum(map(bool, reached)), max(1, asked + joined)
+    extended = sum(len({node["parent"] for node in each} - {None}) for each in reached)
     dropped = [node for node in nodes if not node["kept"]]
     return {
-        "session/requests": requests / len(found),
-        "session/continued_share": len(extended) / requests,
-        "session/branched_share": (len(nodes) - len(extended) - len(found)) / requests,
+        "session/requests": (asked + joined) / len(found),
+        "session/continued_share": extended / requests,
+        "session/branched_share": (asked - extended - begun) / requests,
         "session/retried_share": joined / requests,
         "session/replayed_share": sum(node["replayed"] for node in nodes) / requests,
-        "session/branches": (len(nodes) - len(extended)) / len(found),
+        "session/branches": (asked - extended) / len(found),
         "session/dropped_turns": len(dropped) / len(found),
         "session/sampled_tokens": sum(node["tokens"] for node in nodes) / len(found),
         "session/trained_tokens": sum(node["tokens"] for node in nodes if node["kept"]) / len(found),
-        "session/agent_s": float(np.mean([time - _busy(each) for each, time in found])),
+        "session/agent_s": float(
+            np.mean([max(0.0, time - _busy(each)) for each, (_, time) in zip(reached, found, strict=True)])
+        ),
     }
 
 

@@ -183,7 +183,7 @@ class RolloutBatch:
         ]
 
     def metrics(self) -> dict[str, float]:
-        tokens = self.batch["response_tokens"]
+        tokens, scores = self.batch["response_tokens"], self.by_sample.values()
         observed = self.batch["length"] - self.batch["prompt_tokens"] - tokens
         means = self.scores()
         if "greedy_reward" in self.batch.columns:
@@ -212,8 +212,8 @@ class RolloutBatch:
             "rollout/observation_tokens_mean": float(observed.mean()),
             "rollout/oldest_weight_version": float(self.batch["weight_version"].min()),
             "rollout/newest_weight_version": float(self.batch["newest_weight_version"].max()),
-            **_turn_metrics([[earned for _, earned, _ in score.credit] for score in self.by_sample.values()]),
-            **session_metrics([score.session for score in self.by_sample.values()], self.batch["seconds"]),
+            **_turn_metrics([[earned for _, earned, _ in score.credit] for score in scores if not score.session]),
+            **session_metrics([score.session for score in scores], self.batch["seconds"]),
         }
 
 
