@@ -10,7 +10,9 @@ import pytest
 from balancing import Plan
 from controller import step as parts
 from controller.checkpoints.progress import Progress, checkpoints_at
+from controller.show import main as show
 from controller.training_loop import RunView, as_metric, takes_run
+from tests.controller.observability.recorded_sessions import FORKED
 from tests.controller.stand_ins.roles import LocalRun
 from tests.refusals import refused
 from workers.errors import MismatchError
@@ -199,6 +201,30 @@ def test_samples_are_recorded_and_shown_with_what_they_were_asked(local_run: Run
         ("1", "1", "level: 1"),
     }
     assert "completions" in found.said
+
+
+def test_sessions_are_counted_recorded_with_advantages_and_shown(
+    local_run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = local_run("run.log_completions=1", "run.steps=1")
+    found.rewards.reward = lambda uid, sample, greedy: Score(float(sample % 2), "said", session=tuple(FORKED))
+    outcome = found.fit()
+    assert outcome.steps[0]["session/dropped_turns"] == 1
+    assert "branch after turn 1" in found.said
+    rows = [json.loads(line) for line in (found.folder / "samples.jsonl").read_text().splitlines()]
+    assert {row["reward"]: row["advantage"] > 0 for row in rows} == {0.0: False, 1.0: True}
+    assert show([str(found.folder), "--step", "1", "--session", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "branch after turn 1" in shown and f"advantage {rows[0]['advantage']:+.3f}" in shown
+
+
+def test_samples_are_recorded_before_the_error_that_ends_a_step(local_run: Run) -> None:
+    found = local_run("run.steps=1")
+    found.run.begin()
+    with pytest.raises(KeyError), found.run.record.step(1, 1):
+        parts.collect(found.run)
+        raise KeyError
+    assert (found.folder / "samples.jsonl").read_text().count("\n") > 1
 
 
 def test_compiling_is_told_once(local_run: Run) -> None:

@@ -1,6 +1,7 @@
 """A session's tree as text: every turn once, what became of it, and nothing that a terminal would obey."""
 
 import io
+import json
 
 import numpy as np
 import pytest
@@ -9,6 +10,8 @@ import rich.console
 from controller.observability.session_tree import Entry, as_recorded, drawn, entries, headline
 from controller.observability.step_metrics import session_metrics
 from tests.controller.observability.recorded_sessions import CHAIN, FORKED, node
+from workers.rollout.requests import Response
+from workers.rollout.session import Session
 
 EPISODE = {"prompt": "add", "turns": [{"policy": "4"}, {"environment": "no"}, {"policy": "5"}], "reward": 1.0}
 
@@ -34,6 +37,38 @@ def test_a_path_is_drawn_as_a_list_and_branches_behind_it() -> None:
         ("after turn 1", ["go", "abandoned"]),
         ("from the start", ["in short", "compacted"]),
     ]
+
+
+def played(session: Session, *messages: str) -> None:
+    """An answer of two tokens to a chat of a user's and the policy's messages in turn."""
+    roles = ["user" if place % 2 == 0 else "assistant" for place in range(len(messages))]
+    asked = session.find([{"role": role, "content": text} for role, text in zip(roles, messages, strict=True)])
+    begun = session.ids(asked.parent) if asked.parent else np.empty(0, np.int32)
+    ids = np.append(begun, [len(text) for text in messages[asked.covered :]]).astype(np.int32)
+    if session.recorded(asked, ids) is None:
+        response = Response(np.int32([7, 8]), np.float32([-1.0, -0.5]), np.int32([3, 3]))
+        with session.sampling() as number:
+            session.add(
+                asked, ids, response, number=number, said={"role": "assistant", "content": f"to {messages[-1]}"}
+            )
+    session.nodes[-1].received = True
+
+
+def test_what_a_session_tells_is_drawn_and_counted() -> None:
+    first = Session("a", max_turns=9)
+    for messages in (("one",), ("one", "to one", "three"), ("one", "to one", "other")):
+        played(first, *messages)
+    again = Session("a", max_turns=9, record=first.snapshot())
+    played(again, "one")
+    played(again, "one", "to one", "three")
+    told = json.loads(json.dumps(again.told()))
+    found = entries(row(told))
+    assert [entry.text for entry in found] == ["one", "to one", "three", "to three", "after turn 1"]
+    assert [("replayed" in entry.facts, "not reached" in entry.facts) for entry in found[1::2]] == [(True, False)] * 2
+    assert "not reached again" in found[4].under[1].facts
+    counted = session_metrics([told], np.ones(1))
+    assert (counted["session/requests"], counted["session/replayed_share"], counted["session/branches"]) == (2, 1, 1)
+    assert (counted["session/sampled_tokens"], counted["session/trained_tokens"]) == (6, 4)
 
 
 def test_messages_are_texts_with_reasoning_and_calls() -> None:
