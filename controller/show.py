@@ -4,6 +4,7 @@ without --session   a table of the step's recorded samples
 with it             one of them as a tree, see `controller.observability.session_tree`
 """
 
+import io
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -31,6 +32,8 @@ def _show(arguments: Sequence[str] | None) -> None:
     parser.add_argument("--validation", action="store_true", help="held-out responses instead of training samples")
     parser.add_argument("--full", action="store_true", help="texts as long as they were recorded")
     options = parser.parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a model writes letters that not every terminal has
     step, rows = _recorded(RunFolder(options.folder), options.step, options.validation)
     console, title = plain_console(sys.stdout), f"{'validation at ' * options.validation}step {step}"
     if options.session is None:
@@ -57,7 +60,9 @@ def _recorded(run: RunFolder, step: int | None, validation: bool) -> tuple[int, 
         known = ", ".join(map(str, steps)) if len(steps) < 10 else f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
         raise DataError(f"--step={step}: not recorded. Recorded are {known}.")
     rows = run.validation(step) if validation else (row for row in run.samples if row["step"] == step)
-    return step, list(filter(is_whole, rows))
+    if not (found := list(filter(is_whole, rows))):
+        raise DataError(f"--step={step}: its records are damaged. Name another step.")
+    return step, found
 
 
 def _table(title: str, rows: Sequence[Row]) -> Table:

@@ -143,7 +143,7 @@ def _facts(node: Row, row: Row) -> str:
 
 def clean(text: str, longest: int) -> str:
     """Return what a terminal may print of `text`: cut, without secrets and control characters."""
-    shown = shortened(redacted(text.strip()), longest).expandtabs(4)
+    shown = shortened(redacted("\n".join(text.strip().splitlines())), longest).expandtabs(4)
     return "".join(letter if letter.isprintable() or letter == "\n" else "\ufffd" for letter in shown)
 
 
@@ -159,6 +159,7 @@ def _grow(tree: Tree, found: Sequence[Entry]) -> None:
     for entry in found:
         line = Table.grid(padding=(0, 1))
         line.add_column(width=width, no_wrap=True)
+        line.add_column(overflow="fold")
         between = "\n" if entry.text and entry.facts else ""
         line.add_row(Text(entry.who, "bold"), Text.assemble(entry.text, between, (entry.facts, "dim")))
         _grow(tree.add(line), entry.under)

@@ -100,9 +100,12 @@ def test_an_episode_and_a_response_are_trees_of_one_path() -> None:
     assert entries({"prompt": "add", "response": "4"}) == [Entry("prompt", "add"), Entry("policy", "4")]
 
 
-@pytest.mark.parametrize("found", [row(CHAIN), row(FORKED, failure="agent: it died " * 20), EPISODE])
+@pytest.mark.parametrize(
+    "found", [row(CHAIN), row([node(0, None, "x" * 200)]), row(FORKED, failure="agent: it died " * 20), EPISODE]
+)
 def test_a_tree_fits_80_columns_without_escapes(found: dict) -> None:
     lines = text_of(found).splitlines()
+    assert "…" not in "".join(lines)
     assert max(map(len, lines)) <= 80
     assert "\x1b" not in "".join(lines)
 
