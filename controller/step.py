@@ -22,7 +22,7 @@ import numpy as np
 from balancing import Plan
 from controller.actors.worker_group import WorkerGroup
 from controller.algorithm import advantages
-from controller.algorithm.credit import by_turn
+from controller.algorithm.credit import by_turn, has_offsets, of_sessions
 from controller.algorithm.logprob_check import AtEqualWeights
 from controller.planning.planner import with_loss_counts
 from controller.rollout.samples import learned, sample_numbers
@@ -156,6 +156,7 @@ def with_advantages(run: Run, batch: RemoteBatch) -> RemoteBatch:
     rewards, KL to the reference, critic's values --GAE, on the ranks that have the tokens--> tokens
     rewards, KL to the reference --REINFORCE++: discounted returns, also there--> tokens
     rewards of turns --gigpo, on the driver--> a number a turn --on the ranks--> tokens
+    rewards of an agent's responses --estimator, on the driver--> a number a turn --on the ranks--> tokens
     """
     algorithm, planner, critic = run.config.algorithm, run.planner, run.roles.critic
     with on_training_roles(run, "advantages"):
@@ -174,6 +175,10 @@ def with_advantages(run: Run, batch: RemoteBatch) -> RemoteBatch:
             plan = planner.forward_plan(batch, "policy.log_probs")
             penalised = batch.with_columns(reward=batch["reward"] - weight * kl)
             found = run.roles.policy.turn_advantages(_credited(run, penalised), plan)
+            batch = batch.with_tokens(**found.tokens)
+        elif has_offsets(batch):
+            batch = batch.with_columns(by_turn=of_sessions(algorithm, batch, batch["reward"] - weight * kl))
+            found = run.roles.policy.turn_advantages(batch, planner.forward_plan(batch, "policy.log_probs"))
             batch = batch.with_tokens(**found.tokens)
         else:
             rewards = batch["reward"] - weight * kl

@@ -30,21 +30,31 @@ EPSILON = 1e-6  # keeps the advantages of a group with equal rewards at 0
 
 @dataclass(frozen=True)
 class Estimator:
-    """columns: keywords of `function` that are columns [B] of the batch. options: keywords that are settings."""
+    """columns: keywords of `function` that are columns [B] of the batch. options: keywords that are settings.
+
+    slope: dA_i / dr_i with the baseline and the scale held, which the group's samples give. None for other forms.
+    """
 
     function: Callable[..., np.ndarray]
     columns: tuple[str, ...]
     options: tuple[str, ...]
+    slope: Callable[..., np.ndarray] | None
 
 
 ESTIMATORS: dict[str, Estimator] = {}
 
 
-def estimator(name: str, *, columns: tuple[str, ...] = (), options: tuple[str, ...] = ()) -> Callable[..., Any]:
+def estimator(
+    name: str,
+    *,
+    columns: tuple[str, ...] = (),
+    options: tuple[str, ...] = (),
+    slope: Callable[..., np.ndarray] | None = None,
+) -> Callable[..., Any]:
     """Register an estimator under its name in `algorithm.advantage`."""
 
     def register(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
-        ESTIMATORS[name] = Estimator(function, columns, options)
+        ESTIMATORS[name] = Estimator(function, columns, options, slope)
         return function
 
     return register
@@ -67,7 +77,23 @@ def estimate(name: str, batch: Mapping[str, np.ndarray], **options: Any) -> np.n
     return found.function(batch["reward"], batch["group_number"], **keywords)
 
 
-@estimator("grpo", options=("normalize_by_std",))
+def _one(rewards: np.ndarray, groups: np.ndarray, **_: Any) -> np.ndarray:
+    return np.ones(len(rewards))
+
+
+def _per_deviation(rewards: np.ndarray, groups: np.ndarray, *, normalize_by_std: bool = True) -> np.ndarray:
+    """0 in a group of equal rewards, whose deviation says nothing."""
+    deviation = _deviation(rewards, groups)
+    slopes = np.divide(1.0, deviation + EPSILON, out=np.zeros(len(rewards)), where=deviation > EPSILON)
+    return slopes if normalize_by_std else _one(rewards, groups)
+
+
+def _per_mean(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    mean = _mean(rewards, groups)
+    return np.divide(1.0, mean, out=np.zeros(len(rewards)), where=mean > 0)
+
+
+@estimator("grpo", options=("normalize_by_std",), slope=_per_deviation)
 def grpo(
     rewards: np.ndarray, groups: np.ndarray, *, normalize_by_std: bool = True, epsilon: float = EPSILON
 ) -> np.ndarray:
@@ -79,13 +105,10 @@ def grpo(
     TRL and verl.
     """
     centred = rewards - _mean(rewards, groups)
-    if not normalize_by_std:
-        return centred
-    variance = _sum(centred**2, groups) / np.maximum(_count(groups) - 1, 1)
-    return centred / (np.sqrt(variance) + epsilon)
+    return centred / (_deviation(rewards, groups) + epsilon) if normalize_by_std else centred
 
 
-@estimator("dr_grpo")
+@estimator("dr_grpo", slope=_one)
 def dr_grpo(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """GRPO done right (Liu et al. 2025, "Understanding R1-Zero-Like Training", section 3.2).
 
@@ -97,7 +120,7 @@ def dr_grpo(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
     return grpo(rewards, groups, normalize_by_std=False)
 
 
-@estimator("rloo")
+@estimator("rloo", slope=_one)
 def rloo(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """REINFORCE leave-one-out (Kool et al. 2019, Ahmadian et al. 2024, section 3).
 
@@ -137,7 +160,7 @@ def reinforce_plus_plus_baseline(
     return whiten(dr_grpo(rewards, groups), tokens, epsilon=epsilon)
 
 
-@estimator("remax", columns=("greedy_reward",))
+@estimator("remax", columns=("greedy_reward",), slope=_one)
 def remax(rewards: np.ndarray, groups: np.ndarray, *, greedy_reward: np.ndarray) -> np.ndarray:
     """ReMax (Li et al. 2024, algorithm 2): the reward of the greedy response to the same prompt is the baseline.
 
@@ -146,7 +169,7 @@ def remax(rewards: np.ndarray, groups: np.ndarray, *, greedy_reward: np.ndarray)
     return np.asarray(rewards, np.float64) - greedy_reward
 
 
-@estimator("opo", columns=("tokens",))
+@estimator("opo", columns=("tokens",), slope=_one)
 def opo(rewards: np.ndarray, groups: np.ndarray, *, tokens: np.ndarray) -> np.ndarray:
     """On-policy optimisation with the optimal reward baseline (Hao et al. 2025).
 
@@ -190,7 +213,7 @@ def _pass_at_k_of_group(rewards: np.ndarray, k: int, epsilon: float) -> np.ndarr
     return advantages
 
 
-@estimator("maxrl")
+@estimator("maxrl", slope=_per_mean)
 def maxrl(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """Maximum-likelihood reinforcement learning (Tajwar et al. 2026): the gradient of log pass rate, not of pass rate.
 
@@ -254,6 +277,23 @@ def sequence_advantages(algorithm: AlgorithmConfig, batch: RemoteBatch, rewards:
     return estimate(algorithm.advantage, columns, **options).astype(np.float32)[sample]
 
 
+def sequence_slopes(algorithm: AlgorithmConfig, batch: RemoteBatch, rewards: np.ndarray) -> np.ndarray:
+    """Return how much a row's advantage rises by its reward alone (`Estimator.slope`), float64 [B].
+
+    Raises DataError for an estimator of another form.
+    """
+    found = ESTIMATORS.get(algorithm.advantage)
+    if found is None or found.slope is None:
+        known = ", ".join(name for name, each in ESTIMATORS.items() if each.slope)
+        raise DataError(
+            f"algorithm.advantage={algorithm.advantage}: an agent gave rewards to single responses, which it cannot "
+            f"compare with those of whole sessions. Use one of {known}, or reward sessions alone."
+        )
+    first, sample = samples_of(batch)
+    options = {"normalize_by_std": algorithm.normalize_by_std} if found.options else {}
+    return found.slope(rewards[first], batch["group_number"][first], **options)[sample]
+
+
 def samples_of(batch: RemoteBatch) -> tuple[np.ndarray, np.ndarray]:
     """Return the first row of each of S samples, int64 [S], and the sample of each row, int64 [B]."""
     numbers = batch.columns.get("sample_number", np.arange(len(batch)))
@@ -278,3 +318,9 @@ def _sum(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
 
 def _mean(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
     return _sum(values, groups) / _count(groups)
+
+
+def _deviation(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """The sample's (n - 1), repeated for each member."""
+    squares = _sum((values - _mean(values, groups)) ** 2, groups)
+    return np.sqrt(squares / np.maximum(_count(groups) - 1, 1))

@@ -10,7 +10,11 @@
 All that belongs to the whole sample lies on its last turn: reward functions, a reward model, reward.overlong_tokens, a
 group's baseline, and a KL by sequence. A KL by token stays at its token.
 
-S samples, B rows of a batch. A sample has several rows where `rollout.history=template` makes them.
+An agent's session may also have rewards of single responses, see `workers.rollout.session`:
+
+    rewards of sessions, offsets of turns --A + offset s--> column `by_turn` --> tokens, on ranks
+
+S samples, B rows of a batch. A sample has several rows where `rollout.history=template` or an agent makes them.
 """
 
 import itertools
@@ -18,7 +22,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from controller.algorithm.advantages import grpo, samples_of
+from controller.algorithm.advantages import grpo, samples_of, sequence_advantages, sequence_slopes
 from controller.config.sections import AlgorithmConfig
 from workers.dataproto import object_column
 from workers.model.losses.returns import discounted_returns
@@ -41,6 +45,25 @@ def by_turn(algorithm: AlgorithmConfig, batch: RemoteBatch, rewards: np.ndarray)
         settings = (algorithm.gamma, algorithm.gigpo.weight, algorithm.normalize_by_std)
         found = gigpo(rewards[first], batch["group_number"][first], found, states, *settings)
     return by_row(sample, batch["response_tokens"], tokens, found)
+
+
+def has_offsets(batch: RemoteBatch) -> bool:
+    """Whether an agent gave rewards to single responses. batch: perhaps `offsets`, objects [B] (see `Score.credit`)."""
+    return any(offset for row in batch.columns.get("offsets", ()) for _, offset, _ in row)
+
+
+def of_sessions(algorithm: AlgorithmConfig, batch: RemoteBatch, rewards: np.ndarray) -> np.ndarray:
+    """Return pairs (tokens, A_k) of the turns of each row, objects [B]. Raises DataError as `sequence_slopes`.
+
+        A_k = A + offset_k s        mean over the leaves below turn k of (r_leaf - baseline) / scale, s = 1 / scale
+
+    A, baseline and scale: by algorithm.advantage from the sessions' rewards, float [B].
+    """
+    first, sample = samples_of(batch)
+    found, slopes = (each(algorithm, batch, rewards)[first] for each in (sequence_advantages, sequence_slopes))
+    tokens, offsets, _ = zip(*(zip(*batch["offsets"][row], strict=True) for row in first), strict=True)
+    numbers = [a + s * np.array(each) for a, s, each in zip(found, slopes, offsets, strict=True)]
+    return by_row(sample, batch["response_tokens"], tokens, numbers)
 
 
 def gigpo(

@@ -16,7 +16,7 @@ _NAMES = """
 input_ids loss_mask rollout_log_probs old_log_probs old_entropies reference_log_probs uid group_number sample
 prompt_tokens prompt_hash prefix_hashes read_tokens cached_tokens response_tokens length turns truncated
 seconds weight_version newest_weight_version reward greedy_reward advantages group_tokens old_values returns
-held_back branches cut_tokens history_refused sample_number sample_tokens mini_batch_samples credit by_turn
+held_back branches cut_tokens history_refused sample_number sample_tokens mini_batch_samples credit offsets by_turn
 cut_thoughts
 """
 RESERVED = frozenset(_NAMES.split())

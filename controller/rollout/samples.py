@@ -60,11 +60,14 @@ class RolloutBatch:
 
     @cached_property
     def batch(self) -> RemoteBatch:
-        """`samples` with the column `reward`, float64 [B], and of episodes `credit`, objects [B] (see `Score`)."""
+        """`samples` with the column `reward`, float64 [B], and objects [B] (see `Score`): of episodes `credit`, of an
+        agent's sessions `offsets`.
+        """
         scores = self.by_sample.values()
         batch = self.samples.with_columns(reward=np.array([score.reward for score in scores]))
         credit = object_column([score.credit for score in scores])
-        return batch.with_columns(credit=credit) if any(credit) else batch
+        name = "offsets" if any(score.session for score in scores) else "credit"
+        return batch.with_columns(**{name: credit}) if any(credit) else batch
 
     @cached_property
     def rows(self) -> RemoteBatch:

@@ -136,12 +136,20 @@ class Episode(SampledTurns):
 
 
 def branches_of(rows: Sequence[Mapping[str, np.ndarray]], prompt_tokens: int) -> tuple[Branch, ...]:
-    """Describe the rows to train on behind the first of `Episode.rows`. prompt_tokens: of the sample."""
-    prompt, found = rows[0]["input_ids"][:prompt_tokens], []
+    """Describe the rows to train on behind the first of `Episode.rows`. prompt_tokens: of the sample.
+
+    A row that has little in common with the sample's prompt, such as a sub-agent's, has a prompt of its own.
+    """
+    prompts, found = [rows[0]["input_ids"][:prompt_tokens]], []
     for row in rows[1:]:
         ids = row["input_ids"]
-        both = min(len(ids), prompt_tokens)
-        shared = int(np.argmin(np.append(ids[:both] == prompt[:both], False)))
+        shared = next((len(prompt) for prompt in prompts if np.array_equal(prompt, ids[: len(prompt)])), 0)
+        if not shared:
+            both, own = min(len(ids), prompt_tokens), int(np.argmax(row["loss_mask"]))
+            shared = int(np.argmin(np.append(ids[:both] == prompts[0][:both], False)))
+            if shared < own // 2:
+                shared = own
+                prompts.append(ids[:own])
         trained = int(row["loss_mask"].sum())
         found.append(Branch(len(ids), trained, shared, hash_of(ids[:shared]), prefix_hashes(ids, shared)))
     return tuple(found)

@@ -111,14 +111,14 @@ class Session(SampledTurns):
         self._by_prompt: dict[int, list[Node]] = {}
         recorded = [replace(node, names=[*node.names], keys=[*node.keys]) for node in record.nodes]
         self._by_number = {node.number: node for node in recorded}
-        self._extended = set[int]()  # numbers
+        self._extended = {node.parent for node in recorded} if goes_on else set()
         self._unclaimed = dict(self._by_number)
         self._numbers = itertools.count(1 + max(self._by_number, default=-1))
         for node in recorded:
             self._by_prompt.setdefault(hash_of(self.prompt_ids(node)), []).append(node)
             for key in node.keys:
                 self._paths.setdefault(key, []).append(node)
-            if goes_on and node.received:
+            if goes_on and (node.received or node.number in self._extended):
                 self._claim(node)
 
     def path(self, node: Node) -> list[Node]:
@@ -300,7 +300,7 @@ class Session(SampledTurns):
     @property
     def transcript(self) -> Messages:
         """The messages of the path to the last kept turn, with the policy's, empty for completions."""
-        path = self.path(self.kept[-1]) if self.nodes else []
+        path = self.path(self.kept[-1]) if self.kept else []
         return [message for node in path for message in (*node.messages, *([node.said] if node.said else []))]
 
     # --- rewards ------------------------------------------------------------------------------------------------------
@@ -318,7 +318,7 @@ class Session(SampledTurns):
         """The sample's reward: the mean over the leaves, None while one of them has none."""
         rewards = [self._of_leaf(leaf) for leaf in self.leaves]
         known = [reward for reward in rewards if reward is not None]
-        return math.fsum(known) / len(known) if rewards and len(known) == len(rewards) else None
+        return math.fsum(known) / len(known) if known and len(known) == len(rewards) else None
 
     def _of_leaf(self, leaf: Node) -> float | None:
         own = (self._override(node) for node in reversed(self.path(leaf)))
