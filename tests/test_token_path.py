@@ -17,9 +17,9 @@ from workers.dispatch import DispatchMode, Join, RankCoordinates, Split, join_to
 from workers.model.layout import RowLayout
 from workers.model.losses import Predictions
 from workers.roles.policy import PolicyWorker
-from workers.rollout.engine_actor import _finished, _flush
 from workers.rollout.episode import Episode
 from workers.rollout.requests import SampleRequest
+from workers.rollout.results import finished, flush
 from workers.rollout.vllm_interface import as_response
 from workers.score import Score
 
@@ -55,8 +55,8 @@ def test_a_sample_keeps_its_tokens_and_log_probs_through_every_form(
         turn = as_response(output(prompt, ids))
         assert (turn.ids.tolist(), turn.log_probs.tolist()) == (ids, [-float(id) for id in ids])
         episode.add(turn)
-        samples.append(_finished(request, episode, turn.finish_reason))
-    store["block"], results = _flush(samples)
+        samples.append(finished(request, episode, turn.finish_reason))
+    store["block"], results = flush(samples)
     assert [(result.sample, result.row, result.length) for result in results] == [(0, 0, 5), (1, 1, 6)]
     assert [store["block"].row(row)["input_ids"].tolist() for row in range(2)] == [
         prompt + ids for ids in responses.values()

@@ -80,7 +80,15 @@ def add_environment(score: Score, environment: Score, *, as_part: bool) -> Score
     own = {"environment": environment.reward} if as_part else {}
     parts = own | environment.parts | score.parts
     reward = environment.reward + score.reward
-    return Score(reward, score.response, parts, score.answer, turns=told, credit=environment.credit, session=session)
+    return Score(
+        reward,
+        score.response,
+        parts,
+        score.answer or environment.answer,
+        turns=told,
+        credit=environment.credit,
+        session=session,
+    )
 
 
 def weighted(scores: Mapping[str, Score], weights: Mapping[str, float], response: str) -> Score:

@@ -356,6 +356,7 @@ def engine_maker(
             environment=environment,
             environment_timeout_s=config.reward.timeout_s,
             front=front,
+            needs_reward=not (config.reward.weights or config.uses_reward_model),
         )
 
     return make

@@ -63,6 +63,7 @@ Chat = tuple[Messages, Options]
 """Chat messages, and the options to render them with."""
 
 TRIED_PROMPTS = 32  # of each data set, because the run renders the others as it tokenizes them
+AGENT_TAKES = ("record", "base_url", "api_key")
 LONGEST_SHOWN = 2_000  # characters of a prompt in a dry run
 
 
@@ -70,10 +71,10 @@ LONGEST_SHOWN = 2_000  # characters of a prompt in a dry run
 class Tried:
     """Inputs that need no tokenizer.
 
-    train, held_out: records by path. environment, step: pickled class of rollout.environment or functions of
-    rollout.tools, and function of run.step, or empty. tools: schemas of rollout.tools. identity: of the training data,
-    for checkpoints. score, answered: of the reward and the environment, for an empty response to the first record.
-    template: None for texts.
+    train, held_out: records by path. environment, step: pickled class of rollout.environment, functions of
+    rollout.tools or function of rollout.agent, and function of run.step, or empty. tools: schemas of rollout.tools.
+    identity: of the training data, for checkpoints. score, answered: of the reward and the environment, for an empty
+    response to the first record. template: None for texts.
     """
 
     train: Records
@@ -132,6 +133,7 @@ def try_inputs(config: Config, log: Log = print, given: GivenFunctions = NONE_GI
         _check_offered(config, chats, tools.schemas)
     template = try_template(config, chats, options, log)
     environment, answered = _environment(config, first, log)
+    environment = environment or _agent(config, log)
     curriculum = _curriculum(config, train, log)
     if config.algorithm.loss.name == "custom":
         key, name = "algorithm.loss.function", config.algorithm.loss.function
@@ -188,6 +190,8 @@ def tried_lines(config: Config, tried: Tried) -> list[str]:
         *(_episode_lines(tried.answered) if tried.answered else []),
         *([f"{config.rollout.tools}: tools {', '.join(map(_name, tried.tools))}"] if tried.tools else []),
         *(short_lines(tried.template, turns_follow=config.rollout.plays_episodes) if tried.template else []),
+        *([f"{config.rollout.agent}: imported, plays each sample"] if config.rollout.agent else []),
+        *([f"{config.rollout.agent_command}: started for each sample"] if config.rollout.agent_command else []),
         *([f"{config.run.step}: imported, makes each step"] if tried.step else []),
     ]
 
@@ -243,7 +247,7 @@ def tokenized(config: Config, tried: Tried, log: Log = print) -> Inputs:
             f"rollout.history=template: the prompts of {next(iter(tried.train))} are texts, which no chat template "
             "renders. Remove it, or write them as chat messages."
         )
-    if config.rollout.plays_episodes and chats:
+    if config.rollout.plays_episodes and chats and not config.rollout.runs_agent:
         from workers.rollout.conversation import check_template
 
         options = _run_options(config, tried.tools)
@@ -296,6 +300,17 @@ def _environment(config: Config, example: Record, log: Log) -> tuple[bytes, Answ
     with _waiting(log, f"{key}, tried on an empty response", config, "reward.timeout_s"):
         answered = try_environment(packed, example, config.reward.timeout_s)
     return packed, answered
+
+
+def _agent(config: Config, log: Log) -> bytes:
+    """Pickle the function of rollout.agent. Raises ConfigError unless it takes what it is called with."""
+    key, name = "rollout.agent", config.rollout.agent
+    if not name:
+        return b""
+    found = _imported(config, log, key, name)
+    if len(found.signature.required) > len(AGENT_TAKES) or len(found.signature.names) < len(AGENT_TAKES):
+        raise ConfigError(f"{key}={name!r}: must take {', '.join(AGENT_TAKES)}. Write `def run(record, ...)` so.")
+    return found.packed
 
 
 def _tools(config: Config, log: Log) -> Tools:

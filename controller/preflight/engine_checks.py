@@ -119,6 +119,10 @@ def _check_agent(config: Config, key: str) -> None:
             f"{config.needs_one_row}: needs a sample in one row, and a session of {key} may have several. Choose "
             "another algorithm."
         )
+    if config.algorithm.advantage == "gigpo":
+        raise ConfigError(
+            f"algorithm.advantage=gigpo: compares turns by state, and those of {key} have none. Set grpo."
+        )
     for section, sampling in samplings(config).items():
         if sampling.max_thinking_tokens:
             raise ConfigError(

@@ -3,7 +3,7 @@
     requests --generate--> [vLLM: scheduler, model, sampler] --every 0.25 s--> DataProto, list[SampleResult], ...
                                turn | ^ observation              with an environment
                                     v |
-                            [EnvironmentPool: a process an episode]
+                            [EnvironmentPool: a process an episode]      or an agent's process --HTTP--> [Gateway]
     payload --update_weights--> pause, load, resume (requests in flight continue)
 
 On GPUs `AsyncLLM` runs its model in separate processes. On a CPU the model runs in a thread of this process.
@@ -22,15 +22,17 @@ import numpy as np
 
 from workers.config import ModelConfig, RolloutConfig, SamplingConfig
 from workers.dataproto import DataProto
-from workers.errors import LostError, RolloutError
+from workers.errors import EpisodeError, LostError, RolloutError
 from workers.network import use_rays_interface
 from workers.rendering import Renderer
 from workers.rollout.conversation import Conversation
-from workers.rollout.episode import Episode, branches_of, play
+from workers.rollout.episode import Episode, play
+from workers.rollout.gateway import Access, Gateway
 from workers.rollout.parsing import TurnParser
 from workers.rollout.placement import check_placement
-from workers.rollout.prefix_hashes import prefix_hashes
 from workers.rollout.requests import ERROR, LENGTH, Response, SampleRequest, SampleResult, WeightLoad, turn_seed
+from workers.rollout.results import Row, Sample, finished, flush, played
+from workers.rollout.session import Session, SessionRecord
 from workers.rollout.thinking import Thinking
 from workers.rollout.vllm_interface import (
     as_response,
@@ -44,6 +46,7 @@ from workers.rollout.vllm_interface import (
 )
 from workers.rollout.weight_transfer import private_file
 from workers.score import Score
+from workers.user_code.agents import AgentPool, session_variables
 from workers.user_code.environments import EnvironmentPool
 from workers.user_code.tools import ToolPool
 
@@ -53,8 +56,6 @@ if TYPE_CHECKING:
 FLUSH_SECONDS = 0.25
 STOP_SECONDS = 10.0
 ALIVE_SECONDS = 1.0  # between checks that a silent engine is alive
-Row = dict[str, np.ndarray]
-Sample = tuple[SampleResult, list[Row]]
 
 
 class VllmEngineActor:
@@ -72,8 +73,12 @@ class VllmEngineActor:
         environment: bytes = b"",
         environment_timeout_s: float = 0.0,
         front: Any = None,
+        needs_reward: bool = False,
     ) -> None:
-        """placement: of `workers.rollout.placement.BACKENDS`. environment: of EnvironmentPool, or of ToolPool."""
+        """placement: of `workers.rollout.placement.BACKENDS`. environment: of EnvironmentPool, ToolPool or AgentPool.
+
+        needs_reward: whether an agent must give the reward, because nothing else does.
+        """
         prepare_environment(rollout, placement)
         use_rays_interface()  # between an engine's GPUs, and for new weights from the policy's node
         self.model, self.config, self.index = model, rollout, index
@@ -83,7 +88,17 @@ class VllmEngineActor:
         self._numbers = itertools.count()
         self._under_way: dict[str, SampleRequest] = {}  # by vLLM's name of the request
         self._environments: EnvironmentPool | None = None
-        if rollout.tools:
+        self._gateway: Gateway | None = None
+        self._sessions: dict[int, Session] = {}  # open ones, by their requests' seeds
+        self._needs_reward = needs_reward
+        if rollout.runs_agent:
+            self._environments = self._agents = AgentPool(
+                rollout.agent_command or environment,
+                rollout.agent_timeout_s,
+                memory_gib=rollout.agent_memory_gib,
+                processes=rollout.agent_processes,
+            )
+        elif rollout.tools:
             limits = {"max_calls": rollout.max_tool_calls, "max_characters": rollout.max_tool_characters}
             self._environments = ToolPool(environment, environment_timeout_s, **limits)
         elif environment:
@@ -112,7 +127,10 @@ class VllmEngineActor:
         check_placement(self._placement, has_gpu=torch.cuda.is_available())
         # In a thread, so that `stop` and `pids` answer while the engine loads.
         engine = await asyncio.to_thread(self._build)
-        if self._environments is not None:
+        if self.config.runs_agent:
+            self._gateway = Gateway(engine, self.model, self.config)
+            await self._gateway.start()
+        elif self._environments is not None:
             tokenizer = await asyncio.to_thread(self._load_tokenizer)
             self._renderer = Renderer.with_template(tokenizer, self.model.chat_template)
         if self.config.sampling.max_thinking_tokens:
@@ -154,7 +172,7 @@ class VllmEngineActor:
             while pending:
                 done, pending = await asyncio.wait(pending, timeout=FLUSH_SECONDS, return_when=asyncio.FIRST_EXCEPTION)
                 if done:
-                    block, results = _flush([task.result() for task in done])
+                    block, results = flush([task.result() for task in done])
                     yield block
                     yield results
         finally:
@@ -179,13 +197,15 @@ class VllmEngineActor:
         return replace(result, replica=self.index, start=start, seconds=time.time() - start), rows
 
     async def _play(self, request: SampleRequest, sampling: SamplingConfig) -> Sample:
+        if self._gateway is not None:
+            return await self._play_session(request, sampling, self._gateway)
         limit = self.config.response_limit(sampling)
         episode = Episode(request.prompt_ids, max_turns=self.config.max_turns, max_tokens=limit)
         sample = partial(self._turn, request, sampling)
         if request.start is None:
             turn = await sample(episode)
             episode.add(turn)
-            return _finished(request, episode, turn.finish_reason)
+            return finished(request, episode, turn.finish_reason)
         assert self._environments is not None and self._renderer is not None
         start, parser = request.start, None
         if isinstance(start.prompt, list):
@@ -195,7 +215,35 @@ class VllmEngineActor:
         conversation = Conversation(self._renderer, start.prompt, start.options, parser, rewrites=rewrites)
         environment = self._environments.episode(start.options.get("tools", ()))
         reason, score = await play(episode, sample, environment, conversation, start.record)
-        return _finished(request, episode, reason, score, conversation)
+        return finished(request, episode, reason, score, conversation)
+
+    async def _play_session(self, request: SampleRequest, sampling: SamplingConfig, gateway: Gateway) -> Sample:
+        """Let the agent ask the policy. Raises EpisodeError if it received no answer."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        assert request.start is not None
+        session = Session(request.session, max_turns=self.config.max_turns, record=request.begun)
+        self._sessions[request.seed] = session
+        access = gateway.open(session, sampling, request.seed, request.start.options, priority=request.priority)
+        given, failure = None, ""
+        try:
+            given = await self._ask_agent(request, access)
+        except EpisodeError as error:
+            failure = str(error)
+        finally:
+            del self._sessions[request.seed]
+            await gateway.close(session)
+        if self.engine.errored:
+            raise EngineDeadError()
+        if not session.kept:
+            raise EpisodeError(failure or "the agent received no answer of the policy")
+        return played(request, session, given, failure, needs_reward=self._needs_reward)
+
+    async def _ask_agent(self, request: SampleRequest, access: Access) -> Score | None:
+        """Return the reward that the agent gives, if any. Raises EpisodeError."""
+        assert request.start is not None
+        variables = session_variables(access.base_url, access.session_url, access.key)
+        return await self._agents.run(request.start.record, variables)
 
     async def _turn(self, request: SampleRequest, sampling: SamplingConfig, episode: Episode) -> Response:
         """Sample a turn. With a thinking budget in two requests, unless it ends within the budget."""
@@ -234,9 +282,11 @@ class VllmEngineActor:
             self._under_way.pop(name, None)
         return as_response(output).after(begun)
 
-    async def partial_responses(self) -> dict[int, Response]:
-        """Return unfinished responses that another engine can continue, by their requests' seeds, without episodes."""
-        found = {}
+    async def partial_responses(self) -> dict[int, Response | SessionRecord]:
+        """Return what another engine can continue, by its request's seed: responses and sessions, not episodes."""
+        found: dict[int, Response | SessionRecord] = {
+            seed: session.snapshot() for seed, session in self._sessions.items()
+        }
         for name, response in unfinished_responses(self.engine).items():
             request = self._under_way.get(name)
             if request is not None and request.start is None:
@@ -350,6 +400,8 @@ class VllmEngineActor:
         engine, self._engine = self._engine, None
         if self._environments is not None:
             await self._environments.stop()
+        if self._gateway is not None:
+            await self._gateway.stop()
         await asyncio.to_thread(_end_engine, engine)
 
 
@@ -368,47 +420,3 @@ def _end_engine(engine: "AsyncLLM | None") -> None:
         with suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(processes, STOP_SECONDS)
-
-
-def _flush(samples: list[Sample]) -> tuple[DataProto, list[SampleResult]]:
-    """Join the rows, and number the results, sorted by (uid, sample)."""
-    block: list[Row] = []
-    results = []
-    for result, rows in sorted(samples, key=lambda sample: sample[0].key):
-        results.append(replace(result, row=len(block)) if rows else result)
-        block += rows
-    return DataProto.from_rows(block), results
-
-
-def _finished(
-    request: SampleRequest,
-    episode: Episode,
-    reason: str,
-    environment: Score | None = None,
-    conversation: Conversation | None = None,
-) -> Sample:
-    versions, rows = episode.version_tokens, episode.rows()
-    ids = rows[0]["input_ids"]
-    result = SampleResult(
-        request.uid,
-        request.sample,
-        episode.prompt_tokens,
-        episode.response_tokens,
-        reason,
-        versions[0][0],
-        newest_weight_version=versions[-1][0],
-        version_tokens=versions,
-        turns=len(episode.turns),
-        cut_thoughts=episode.cut_thoughts,
-        observation_tokens=episode.observation_tokens,
-        prompt_hash=episode.prompt_hash,
-        prefix_hashes=prefix_hashes(ids, episode.prompt_tokens),
-        read_tokens=sum(turn.read_tokens for turn in episode.turns),
-        cached_tokens=sum(turn.cached_tokens for turn in episode.turns),
-        environment=environment,
-        branches=branches_of(rows, episode.prompt_tokens),
-        messages=conversation.transcript if conversation else [],
-        cut_tokens=conversation.cut_tokens if conversation else 0,
-        history_refused=bool(conversation and conversation.refused),
-    )
-    return result, rows

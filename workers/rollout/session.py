@@ -93,7 +93,7 @@ class SessionRecord:
 
 
 class Session(SampledTurns):
-    """The tree of one sample. nodes: in order of completion, parents before children."""
+    """The tree of one sample. nodes: in order of completion, parents before children. full: no turn was left."""
 
     def __init__(
         self, name: str, *, max_turns: int, record: SessionRecord | None = None, goes_on: bool = False
@@ -103,7 +103,7 @@ class Session(SampledTurns):
         An agent that starts again reaches a recorded turn by asking for it.
         """
         record = record or SessionRecord()
-        self.name, self.max_turns = name, max_turns
+        self.name, self.max_turns, self.full = name, max_turns, False
         self.nodes: list[Node] = []
         self._under_way = 0
         self._rewards = dict(record.rewards) if goes_on else {}
@@ -197,6 +197,7 @@ class Session(SampledTurns):
     def sampling(self) -> Iterator[int]:
         """Reserve a turn, and yield its number. Raises EpisodeError if rollout.max_turns are sampled or under way."""
         if len(self.nodes) + self._under_way >= self.max_turns:
+            self.full = True
             raise EpisodeError(
                 f"rollout.max_turns={self.max_turns}: the session has sampled as many turns. Raise it, or end the "
                 "agent earlier."

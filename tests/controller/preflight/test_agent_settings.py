@@ -43,6 +43,7 @@ rollout.sampling.max_thinking_tokens=8
 data.system_prompt=x
 data.continue_last_message=true
 algorithm.advantage=gae
+algorithm.advantage=gigpo
 algorithm.loss.name=gspo
 algorithm.loss.rollout_correction.weights=sequence
 rollout.max_model_tokens=300 policy.max_tokens_per_micro_batch=299

@@ -1,0 +1,99 @@
+"""A run whose samples are sessions of an agent: a plain loop of OpenAI's client, in a file that knows nothing of us."""
+
+import json
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from controller import generate
+from tests.end_to_end.test_whole_loop import run_loop
+from tests.workers.rollout import agent_model
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+AGENT = '''
+import json
+import os
+
+import openai
+
+NUMBER = {"type": "integer"}
+PARAMETERS = {"type": "object", "properties": {"a": NUMBER, "b": NUMBER}}
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": PARAMETERS}} for name in ("add", "mul")]
+
+
+def run(record, base_url, api_key):
+    """Ask, answer calls, ask again. Some sessions forget their history in between, one in four dies."""
+    client = openai.OpenAI(base_url=base_url, api_key=api_key)
+    messages, calls = list(record["prompt"]), 0
+    for turn in range(3):
+        answer = client.chat.completions.create(model="any", messages=messages, tools=TOOLS).choices[0].message
+        if record["number"] % 4 == 0:
+            os._exit(1)
+        if record["number"] % 4 == 1:
+            messages = [*record["prompt"], {"role": "user", "content": f"Turn {turn} is over. Again."}]
+            continue
+        messages.append(answer.model_dump(exclude_none=True))
+        if not answer.tool_calls:
+            break
+        for call in answer.tool_calls:
+            calls += 1
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": call.function.arguments})
+    return {"reward": len(messages) / 10, "calls": calls}
+'''
+
+COMMAND = """
+record=$(cat)
+body=$(printf '%s' "$record" | sed 's/^{"prompt"/{"messages"/; s/, "number".*/, "model": "any"}/')
+curl -sf "$OPENAI_BASE_URL/chat/completions" -H "Authorization: Bearer $OPENAI_API_KEY" \\
+    -H "Content-Type: application/json" -d "$body" || exit 1
+echo
+echo '{"reward": 0.5, "asked": 1}'
+"""
+
+
+@pytest.fixture(scope="module")
+def agent(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Settings of a run with the agent."""
+    folder = tmp_path_factory.mktemp("agent")
+    agent_model.save(folder / "model")
+    (folder / "agent.py").write_text(AGENT)
+    records = [{"prompt": [{"role": "user", "content": f"What is {n} + 3?"}], "number": n} for n in range(64)]
+    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, records)))
+    return [
+        *(f"run.dir={folder / 'runs'}", f"model.path={folder / 'model'}", f"data.train={folder / 'train.jsonl'}"),
+        *("run.steps=2", "batch.prompts_per_step=4", "rollout.samples_per_prompt=3", "data.shuffle=false"),
+        *("rollout.cpu_kv_cache_gib=0.25", "rollout.sampling.max_new_tokens=64", "rollout.max_turns=3"),
+        *("data.max_prompt_tokens=128", "rollout.max_episode_tokens=512", "policy.max_tokens_per_micro_batch=1280"),
+        *(f"rollout.agent={folder / 'agent.py'}:run", "policy.optimizer.learning_rate=1e-5"),
+    ]
+
+
+def test_a_run_trains_on_the_sampled_tokens_of_an_agents_sessions(agent: list[str]) -> None:
+    run = run_loop([*agent, "run.name=agent"])
+    for step in run.outcome.steps:
+        assert step["policy/rollout_mismatch_max"] < 1e-4
+        assert (step["rollout/samples"], step["reward/failures"]) == (12, 3)
+        assert step["rollout/rows_per_sample"] == 1 + 2 * 3 / 12
+        assert step["rollout/turns_mean"] > 1 and step["reward/calls"] > 0
+    scores = list(run.rollout.by_sample.values())
+    failed = [int(score.failure.startswith("agent: ")) for score in scores]
+    assert 0 < sum(failed) < len(failed) and not any(score.reward for score in scores if score.failure)
+    trained = run.rollout.rows.gather()
+    sampled = [row["loss_mask"].sum() for row in map(trained.row, range(len(trained)))]
+    told = [[node["tokens"] for node in score.session if node["kept"]] for score in scores]
+    assert sum(sampled) == sum(map(sum, told))
+    assert run.proto.columns["response_tokens"].tolist() == [sum(tokens) for tokens in told]
+
+
+def test_a_command_of_any_language_samples_from_a_configuration(agent: list[str], tmp_path: Path) -> None:
+    """The record's prompt is a file of its own that a shell reads; the reward is the last line that it prints."""
+    (tmp_path / "agent.sh").write_text(COMMAND)
+    settings = OmegaConf.from_dotlist([setting for setting in agent if not setting.startswith("rollout.agent=")])
+    OmegaConf.save(settings, tmp_path / "config.yaml")
+    given = ["--config", str(tmp_path / "config.yaml"), f"--output={tmp_path / 'samples'}", "--prompts=4"]
+    given += [f"rollout.agent_command=sh {tmp_path / 'agent.sh'}", "rollout.samples_per_prompt=1"]
+    assert generate.main(given) == 0
+    lines = [json.loads(line) for line in (tmp_path / "samples" / "samples.jsonl").read_text().splitlines()]
+    assert [line["failure"] for line in sorted(lines, key=lambda line: line["uid"])] == ["", "", "", ""]
+    assert all((line["reward"], line["parts"]["asked"]) == (0.5, 1.0) and line["turns"] for line in lines)

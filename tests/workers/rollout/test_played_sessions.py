@@ -1,0 +1,85 @@
+"""What becomes of a session that its agent has left: reward, failure, finish reason and rows."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from workers.errors import EpisodeError
+from workers.rollout.requests import Response, SampleRequest
+from workers.rollout.results import Sample, played
+from workers.rollout.session import Session
+from workers.score import Score
+
+REQUEST = SampleRequest("uid", 1, np.arange(3, dtype=np.int32), seed=5)
+PARTS = Score(0.5, "", {"tries": 2.0}, answer="8")
+
+
+def session_of(finish_reasons: Sequence[str] = ("stop", "stop")) -> Session:
+    """Roots with answers `r0`, `r1`, ... of two tokens each."""
+    session = Session("name", max_turns=len(finish_reasons))
+    for number, reason in enumerate(finish_reasons):
+        response = Response(np.array([7, number]), np.array([-1.0, -2.0]), np.array([4, 4]), reason)
+        with session.sampling() as turn:
+            asked = session.find([{"role": "user", "content": f"{number}?"}])
+            said = {"role": "assistant", "content": str(number)}
+            prompt = np.array([1, 2, number], np.int32)
+            node = session.add(asked, prompt, response, number=turn, said=said, name=f"r{number}")
+            node.received = True
+    return session
+
+
+def play(session: Session, given: Score | None, failure: str = "", *, needs_reward: bool = True) -> Sample:
+    return played(REQUEST, session, given, failure, needs_reward=needs_reward)
+
+
+@pytest.mark.parametrize(
+    ("given", "rewards", "needs_reward", "reward", "offsets"),
+    [
+        (PARTS, {}, True, 0.5, [0, 0]),
+        (None, {"": 0.25}, True, 0.25, [0, 0]),
+        (PARTS, {"": 0.25}, True, 0.5, [0, 0]),
+        (None, {"r0": 1.0, "r1": 0.0}, True, 0.5, [0.5, -0.5]),
+        (PARTS, {"r0": 1.5}, True, 1.0, [0.5, -0.5]),
+        (None, {}, False, 0.0, [0, 0]),
+        (None, {"r0": 1.0}, False, 0.5, [0.5, -0.5]),  # reward functions add theirs to both leaves
+        (None, {}, True, None, [0, 0]),
+        (None, {"r0": 1.0}, True, None, None),
+    ],
+)
+def test_the_reward_is_the_mean_over_leaves_and_missing_where_nothing_gives_it(
+    given: Score | None,
+    rewards: dict[str, float],
+    needs_reward: bool,
+    reward: float | None,
+    offsets: list[float] | None,
+) -> None:
+    session = session_of()
+    for name, value in rewards.items():
+        session.reward(value, name)
+    result, rows = play(session, given, needs_reward=needs_reward)
+    score = result.environment
+    assert score is not None and score.reward == (reward or 0.0)
+    assert bool(score.failure) == (reward is None) and (not score.failure or score.failure.startswith("agent: "))
+    assert offsets is None or [offset for _, offset, _ in score.credit] == offsets
+    assert (score.parts, score.answer) == ((given.parts, given.answer) if given else ({}, ""))
+    assert len(rows) == 3 and len(result.branches) == 2 and len(score.session) == 2
+    assert result.messages[-1] == {"role": "assistant", "content": "1"}
+
+
+def test_a_failure_keeps_the_turns_and_no_reward() -> None:
+    session = session_of()
+    session.reward(3.0)
+    result, rows = play(session, None, "it raised ValueError")
+    assert result.environment is not None
+    assert (result.environment.reward, result.environment.failure) == (0.0, "agent: it raised ValueError")
+    assert sum(int(row["loss_mask"].sum()) for row in rows[1:]) == 4
+
+
+def test_a_limit_on_tokens_or_turns_is_the_finish_reason() -> None:
+    assert play(session_of(["length", "stop"]), PARTS)[0].finish_reason == "stop"  # the agent went on
+    assert play(session_of(["stop", "length"]), PARTS)[0].finish_reason == "length"
+    session = session_of()
+    with pytest.raises(EpisodeError), session.sampling():
+        pass
+    assert play(session, PARTS)[0].finish_reason == "turns"

@@ -1,0 +1,89 @@
+"""Results: what becomes of a sample whose last turn is sampled.
+
+Episode | Session + reward --finished, played--> (SampleResult, rows) --flush--> DataProto, list[SampleResult]
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from workers.dataproto import DataProto
+from workers.rollout.conversation import Conversation
+from workers.rollout.episode import Episode, branches_of
+from workers.rollout.prefix_hashes import prefix_hashes
+from workers.rollout.requests import LENGTH, STOP, TURNS, SampleRequest, SampleResult
+from workers.rollout.session import Session
+from workers.score import Score
+
+Row = dict[str, np.ndarray]
+Sample = tuple[SampleResult, list[Row]]
+
+
+def flush(samples: Sequence[Sample]) -> tuple[DataProto, list[SampleResult]]:
+    """Join the rows, and number the results, sorted by (uid, sample)."""
+    block: list[Row] = []
+    results = []
+    for result, rows in sorted(samples, key=lambda sample: sample[0].key):
+        results.append(replace(result, row=len(block)) if rows else result)
+        block += rows
+    return DataProto.from_rows(block), results
+
+
+def played(
+    request: SampleRequest, session: Session, given: Score | None, failure: str, *, needs_reward: bool
+) -> Sample:
+    """Return the sample of a session that its agent has left. given: its reward. failure: why it did not end well.
+
+    needs_reward: whether nothing else rewards it.
+    """
+    if given is not None:
+        session.reward(given.reward)
+    if session.value is None and not needs_reward:
+        session.reward(0.0)
+    if session.value is None and not failure:
+        failure = "it gave the session no reward, and there is no reward.function. Return a reward, or set one"
+    score = replace(
+        given or Score(0.0, ""),
+        reward=0.0 if failure else session.value or 0.0,
+        failure=failure and f"agent: {failure}",
+        credit=session.credit(),
+        session=tuple(session.told()),
+    )
+    cut = session.kept[-1].response.finish_reason == LENGTH
+    result, rows = finished(request, session, TURNS if session.full else LENGTH if cut else STOP, score)
+    return replace(result, messages=session.transcript), rows
+
+
+def finished(
+    request: SampleRequest,
+    episode: Episode | Session,
+    reason: str,
+    environment: Score | None = None,
+    conversation: Conversation | None = None,
+) -> Sample:
+    versions, rows = episode.version_tokens, episode.rows()
+    ids = rows[0]["input_ids"]
+    result = SampleResult(
+        request.uid,
+        request.sample,
+        episode.prompt_tokens,
+        episode.response_tokens,
+        reason,
+        versions[0][0],
+        newest_weight_version=versions[-1][0],
+        version_tokens=versions,
+        turns=len(episode.turns),
+        cut_thoughts=episode.cut_thoughts,
+        observation_tokens=episode.observation_tokens,
+        prompt_hash=episode.prompt_hash,
+        prefix_hashes=prefix_hashes(ids, episode.prompt_tokens),
+        read_tokens=sum(turn.read_tokens for turn in episode.turns),
+        cached_tokens=sum(turn.cached_tokens for turn in episode.turns),
+        environment=environment,
+        branches=branches_of(rows, episode.prompt_tokens),
+        messages=conversation.transcript if conversation else [],
+        cut_tokens=conversation.cut_tokens if conversation else 0,
+        history_refused=bool(conversation and conversation.refused),
+    )
+    return result, rows
