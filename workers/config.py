@@ -253,6 +253,10 @@ class SamplingConfig:
         return not (self.undivided or self.stop or self.max_thinking_tokens)
 
 
+HTTP, GATEWAY_KEY = "http", "BALLAST_GATEWAY_KEY"
+"""Value of rollout.agent for agents elsewhere, and the environment variable with their key."""
+
+
 @dataclass
 class GatewayConfig:
     """The HTTP server through which agents reach the policy. The run's own agents use 127.0.0.1 and a free port."""

@@ -9,6 +9,7 @@ import os
 from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 
+LOOPBACK = "127.0.0.1"
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 

@@ -28,7 +28,7 @@ from controller.engines.engine_pool import EnginePool
 from controller.engines.fleet import RestartBudget
 from controller.observability.console import Console
 from controller.observability.live_metrics import LiveMetrics
-from workers.config import RolloutConfig
+from workers.config import GATEWAY_KEY, HTTP, RolloutConfig
 from workers.errors import BallastError, LostError, WorkerError
 from workers.model.timing import MicroStepTime
 from workers.roles.base import Worker
@@ -182,7 +182,7 @@ def launch(
         between_gpus = config.uses_gpus and "policy" in config.training_roles
         # Engines take longest to start: unless they share GPUs, they start while the training roles load.
         devices = shared_devices(start.group("policy").facts(), *config.colocated_engines) if colocated else []
-        front = session_front(config, console, stack) if config.rollout.agent == "http" else None
+        front = session_front(config, console, stack) if config.rollout.agent == HTTP else None
         rollouts = EnginePool(
             engine_maker(config, start.bundles, start.requests["rollout"], devices, environment, front),
             replace(config.rollout, replicas=config.engines),
@@ -296,7 +296,7 @@ def session_front(config: Config, console: Console, stack: ExitStack) -> Any:
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
         )
         .remote(
-            os.environ["BALLAST_GATEWAY_KEY"],
+            os.environ[GATEWAY_KEY],
             gateway.host,
             gateway.port,
             max_request_mib=gateway.max_request_mib,

@@ -39,6 +39,7 @@ from controller.lifecycle.template_report import Examined, examine, short_lines
 from controller.observability.shown_text import redacted, shortened
 from controller.observability.slow_work import Log, log_if_slow
 from controller.preflight.algorithm_checks import check_keep_best
+from workers.config import HTTP
 from workers.dataproto import record_column
 from workers.environment import as_text
 from workers.errors import ConfigError, DataError
@@ -190,7 +191,7 @@ def tried_lines(config: Config, tried: Tried) -> list[str]:
         *(_episode_lines(tried.answered) if tried.answered else []),
         *([f"{config.rollout.tools}: tools {', '.join(map(_name, tried.tools))}"] if tried.tools else []),
         *(short_lines(tried.template, turns_follow=config.rollout.plays_episodes) if tried.template else []),
-        *([f"{config.rollout.agent}: imported, plays each sample"] if config.rollout.agent else []),
+        *([f"{config.rollout.agent}: {_agent_line(config)}"] if config.rollout.agent else []),
         *([f"{config.rollout.agent_command}: started for each sample"] if config.rollout.agent_command else []),
         *([f"{config.run.step}: imported, makes each step"] if tried.step else []),
     ]
@@ -305,12 +306,16 @@ def _environment(config: Config, example: Record, log: Log) -> tuple[bytes, Answ
 def _agent(config: Config, log: Log) -> bytes:
     """Pickle the function of rollout.agent. Raises ConfigError unless it takes what it is called with."""
     key, name = "rollout.agent", config.rollout.agent
-    if not name:
+    if not name or name == HTTP:
         return b""
     found = _imported(config, log, key, name)
     if len(found.signature.required) > len(AGENT_TAKES) or len(found.signature.names) < len(AGENT_TAKES):
         raise ConfigError(f"{key}={name!r}: must take {', '.join(AGENT_TAKES)}. Write `def run(record, ...)` so.")
     return found.packed
+
+
+def _agent_line(config: Config) -> str:
+    return "agents elsewhere play each sample" if config.rollout.agent == HTTP else "imported, plays each sample"
 
 
 def _tools(config: Config, log: Log) -> Tools:

@@ -1,15 +1,18 @@
 """Check turns and lengths of samples, for training and sampling."""
 
+import os
+
 from controller.config import Config
 from controller.config.functions import check_command, check_function, check_source
 from controller.preflight.training_checks import check_caps
-from workers.config import SamplingConfig
+from workers.config import GATEWAY_KEY, HTTP, SamplingConfig
 from workers.errors import ConfigError
 from workers.rollout.parser_names import known_parsers
 
 PLAYERS = ("environment", "tools", "agent", "agent_command")
 """Settings of rollout that make samples episodes, of which a run has one."""
 
+SHORTEST_KEY = 16
 COLDEST = 0.01
 """Lowest temperature at which vLLM samples."""
 
@@ -85,6 +88,12 @@ def check_turns(config: Config) -> None:
         check_source(key, name)
     elif key == "rollout.agent_command":
         check_command(key, name)
+    elif (key, name) == ("rollout.agent", HTTP):
+        if len(os.environ.get(GATEWAY_KEY, "")) < SHORTEST_KEY:
+            raise ConfigError(
+                f"rollout.agent=http: {GATEWAY_KEY} has fewer than {SHORTEST_KEY} characters. Set this environment "
+                "variable to a secret that agents send."
+            )
     else:
         check_function(key, name)
     if config.data.continue_last_message:

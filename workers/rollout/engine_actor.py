@@ -16,23 +16,24 @@ from collections.abc import AsyncIterator, Awaitable
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from workers.config import ModelConfig, RolloutConfig, SamplingConfig
 from workers.dataproto import DataProto
 from workers.errors import EpisodeError, LostError, RolloutError
-from workers.network import use_rays_interface
+from workers.network import LOOPBACK, use_rays_interface
 from workers.rendering import Renderer
 from workers.rollout.conversation import Conversation
 from workers.rollout.episode import Episode, play
+from workers.rollout.front import Taken
 from workers.rollout.gateway import Access, Gateway
 from workers.rollout.parsing import TurnParser
 from workers.rollout.placement import check_placement
 from workers.rollout.requests import ERROR, LENGTH, Response, SampleRequest, SampleResult, WeightLoad, turn_seed
 from workers.rollout.results import Row, Sample, finished, flush, played
-from workers.rollout.session import Session, SessionRecord
+from workers.rollout.session import Node, Session, SessionRecord
 from workers.rollout.thinking import Thinking
 from workers.rollout.vllm_interface import (
     as_response,
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
 FLUSH_SECONDS = 0.25
 STOP_SECONDS = 10.0
 ALIVE_SECONDS = 1.0  # between checks that a silent engine is alive
+T = TypeVar("T")
 
 
 class VllmEngineActor:
@@ -77,13 +79,14 @@ class VllmEngineActor:
     ) -> None:
         """placement: of `workers.rollout.placement.BACKENDS`. environment: of EnvironmentPool, ToolPool or AgentPool.
 
-        needs_reward: whether an agent must give the reward, because nothing else does.
+        front: actor of SessionFront, for agents elsewhere. needs_reward: whether an agent must give the reward, because
+        nothing else does.
         """
         prepare_environment(rollout, placement)
         use_rays_interface()  # between an engine's GPUs, and for new weights from the policy's node
         self.model, self.config, self.index = model, rollout, index
         self._placement, self._max_model_tokens, self._seed = placement, max_model_tokens, seed
-        self._front = front  # actor of SessionFront
+        self._front = front
         self._engine: AsyncLLM | None = None
         self._numbers = itertools.count()
         self._under_way: dict[str, SampleRequest] = {}  # by vLLM's name of the request
@@ -91,7 +94,7 @@ class VllmEngineActor:
         self._gateway: Gateway | None = None
         self._sessions: dict[int, Session] = {}  # open ones, by their requests' seeds
         self._needs_reward = needs_reward
-        if rollout.runs_agent:
+        if rollout.runs_agent and front is None:
             self._environments = self._agents = AgentPool(
                 rollout.agent_command or environment,
                 rollout.agent_timeout_s,
@@ -128,8 +131,10 @@ class VllmEngineActor:
         # In a thread, so that `stop` and `pids` answer while the engine loads.
         engine = await asyncio.to_thread(self._build)
         if self.config.runs_agent:
+            import ray
+
             self._gateway = Gateway(engine, self.model, self.config)
-            await self._gateway.start()
+            await self._gateway.start(LOOPBACK if self._front is None else ray.util.get_node_ip_address())
         elif self._environments is not None:
             tokenizer = await asyncio.to_thread(self._load_tokenizer)
             self._renderer = Renderer.with_template(tokenizer, self.model.chat_template)
@@ -222,12 +227,20 @@ class VllmEngineActor:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         assert request.start is not None
-        session = Session(request.session, max_turns=self.config.max_turns, record=request.begun)
+        start, name = request.start, request.session
+        taken, on_turn = Taken(request.begun or SessionRecord()), None
+        if self._front is not None:
+            taken = await self._at_front("offer", name, start.record, taken.record)
+            on_turn = partial(self._tell_front, request)
+        session = Session(name, max_turns=self.config.max_turns, record=taken.record, goes_on=taken.goes_on)
         self._sessions[request.seed] = session
-        access = gateway.open(session, sampling, request.seed, request.start.options, priority=request.priority)
+        access = gateway.open(
+            session, sampling, request.seed, start.options, on_turn=on_turn, priority=request.priority
+        )
         given, failure = None, ""
         try:
-            given = await self._ask_agent(request, access)
+            if not taken.ended:
+                given = await self._while_alive(self._ask_agent(request, access))
         except EpisodeError as error:
             failure = str(error)
         finally:
@@ -242,8 +255,40 @@ class VllmEngineActor:
     async def _ask_agent(self, request: SampleRequest, access: Access) -> Score | None:
         """Return the reward that the agent gives, if any. Raises EpisodeError."""
         assert request.start is not None
-        variables = session_variables(access.base_url, access.session_url, access.key)
-        return await self._agents.run(request.start.record, variables)
+        if self._front is None:
+            variables = session_variables(access.base_url, access.session_url, access.key)
+            return await self._agents.run(request.start.record, variables)
+        limit_s = self.config.agent_timeout_s
+        try:
+            playing = self._at_front("play", request.session, access.session_url, access.key)
+            await asyncio.wait_for(playing, limit_s)
+        except TimeoutError:
+            raise EpisodeError(f"took more than rollout.agent_timeout_s={limit_s:g} s") from None
+        return None  # the gateway has told the session
+
+    async def _tell_front(self, request: SampleRequest, node: Node) -> None:
+        await self._at_front("turn", request.session, self._sessions[request.seed].snapshot())
+
+    async def _at_front(self, method: str, *arguments: Any) -> Any:
+        from ray.exceptions import RayTaskError
+
+        try:
+            return await getattr(self._front, method).remote(*arguments)
+        except RayTaskError as error:
+            raise error.cause from None  # without the front's traceback
+
+    async def _while_alive(self, call: Awaitable[T]) -> T:
+        """Wait for the call. Raises EngineDeadError if the engine dies meanwhile."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        task, engine = asyncio.ensure_future(call), self.engine
+        try:
+            while not (await asyncio.wait({task}, timeout=ALIVE_SECONDS))[0]:
+                if engine.errored:  # a process that died in a collective never answers
+                    raise EngineDeadError()
+            return await task
+        finally:
+            task.cancel()
 
     async def _turn(self, request: SampleRequest, sampling: SamplingConfig, episode: Episode) -> Response:
         """Sample a turn. With a thinking budget in two requests, unless it ends within the budget."""
@@ -340,20 +385,14 @@ class VllmEngineActor:
         """Wait for the engine. Raises LostError if it dies meanwhile, RolloutError for other errors."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        task, engine = asyncio.ensure_future(call), self.engine
         try:
-            while not (await asyncio.wait({task}, timeout=ALIVE_SECONDS))[0]:
-                if engine.errored:  # a process that died in a collective never answers
-                    raise EngineDeadError()
-            await task
+            await self._while_alive(call)
         except EngineDeadError as error:
             raise LostError(
                 f"the engine of rollout replica {self.index} died and could not {doing}: {_reason(error)}"
             ) from error
         except Exception as error:
             raise RolloutError(f"rollout replica {self.index} could not {doing}: {error}") from error
-        finally:
-            task.cancel()
 
     async def take_weight_loads(self) -> list[WeightLoad]:
         """Return weight updates since the last call."""

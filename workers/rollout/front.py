@@ -28,6 +28,7 @@ from workers.user_code.agents import as_json
 ASK_SECONDS = 20.0  # that a request waits for a session
 RETURN_SECONDS = 30.0  # that a recorded session waits for its agent, before another starts it again
 AGAIN_SECONDS = 0.5  # between tries to reach a lost engine's gateway
+SERVER_ERRORS = 10  # of a request, which an engine that dies may cause, before its agent sees one
 HEAD_BYTES = 4096  # of an answer, which hold its id
 KEPT_HERE = {"host", "connection", "transfer-encoding", "content-length", "content-encoding", "accept-encoding", "date"}
 KEPT_HERE |= {"server", "authorization", "x-api-key"}
@@ -39,8 +40,8 @@ class Taken:
     """goes_on: whether the agent has seen answers of `record`. ended: whether it has posted its reward, too."""
 
     record: SessionRecord
-    goes_on: bool
-    ended: bool
+    goes_on: bool = False
+    ended: bool = False
 
 
 @dataclass
@@ -224,7 +225,7 @@ class SessionFront:
 
     async def _passed(self, request: web.Request, held: _Held, rest: str) -> web.StreamResponse:
         """Pass a request on, and its answer back. If the engine is lost before the answer began, try the next one."""
-        body, answer = await request.read(), None
+        body, answer, errors = await request.read(), None, 0
         headers = {name: value for name, value in request.headers.items() if name.lower() not in KEPT_HERE}
         while not held.ended.is_set():
             await held.placed.wait()
@@ -235,6 +236,9 @@ class SessionFront:
                 async with client.request(
                     request.method, url + rest, params=request.query, data=body, headers=headers
                 ) as found:
+                    if found.status >= 500 and errors < SERVER_ERRORS:
+                        errors += 1
+                        raise ClientError
                     streams = found.content_type == "text/event-stream"
                     parts = found.content.iter_any() if streams else _once(await found.read())
                     kept = {name: value for name, value in found.headers.items() if name.lower() not in KEPT_HERE}

@@ -1,0 +1,53 @@
+"""Runs whose agents ask for sessions by HTTP: whatever dies, what agents were told is trained, once."""
+
+import json
+from pathlib import Path
+
+import psutil
+import pytest
+
+from controller.engines import engine_pool
+from tests.end_to_end import faults
+from tests.end_to_end.elsewhere import KEY, Agents, free_port, unaccounted
+from tests.workers.rollout import agent_model
+from workers.config import GATEWAY_KEY
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+
+def agent_settings(folder: Path, name: str) -> list[str]:
+    agent_model.save(folder / "model")
+    records = [{"prompt": [{"role": "user", "content": f"What is {n} + 3?"}], "number": n} for n in range(64)]
+    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, records)))
+    return [
+        *(f"run.dir={folder / 'runs'}", f"model.path={folder / 'model'}", f"data.train={folder / 'train.jsonl'}"),
+        *(f"run.name={name}", "batch.prompts_per_step=4", "rollout.samples_per_prompt=3", "data.shuffle=false"),
+        *("rollout.cpu_kv_cache_gib=0.25", "rollout.sampling.max_new_tokens=64", "rollout.max_turns=8"),
+        *("data.max_prompt_tokens=128", "rollout.max_episode_tokens=768", "policy.max_tokens_per_micro_batch=2048"),
+        *("policy.optimizer.learning_rate=1e-5", "run.record_samples=true", "tracking.tensorboard=false"),
+        *("rollout.threads=1", "resources.dashboard=false"),
+    ]
+
+
+def kill_front(run: object) -> None:
+    found = [
+        process.pid
+        for process in psutil.Process().children(recursive=True)
+        if "SessionFront" in " ".join(process.cmdline())
+    ]
+    assert found
+    faults.send(faults.signal.SIGKILL, found, after_s=0.5)
+
+
+def test_agents_lose_no_turn_when_an_engine_and_the_front_die(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rollout actor is killed in step 1 and the front in step 2, while agents play."""
+    monkeypatch.setenv(GATEWAY_KEY, KEY)
+    monkeypatch.setattr(engine_pool, "LOOK_SECONDS", 1.0)
+    port = free_port()
+    settings = [*agent_settings(tmp_path, "elsewhere"), "rollout.replicas=2", "run.steps=3", "rollout.agent=http"]
+    with Agents(port) as agents:
+        run = faults.run_with([*settings, f"rollout.gateway.port={port}"], {1: faults.kill_actor, 2: kill_front})
+    assert run.last["restarts/engines"] == 1
+    assert agents.failures == []
+    assert unaccounted(run.config, agents, steps=3) == []
+    assert len(agents.rewards) == 36 == sum(agents.asked.values())
