@@ -40,6 +40,8 @@ READING = [
     ("balance", ("runs/done", "--step", "3")),
     ("balance", ("lengths.jsonl", "--column", "length", "--ranks", "2", "--mini-batches", "2")),
     ("evaluate", ("--model", "runs/done", "--trust-run", "--dry-run")),
+    ("show", ("runs/done", "--step", "3")),
+    ("show", ("runs/done", "--session", "2", "--full")),
 ]
 REWARD = UserFunction(b"", Signature(("response", "solution"), ("response", "solution"), False))
 DOCTOR = [("doctor", ("--config", "config.yaml", "run.steps=3"))]
