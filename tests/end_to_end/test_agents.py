@@ -7,6 +7,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from controller import generate
+from controller.observability.report import write_report
+from controller.show import main as show
 from tests.end_to_end.test_whole_loop import run_loop
 from tests.workers.rollout import agent_model
 
@@ -69,13 +71,17 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     ]
 
 
-def test_a_run_trains_on_the_sampled_tokens_of_an_agents_sessions(agent: list[str]) -> None:
+def test_a_run_trains_on_the_sampled_tokens_of_an_agents_sessions(
+    agent: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     run = run_loop([*agent, "run.name=agent"])
     for step in run.outcome.steps:
         assert step["policy/rollout_mismatch_max"] < 1e-4
         assert (step["rollout/samples"], step["reward/failures"]) == (12, 3)
         assert step["rollout/rows_per_sample"] == 1 + 2 * 3 / 12
         assert step["rollout/turns_mean"] > 1 and step["reward/calls"] > 0
+        assert step["session/branches"] == step["rollout/rows_per_sample"]
+        assert step["session/requests"] == step["rollout/turns_mean"] and step["session/agent_s"] > 0
     scores = list(run.rollout.by_sample.values())
     failed = [int(score.failure.startswith("agent: ")) for score in scores]
     assert 0 < sum(failed) < len(failed) and not any(score.reward for score in scores if score.failure)
@@ -84,6 +90,15 @@ def test_a_run_trains_on_the_sampled_tokens_of_an_agents_sessions(agent: list[st
     told = [[node["tokens"] for node in score.session if node["kept"]] for score in scores]
     assert sum(sampled) == sum(map(sum, told))
     assert run.proto.columns["response_tokens"].tolist() == [sum(tokens) for tokens in told]
+    folder = agent[0].removeprefix("run.dir=") + "/agent"
+    capsys.readouterr()
+    assert show([folder, "--step", "2"]) == 0
+    (forked, *_) = [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:] if line.split()[3] == "3"]
+    assert show([folder, "--step", "2", "--session", forked]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("branch from the start") == 2 and shown.count("What is 5 + 3?") == 3
+    assert shown.count("version 1, log-prob -") == 3 and "advantage" in shown
+    assert "branch" in write_report(Path(folder)).read_text()
 
 
 def test_a_command_of_any_language_samples_from_a_configuration(agent: list[str], tmp_path: Path) -> None:

@@ -4,15 +4,18 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from controller.observability.console import Console
 from controller.observability.live_metrics import LiveMetrics
 from controller.observability.run_folder import RunWriter
-from controller.observability.run_record import RunRecord
+from controller.observability.run_record import RunRecord, advantages_of
 from controller.observability.timeline import read_timeline, trace_events
 from tests.controller.observability.test_console import recorded
 from tests.controller.observability.trace_format import check, slices_of
+from workers.dataproto import object_column
+from workers.remote_batch import RemoteBatch
 
 
 class Recording:
@@ -65,3 +68,13 @@ def test_a_phase_that_fails_ends_everywhere(recording: Recording) -> None:
     record.write_timeline(0)
     (line,) = (recording.folder / "timeline.jsonl").read_text().splitlines()
     assert [name for name, _, _ in json.loads(line)["phases"]] == ["save"]
+
+
+def test_advantages_of_turns_follow_their_samples() -> None:
+    rows = {"uid": np.array(["a", "a", "b"]), "sample": np.array([0, 0, 1])}
+    by_turn = object_column([((4, 0.5), (2, 1.0)), ((3, -1.0),), ((9, 2.0),)])
+    assert advantages_of(RemoteBatch({**rows, "by_turn": by_turn}, {})) == {
+        ("a", 0): {"advantages": [0.5, 1.0, -1.0]},
+        ("b", 1): {"advantages": [2.0]},
+    }
+    assert advantages_of(RemoteBatch(rows, {})) == {}
