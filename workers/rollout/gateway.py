@@ -310,7 +310,7 @@ class Gateway:
 
         began = time.monotonic()
         call = Call(
-            opened.session, opened.sampling, opened.seed, opened.options, opened.priority, route in SAMPLED,
+            opened.session, opened.sampling, opened.seed, opened.options, opened.priority, route in SAMPLED, len(body),
             opened.engine_names,
         )  # fmt: skip
         CALL.set(call)

@@ -7,12 +7,13 @@
 vLLM's templates and sampling options are not used: prompts are rendered by `Renderer`, and sampling is the run's.
 """
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from itertools import takewhile
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,7 @@ OTHERS = {
     "functions", "function_call", "best_of", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
 }  # fmt: skip
 TAIL = 32  # tokens at a prompt's end that show whether it opens the reasoning
+LARGE, CHARACTERS = 2**16, 32  # bytes of a request that is rendered beside others; of a token at most, on average
 REQUIRED = "required"  # stock agents send it always: taken out
 LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 TEXTS = ("text", "input_text", "output_text")
@@ -66,7 +68,7 @@ class Prompt:
 
 @dataclass
 class Call:
-    """A request of a session. samples: whether it asks for answers, not for a count of tokens."""
+    """A request of a session. samples: whether it asks for answers, not for a count of tokens. size: in bytes."""
 
     session: Session
     sampling: SamplingConfig
@@ -74,6 +76,7 @@ class Call:
     options: Options
     priority: int
     samples: bool
+    size: int
     engine_names: set[str]
     reserved: ExitStack = field(default_factory=ExitStack)
     prompts: list[Prompt] = field(default_factory=list)
@@ -150,19 +153,25 @@ class PromptRenderer:
 
 def refusal(request: Any, *, may_force: bool) -> tuple[str, str] | None:
     """Return an option of a request that a session cannot have, and why, or None."""
-    fields = type(request).model_fields
-    for name, value in {**(request.model_extra or {}), **{name: getattr(request, name) for name in fields}}.items():
-        default = fields[name].get_default(call_default_factory=True) if name in fields else None
-        if not value or value == default:
-            continue
+    kind: Any = type(request)
+    given = {name: getattr(request, name) for name in _defaults(kind)}
+    changed = {name for name, value in given.items() if value and value != _defaults(kind)[name]}
+    for name in [*changed, *(OTHERS & (request.model_extra or {}).keys())]:
         if name in OTHERS:
             return name, f"{name}: a session samples with rollout.sampling alone. Leave it out."
-        if name in FORCED and _forces(name, value) and not may_force:
+        if _forces(name, given[name]) and not may_force:
             return name, (
                 f"{name}: it changes the distribution that the policy is trained on. Leave it out, or set an option of "
                 "rollout.sampling that algorithm.loss.rollout_correction corrects."
             )
     return None
+
+
+@cache
+def _defaults(kind: Any) -> dict[str, Any]:
+    """Defaults of the options of a kind of request that `refusal` looks at. pydantic takes long to find them."""
+    fields = {name: kind.model_fields[name] for name in (*FORCED, *OTHERS) if name in kind.model_fields}
+    return {name: info.get_default(call_default_factory=True) for name, info in fields.items()}
 
 
 def _forces(name: str, value: Any) -> bool:
@@ -213,7 +222,8 @@ def _online_renderer(base: type, prompts: PromptRenderer) -> type:
             self._check(request, call)
             try:
                 options = prompts.options(call.options, request, tool_dicts)
-                asked, ids = prompts.ids(call.session, [chat_message(each) for each in messages], options)
+                render = partial(prompts.ids, call.session, [chat_message(each) for each in messages], options)
+                asked, ids = await asyncio.to_thread(render) if call.size > LARGE else render()
                 call.take(asked, ids, getattr(request, "n", None) or 1)
             except (DataError, EpisodeError) as error:
                 raise VLLMValidationError(str(error), parameter="messages") from None
@@ -251,9 +261,13 @@ def _online_renderer(base: type, prompts: PromptRenderer) -> type:
                 self._taken_out("tool_choice=required")
             if any(_strict(tool) for tool in getattr(request, "tools", None) or ()) and not call.sampling.changes:
                 self._taken_out("strict of tools")
+            longest = self.model_config.max_model_len
+            if call.size > LARGE + CHARACTERS * longest:  # known without a tokenizer, which takes seconds
+                message = f"the request of {call.size:,} bytes exceeds the maximum context length of {longest} tokens."
+                raise VLLMValidationError(message, parameter="messages")
             for name in LIMITS:  # vLLM refuses one above the longest sequence
                 if getattr(request, name, None):
-                    setattr(request, name, min(getattr(request, name), self.model_config.max_model_len))
+                    setattr(request, name, min(getattr(request, name), longest))
 
         @staticmethod
         @cache
@@ -333,7 +347,10 @@ class RecordingClient:
                 tokens_input(prompt.ids.tolist()), parameters, name, priority=call.priority, **_of_parser(named)
             )
             async for output in outputs:
+                _forget_tokenizer(self._engine, name, wanted)
                 for each in output.outputs:
+                    if not parameters.detokenize:
+                        each.text = self._text(prompt, each, wanted)
                     turn = collected.setdefault(each.index, _Collected())
                     turn.take(each, delta)
                     if each.finish_reason is not None:
@@ -344,6 +361,21 @@ class RecordingClient:
                 yield output
         finally:
             call.engine_names.discard(name)
+
+    def _text(self, prompt: Prompt, completion: Any, wanted: Any) -> str:
+        """Decode a whole answer behind the prompt's end, without its end token."""
+        decode = partial(self._engine.get_tokenizer().decode, skip_special_tokens=wanted.skip_special_tokens)
+        ids, tail = list(completion.token_ids), prompt.ids[-TAIL:].tolist()
+        ids = ids[:-1] if completion.finish_reason == STOP else ids
+        before, whole = decode(tail), decode([*tail, *ids])
+        return str(whole[len(before) :] if whole.startswith(before) else decode(ids))
+
+
+def _forget_tokenizer(engine: "AsyncLLM", name: str, wanted: Any) -> None:
+    """Let vLLM not decode each token again for log-probs whose text nobody reads: a third of its time for a stream."""
+    if wanted.logprobs is None:
+        for internal in engine.output_processor.external_req_ids.get(name, ()):
+            engine.output_processor.request_states[internal].logprobs_processor.tokenizer = None
 
 
 class _Collected:
@@ -376,6 +408,8 @@ def _of_parser(named: dict[str, Any]) -> dict[str, Any]:
 
 def _parameters(call: Call, prompt: Prompt, wanted: Any) -> Any:
     """Return the run's sampling parameters, with the client's limit, stop texts and form of the answer."""
+    from vllm.sampling_params import RequestOutputKind
+
     sampling = call.sampling
     limit = min(wanted.max_tokens, sampling.max_new_tokens)
     ours = replace(
@@ -386,7 +420,9 @@ def _parameters(call: Call, prompt: Prompt, wanted: Any) -> Any:
         stop_token_ids=list(dict.fromkeys([*sampling.stop_token_ids, *wanted.stop_token_ids])),
     )
     found = sampling_parameters(ours, turn_seed(call.seed, prompt.numbers[0]))
-    found.n, found.output_kind, found.detokenize = len(prompt.numbers), wanted.output_kind, True
+    found.n, found.output_kind = len(prompt.numbers), wanted.output_kind
+    # A whole answer is decoded at once.
+    found.detokenize = bool(ours.stop or wanted.logprobs is not None) or wanted.output_kind == RequestOutputKind.DELTA
     found.skip_special_tokens = wanted.skip_special_tokens and not ours.stop
     found.spaces_between_special_tokens = wanted.spaces_between_special_tokens
     found.stream_interval = wanted.stream_interval

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -366,3 +367,30 @@ def test_a_record_answers_again_without_sampling(served: Served, stream: bool) -
     assert played(f"again{stream}", record=replace(record, nodes=record.nodes[:3]), seed=8)[:3] == first[:3]
     assert [node.replayed for node, _ in served.nodes(f"again{stream}")] == [True, True, True, False]
     assert len(served.call("of_engine", f"again{stream}")) == 1
+
+
+def test_a_session_keeps_to_its_limits(served: Served) -> None:
+    access = served.call("open", "limited", max_turns=17, max_new_tokens=100, min_new_tokens=100)
+    url, key = f"{access.base_url}/chat/completions", {"authorization": f"Bearer {access.key}"}
+
+    def post(messages: Any) -> httpx.Response:
+        return httpx.post(url, json={"model": "any", "messages": messages}, headers=key, timeout=60)
+
+    assert post([{"role": "user", "content": "x" * 2**20}]).status_code == 413
+    for size in (70_000, 600_000):  # rendered, and not
+        assert "context length" in post([{"role": "user", "content": "x" * size}]).json()["error"]["message"]
+    address = httpx.URL(url)
+    with socket.create_connection((address.host, address.port)) as cut:
+        head = f"POST {address.path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {access.key}\r\n"
+        cut.sendall(f'{head}content-type: application/json\r\ncontent-length: 500\r\n\r\n{{"mess'.encode())
+
+    async def many() -> list[int]:
+        async with httpx.AsyncClient(headers=key, timeout=60) as client:
+            asked = [{"model": "any", "messages": QUESTION, "user": str(number)} for number in range(20)]
+            return [each.status_code for each in await asyncio.gather(*[client.post(url, json=one) for one in asked])]
+
+    assert sorted(asyncio.run(many())) == [200] * 16 + [429] * 4
+    assert post(QUESTION).status_code == 200
+    last = post([{"role": "user", "content": "more"}])
+    assert last.status_code == 400 and "rollout.max_turns" in last.json()["error"]["message"]
+    assert len(served.call("of_engine", "limited")) == 17 and served.call("left")[0] == 0
