@@ -165,7 +165,7 @@ def test_settings_may_follow_one_another(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [evaluate, generate], ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("setting", ["reward.function", "rollout.environment"])
+@pytest.mark.parametrize("setting", ["reward.function", "rollout.environment", "rollout.agent"])
 def test_a_foreign_runs_functions_run_only_if_the_caller_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: Any, setting: str
 ) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from controller.config import load
+from controller.lifecycle.inputs import tried_lines, try_inputs
 from controller.preflight.checks import check
 from tests.controller.config_workspace import write_workspace
 from tests.refusals import refused, refused_rows
@@ -25,6 +26,17 @@ def test_an_agent_needs_no_reward_function_and_may_be_a_command(file: Path) -> N
     assert config.longest_sequence == config.max_model_tokens == 32 + 2 * 64
     check(load(file, [*AGENT, "rollout.agent=", "rollout.agent_command=python agent.py --fast"]))
     check(load(file, [*AGENT, "rollout.max_model_tokens=300", "policy.max_tokens_per_micro_batch=300"]))
+
+
+def test_a_dry_run_imports_the_agent_and_names_it(file: Path) -> None:
+    lines = "\n".join(tried_lines(config := load(file, AGENT), try_inputs(config)))
+    assert "agent.py:run: imported" in lines
+    command = load(file, [*AGENT, "rollout.agent=", "rollout.agent_command=python agent.py"])
+    assert "python agent.py: started" in "\n".join(tried_lines(command, try_inputs(command)))
+    for text in ("raise ValueError('no')", "def run(record): ...", "def run(record, base_url, api_key, more): ..."):
+        (file.parent / "agent.py").write_text(f"{text}\ndef other(): ...\n")
+        with refused("rollout.agent"):
+            try_inputs(config)
 
 
 @refused_rows("""
