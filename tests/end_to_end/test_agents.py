@@ -110,5 +110,7 @@ def test_a_command_of_any_language_samples_from_a_configuration(agent: list[str]
     given += [f"rollout.agent_command=sh {tmp_path / 'agent.sh'}", "rollout.samples_per_prompt=1"]
     assert generate.main(given) == 0
     lines = [json.loads(line) for line in (tmp_path / "samples" / "samples.jsonl").read_text().splitlines()]
-    assert [line["failure"] for line in sorted(lines, key=lambda line: line["uid"])] == ["", "", "", ""]
-    assert all((line["reward"], line["parts"]["asked"]) == (0.5, 1.0) and line["turns"] for line in lines)
+    assert sorted((line["uid"], line["sample"]) for line in lines) == [(str(uid), 0) for uid in range(4)]
+    for line in lines:
+        assert (line["reward"], line["parts"]) == (0.5, {"asked": 1.0}) and "failure" not in line
+        assert line["response_tokens"] == len(line["response_ids"]) > 0
