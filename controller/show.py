@@ -5,6 +5,7 @@ with it             one of them as a tree, see `controller.observability.session
 """
 
 import io
+import re
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -73,8 +74,8 @@ def _table(title: str, rows: Sequence[Row]) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("prompt", no_wrap=True, overflow="ellipsis", ratio=1)
     for row, numbers in zip(rows, found, strict=True):
-        prompt = " ".join(clean(str(row.get("prompt", "")).rpartition("\n\nuser: ")[2], SHOWN).split())
-        table.add_row(*(numbers[name] for name in names), prompt)
+        asked = re.split(r"(?:^|\n\n)user: ", str(row.get("prompt", "")))[-1]
+        table.add_row(*(numbers[name] for name in names), " ".join(clean(asked, SHOWN).split()))
     return table
 
 

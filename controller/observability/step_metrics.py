@@ -68,7 +68,7 @@ def session_metrics(sessions: Sequence[Sequence[Mapping[str, Any]]], seconds: np
     """Count what agents' sessions did. sessions: `Session.told` of each sample. seconds: of each, float64 [B].
 
     A request continues the turn that it extends. One that extends nothing, or a turn that has been extended, branches.
-    Turns of a record that an agent did not reach again are dropped, and were no request.
+    A record's turn that the agent did not reach again is dropped, and does not count as a request.
     """
     found = [(nodes, time) for nodes, time in zip(sessions, seconds.tolist(), strict=True) if nodes]
     if not found:

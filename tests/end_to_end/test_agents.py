@@ -92,6 +92,8 @@ def test_a_run_trains_on_the_sampled_tokens_of_an_agents_sessions(
     assert run.proto.columns["response_tokens"].tolist() == [sum(tokens) for tokens in told]
     folder = agent[0].removeprefix("run.dir=") + "/agent"
     capsys.readouterr()
+    recorded = [json.loads(line) for line in Path(folder, "samples.jsonl").read_text().splitlines()]
+    assert all("advantage" in row for row in recorded), "no response has a reward of its own"
     assert show([folder, "--step", "2"]) == 0
     (forked, *_) = [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:] if line.split()[3] == "3"]
     assert show([folder, "--step", "2", "--session", forked]) == 0

@@ -319,7 +319,10 @@ class Session(SampledTurns):
         """The sample's reward: the mean over the leaves, None while one of them has none."""
         rewards = [self._of_leaf(leaf) for leaf in self.leaves]
         known = [reward for reward in rewards if reward is not None]
-        return math.fsum(known) / len(known) if known and len(known) == len(rewards) else None
+        if not known or len(known) < len(rewards):
+            return None
+        # Without overrides exactly the session's reward: a mean may round, and leave offsets.
+        return known[0] if len(set(known)) == 1 else math.fsum(known) / len(known)
 
     def _of_leaf(self, leaf: Node) -> float | None:
         own = (self._override(node) for node in reversed(self.path(leaf)))
