@@ -378,8 +378,8 @@ class RolloutConfig:
     agent: str = setting(
         "",
         "Agent that asks the policy by OpenAI's or Anthropic's API: a function `run(record, base_url, api_key)`, "
-        "`module:function` or `path/file.py:function`, which returns the reward or nothing (see docs/agents.md). "
-        "reward.on_failure applies to it too.",
+        "`module:function` or `path/file.py:function`, which returns the reward or nothing. `http`: agents elsewhere, "
+        "which ask for sessions (see docs/agents.md). reward.on_failure applies to it too.",
     )
     agent_command: str = setting(
         "",

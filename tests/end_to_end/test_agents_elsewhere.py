@@ -1,6 +1,5 @@
 """Runs whose agents ask for sessions by HTTP: whatever dies, what agents were told is trained, once."""
 
-import json
 from pathlib import Path
 
 import psutil
@@ -8,25 +7,10 @@ import pytest
 
 from controller.engines import engine_pool
 from tests.end_to_end import faults
-from tests.end_to_end.elsewhere import KEY, Agents, free_port, unaccounted
-from tests.workers.rollout import agent_model
+from tests.end_to_end.elsewhere import KEY, Agents, agent_settings, free_port, unaccounted
 from workers.config import GATEWAY_KEY
 
 pytestmark = pytest.mark.usefixtures("ray_session")
-
-
-def agent_settings(folder: Path, name: str) -> list[str]:
-    agent_model.save(folder / "model")
-    records = [{"prompt": [{"role": "user", "content": f"What is {n} + 3?"}], "number": n} for n in range(64)]
-    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, records)))
-    return [
-        *(f"run.dir={folder / 'runs'}", f"model.path={folder / 'model'}", f"data.train={folder / 'train.jsonl'}"),
-        *(f"run.name={name}", "batch.prompts_per_step=4", "rollout.samples_per_prompt=3", "data.shuffle=false"),
-        *("rollout.cpu_kv_cache_gib=0.25", "rollout.sampling.max_new_tokens=64", "rollout.max_turns=8"),
-        *("data.max_prompt_tokens=128", "rollout.max_episode_tokens=768", "policy.max_tokens_per_micro_batch=2048"),
-        *("policy.optimizer.learning_rate=1e-5", "run.record_samples=true", "tracking.tensorboard=false"),
-        *("rollout.threads=1", "resources.dashboard=false"),
-    ]
 
 
 def kill_front(run: object) -> None:

@@ -9,6 +9,7 @@ from controller.lifecycle.inputs import tried_lines, try_inputs
 from controller.preflight.checks import check
 from tests.controller.config_workspace import write_workspace
 from tests.refusals import refused, refused_rows
+from workers.config import GATEWAY_KEY
 
 AGENT = ["rollout.agent=agent.py:run", "rollout.max_turns=2", 'reward.function=""']
 
@@ -37,6 +38,18 @@ def test_a_dry_run_imports_the_agent_and_names_it(file: Path) -> None:
         (file.parent / "agent.py").write_text(f"{text}\ndef other(): ...\n")
         with refused("rollout.agent"):
             try_inputs(config)
+
+
+def test_agents_elsewhere_need_a_secret_and_have_no_processes_here(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = [*AGENT, "rollout.agent=http", "rollout.gateway.port=8123"]
+    for key in ("", "short"):
+        monkeypatch.setenv(GATEWAY_KEY, key)
+        with refused("rollout.agent=http"):
+            check(load(file, elsewhere))
+    monkeypatch.setenv(GATEWAY_KEY, "a secret of agents")
+    check(load(file, elsewhere))
+    with refused("rollout.agent_memory_gib"):
+        check(load(file, [*elsewhere, "rollout.agent_memory_gib=5"]))
 
 
 @refused_rows("""
