@@ -92,7 +92,7 @@ class Call:
         if not self.samples:
             return
         found = (self.session.recorded(asked, ids) for _ in range(choices))
-        replayed = [node for node in found if node is not None]
+        replayed = [node for node in takewhile(lambda node: node is not None, found) if node]
         numbers = range(choices - len(replayed))
         reserved = [self.reserved.enter_context(self.session.sampling()) for _ in numbers]
         self.prompts.append(Prompt(asked, ids, reserved, replayed))
@@ -153,6 +153,8 @@ class PromptRenderer:
 
 def refusal(request: Any, *, may_force: bool) -> tuple[str, str] | None:
     """Return an option of a request that a session cannot have, and why, or None."""
+    if any(getattr(tool, "type", "function") != "function" for tool in getattr(request, "tools", None) or ()):
+        return "tools", "tools: the policy calls functions alone. Leave out other tools."
     kind: Any = type(request)
     given = {name: getattr(request, name) for name in _defaults(kind)}
     changed = {name for name, value in given.items() if value and value != _defaults(kind)[name]}
