@@ -73,7 +73,7 @@ class AgentPool(EnvironmentPool):
             raise EpisodeError(self._running[process] or str(failure)) from None
         finally:
             del self._running[process]
-            process.end()
+            await self._in_thread(process.end)
         return None if found is None else Score(response="", **found)
 
     async def stop(self) -> None:
@@ -91,16 +91,15 @@ class AgentPool(EnvironmentPool):
 
         below = defaultdict(list)
         for each in psutil.process_iter(["ppid"]):
-            below[each.info["ppid"]].append(each)
+            below[each.info["ppid"]].append(each.pid)
         for process in list(self._running):
-            found, new = [], [psutil.Process(process.pid)] if psutil.pid_exists(process.pid) else []
-            while new:
-                found += new
-                new = [child for parent in new for child in below[parent.pid]]
+            pids = [process.pid]
+            for pid in pids:  # which grows meanwhile
+                pids += below[pid]
             used = []
-            for each in found:
-                with suppress(psutil.NoSuchProcess):  # also of zombies
-                    used.append(each.memory_info().rss)
+            for pid in pids:
+                with suppress(psutil.Error):  # also of zombies
+                    used.append(psutil.Process(pid).memory_info().rss)
             reason = self._too_large(len(used), sum(used) / GIB)
             if reason and process in self._running:
                 self._running[process] = reason
@@ -176,4 +175,4 @@ def _show(stream: IO[bytes], last: list[bytes]) -> None:
 
 def as_json(record: dict[str, Any]) -> str:
     """Write a record. Arrays become lists, other objects texts."""
-    return json.dumps(record, ensure_ascii=False, default=lambda v: v.tolist() if hasattr(v, "tolist") else str(v))
+    return json.dumps(record, default=lambda v: v.tolist() if hasattr(v, "tolist") else str(v))

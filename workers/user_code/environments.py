@@ -62,7 +62,7 @@ class EnvironmentPool:
         try:
             yield partial(self._in_thread, call, process, self._timeout_s)
         except BaseException:
-            process.end()
+            await self._in_thread(process.end)
             raise
         self._idle.append(process)
 

@@ -37,7 +37,7 @@ LONGEST_ANSWER = 2**24  # bytes, of a sample's score or an environment's turn
 LONGEST_PICKLE = 2**30  # bytes of a function's pickle, or of an epoch's order
 LONGEST_LINE = 2**16  # bytes that are shown of users' code at a time
 SHOWN_BYTES, SHOWN_SECONDS = 10**6, 60.0  # limit on users' output, and its period
-KILL_ROUNDS = 100  # through a tree of processes that grows meanwhile
+KILL_ROUNDS, KILL_SECONDS = 100, 0.01  # through a tree of processes that grows meanwhile
 FIRST_DESCRIPTOR = 500  # of a process's channel, above descriptors that careless code uses
 
 RAISED = (Exception, KeyboardInterrupt, SystemExit)
@@ -208,7 +208,7 @@ def _kill_below(pid: int) -> None:
                 child.kill()
             if not living:
                 return
-            psutil.wait_procs(living, EXIT_SECONDS)
+            time.sleep(KILL_SECONDS)
 
 
 def ask(function: str, *arguments: Any, timeout_s: float, setting: str) -> Any:
