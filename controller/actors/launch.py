@@ -196,7 +196,7 @@ def launch(
         )
         stack.callback(rollouts.stop)
         rollouts.start()
-        cpus, plays = start.requests["reward"].cpus, bool(config.rollout.environment or config.rollout.runs_agent)
+        cpus, plays = start.requests["reward"].cpus, bool(config.rollout.environment and not config.rollout.runs_agent)
         reward_pool = RewardPool(rewards, config.model.path, config.reward, cpus, with_environment=plays)
         stack.callback(reward_pool.stop)
         if colocated:

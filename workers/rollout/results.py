@@ -39,13 +39,17 @@ def played(
     """
     if given is not None:
         session.reward(given.reward)
-    if session.value is None and not needs_reward:
+    parts = dict(given.parts) if given else {}
+    if not needs_reward and session.value is not None:
+        parts["agent"] = session.value
+    elif not needs_reward:
         session.reward(0.0)
     if session.value is None and not failure:
         failure = "it gave the session no reward, and there is no reward.function. Return a reward, or set one"
     score = replace(
         given or Score(0.0, ""),
         reward=0.0 if failure else session.value or 0.0,
+        parts=parts,
         failure=failure and f"agent: {failure}",
         credit=session.credit(),
         session=tuple(session.told()),

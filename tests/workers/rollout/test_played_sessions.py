@@ -43,6 +43,7 @@ def play(session: Session, given: Score | None, failure: str = "", *, needs_rewa
         (PARTS, {"r0": 1.5}, True, 1.0, [0.5, -0.5]),
         (None, {}, False, 0.0, [0, 0]),
         (None, {"r0": 1.0}, False, 0.5, [0.5, -0.5]),  # reward functions add theirs to both leaves
+        (PARTS, {}, False, 0.5, [0, 0]),
         (None, {}, True, None, [0, 0]),
         (None, {"r0": 1.0}, True, None, None),
     ],
@@ -62,7 +63,8 @@ def test_the_reward_is_the_mean_over_leaves_and_missing_where_nothing_gives_it(
     assert score is not None and score.reward == (reward or 0.0)
     assert bool(score.failure) == (reward is None) and (not score.failure or score.failure.startswith("agent: "))
     assert offsets is None or [offset for _, offset, _ in score.credit] == offsets
-    assert (score.parts, score.answer) == ((given.parts, given.answer) if given else ({}, ""))
+    named = {"agent": 0.5} if given and not needs_reward else {}
+    assert (score.parts, score.answer) == ((given.parts | named, given.answer) if given else ({}, ""))
     assert len(rows) == 3 and len(result.branches) == 2 and len(score.session) == 2
     assert result.messages[-1] == {"role": "assistant", "content": "1"}
 
