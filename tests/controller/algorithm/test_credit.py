@@ -12,15 +12,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.algorithm.credit import by_turn
+from controller.algorithm.credit import by_turn, has_offsets, of_sessions
 from controller.config import Config, load
 from controller.preflight.checks import check
 from tests.controller.stand_ins.gpus import StandInEngine
 from tests.controller.stand_ins.run import SETTINGS, StandIns, write_stand_in_workspace
 from tests.refusals import refused
+from tests.workers.rollout.sessions import TURNS, Agent
 from workers.dataproto import DataProto, object_column
+from workers.errors import DataError
 from workers.model.losses.returns import discounts, gae, token_rewards
 from workers.remote_batch import RemoteBatch
+from workers.rollout.session import Session
 
 SAMPLES = st.lists(  # turns of each sample: tokens, reward, state, and whether a row ends behind it
     st.lists(
@@ -146,6 +149,75 @@ def test_gigpo_is_the_papers_in_one_row_or_several(
             mine = [turn for row in np.flatnonzero(batch["sample_number"] == i) for turn in found[row]]
             assert [tokens for tokens, _ in mine] == [each[0] for each in turns]
             np.testing.assert_allclose([number for _, number in mine], expected[i], atol=1e-5)
+
+
+def sessions_of(trees: list[Any], rewards: list[list[float | None]]) -> tuple[list[Session], RemoteBatch]:
+    """Sessions, two of a group, with rewards of their responses (None: the session's, 1), and their rows."""
+    sessions, rows = [], []
+    for number, (turns, own) in enumerate(zip(trees, rewards, strict=True)):
+        session = Session("s", max_turns=20)
+        nodes = [node for node, _ in Agent(session).play([(*turn[:3], True) for turn in turns]).turns]
+        session.reward(1.0)
+        for node, reward in zip(nodes, own, strict=False):
+            if reward is not None:
+                session.reward(reward, node.names[0])
+        sessions.append(session)
+        found = session.rows()
+        rows += [(number, int(row["loss_mask"].sum())) for row in found[-len(session.leaves) :]]
+    sample, tokens = np.array(rows).T
+    columns = {"sample_number": sample, "response_tokens": tokens, "group_number": sample // 2}
+    columns |= {"greedy_reward": sample / 4, "reward": np.array([each.value for each in sessions])[sample]}
+    return sessions, RemoteBatch(columns | {"offsets": object_column([e.credit() for e in sessions])[sample]}, {})
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(TURNS, st.lists(st.sampled_from([None, 0.0, 0.5, 2.0]), min_size=10, max_size=10)),
+        min_size=1,
+        max_size=4,
+    ),
+    st.sampled_from(["grpo", "grpo without std", "dr_grpo", "rloo", "remax", "opo", "maxrl"]),
+)
+def test_a_turn_has_the_mean_advantage_of_the_leaves_below_it(samples: list[Any], estimator: str) -> None:
+    """A leaf is compared with the sessions of its prompt, by the estimator's formula."""
+    sessions, batch = sessions_of([turns for turns, _ in samples], [own for _, own in samples])
+    values = [float(session.value or 0.0) for session in sessions]
+
+    def advantage(number: int, reward: float) -> float:
+        mine = [each for each in range(len(sessions)) if each // 2 == number // 2]
+        group, lengths = [values[each] for each in mine], [sessions[each].response_tokens for each in mine]
+        others = [values[each] for each in mine if each != number]
+        deviation = np.std(group, ddof=1) if len(group) > 1 else 0.0
+        return {
+            "grpo": (reward - np.mean(group)) / (deviation + 1e-6) if deviation > 1e-6 else 0.0,
+            "rloo": reward - np.mean(others) if others else reward - values[number],
+            "remax": reward - number / 4,
+            "opo": reward - np.dot(group, lengths) / sum(lengths),
+            "maxrl": (reward - np.mean(group)) / np.mean(group) if np.mean(group) else 0.0,
+        }.get(estimator, reward - np.mean(group))
+
+    chosen = algorithm(advantage=estimator.split()[0], normalize_by_std="without" not in estimator)
+    found = of_sessions(chosen, batch, batch["reward"])
+    assert has_offsets(batch) == any(offset for session in sessions for _, offset, _ in session.credit())
+    for number, session in enumerate(sessions):
+        mine = [pair for row in np.flatnonzero(batch["sample_number"] == number) for pair in found[row]]
+        below: dict[int, list[float]] = {}
+        order = []
+        for leaf in session.leaves:
+            for node in session.path(leaf):
+                order += [node] * (node.number not in below)
+                below.setdefault(node.number, []).append(advantage(number, float(session._of_leaf(leaf) or 0.0)))
+        assert [tokens for tokens, _ in mine] == [node.response.sampled_tokens for node in order]
+        expected = [np.mean(below[node.number]) for node in order]
+        np.testing.assert_allclose([a for _, a in mine], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("estimator", ["pass_at_k", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+def test_estimators_of_another_form_refuse_rewards_of_responses(estimator: str) -> None:
+    _, batch = sessions_of([[(-1, 1, 2, True), (0, 1, 2, True), (0, 1, 2, True)]] * 2, [[None, 0.5]] * 2)
+    with refused(f"algorithm.advantage={estimator}", DataError):
+        of_sessions(algorithm(advantage=estimator), batch, batch["reward"])
 
 
 ENVIRONMENT = """
