@@ -110,7 +110,7 @@ class StandInVllm:
         world.event("start")
         world.ledger.take(world.gpus, world.actor, "weights", beside=())
         world.ledger.take(world.gpus, world.actor, "kv_cache", beside=())
-        self.model_config = SimpleNamespace(get_vocab_size=lambda: 1 << 30)
+        self.model_config, self.errored = SimpleNamespace(get_vocab_size=lambda: 1 << 30), False
         self.engine_core = self
 
     async def sleep(self, level: int) -> None:
