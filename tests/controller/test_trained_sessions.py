@@ -14,11 +14,12 @@ from controller import step
 from tests.controller.stand_ins.run import StandIns, write_stand_in_workspace
 from tests.refusals import refused
 from tests.workers.model.exact import whole_gradients
-from tests.workers.model.tiny import relative_error
+from tests.workers.model.tiny import compute_in_float64, relative_error
 from tests.workers.rollout.sessions import response
 from workers.errors import DataError
 from workers.model.engine import TrainingEngine
 from workers.remote_batch import RemoteBatch
+from workers.roles import model_worker
 from workers.rollout.engine_actor import VllmEngineActor
 from workers.rollout.gateway import Access
 from workers.rollout.requests import SampleRequest
@@ -40,7 +41,10 @@ class StandInGateway:
     def __init__(self, *_: Any) -> None:
         pass
 
-    async def start(self) -> None:
+    async def start(self, *_: Any) -> None:
+        pass
+
+    async def stop(self) -> None:
         pass
 
     def open(self, *_: Any, **__: Any) -> Access:
@@ -88,11 +92,18 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
                 session.reward(reward, str(number))
         return Score(place / 4, "")
 
+    def exact(*arguments: Any, **settings: Any) -> TrainingEngine:
+        engine = make(*arguments, **settings)
+        compute_in_float64(engine.module.model)
+        return engine
+
     def keep(engine: TrainingEngine, *_: Any) -> Any:
         gradients.append(whole_gradients(engine))
         return optimizer_step(engine, *_)
 
-    optimizer_step, trained = TrainingEngine.optimizer_step, step.update_policy
+    make, optimizer_step = model_worker.TrainingEngine, TrainingEngine.optimizer_step
+    trained = step.update_policy
+    monkeypatch.setattr(model_worker, "TrainingEngine", exact)
     monkeypatch.setattr("workers.rollout.engine_actor.Gateway", StandInGateway)
     monkeypatch.setattr(VllmEngineActor, "_ask_agent", grow)
     monkeypatch.setattr(TrainingEngine, "optimizer_step", keep)
@@ -142,6 +153,7 @@ def test_the_gradient_is_that_of_every_path_by_itself(run: Run, aggregation: str
     sampled = [session.response_tokens for session in sessions]
     weights = {"token_mean": [1 / sum(sampled)] * 4, "sequence_mean_token_sum": [1 / 4] * 4}
     model = AutoModelForCausalLM.from_pretrained("model", dtype=torch.float64)
+    compute_in_float64(model)
     for number, session in enumerate(sessions):
         weight = weights.get(aggregation, [1 / (4 * tokens) for tokens in sampled])[number]
         below = [node for leaf in session.leaves for node in session.path(leaf)]
