@@ -297,9 +297,9 @@ class Gateway:
             opened.tasks.add(task)
             task.add_done_callback(opened.tasks.discard)
         delivered = await exchange.deliver(receive, send)
-        exchange.abandoned = not delivered
         for node in exchange.nodes:
             node.received = node.received or delivered
+        exchange.abandoned = not delivered and not any(node.received for node in exchange.nodes)
         if exchange.done and (exchange.status >= 500 or route not in SAMPLED):  # a retry is another try
             with suppress(ValueError):
                 opened.exchanges.get(request, []).remove(exchange)
