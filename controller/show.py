@@ -4,7 +4,6 @@ without --session   a table of the step's recorded samples
 with it             one of them as a tree, see `controller.observability.session_tree`
 """
 
-import io
 import re
 import sys
 from collections.abc import Sequence
@@ -20,6 +19,8 @@ from controller.observability.session_tree import SHOWN, clean, drawn, is_whole,
 from controller.preflight.arguments import OneLineParser
 from workers.errors import DataError
 
+COLUMNS = ("turns", "branches", "tokens", "reward", "advantage")
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     return exit_code(partial(_show, arguments))
@@ -31,51 +32,33 @@ def _show(arguments: Sequence[str] | None) -> None:
     parser.add_argument("--step", type=int, metavar="N", help="step to show (the last)")
     parser.add_argument("--session", type=int, metavar="K", help="sample to draw, by its number in the step's table")
     parser.add_argument("--validation", action="store_true", help="held-out responses instead of training samples")
-    parser.add_argument("--full", action="store_true", help="texts as long as they were recorded")
     options = parser.parse_args(arguments)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a model writes letters that not every terminal has
-    step, rows = _recorded(RunFolder(options.folder), options.step, options.validation)
-    console, title = plain_console(sys.stdout), f"{'validation at ' * options.validation}step {step}"
-    if options.session is None:
-        console.print(_table(title, rows), soft_wrap=False)
-        return
-    if not 0 < options.session <= len(rows):
-        raise DataError(
-            f"--session={options.session}: {title} has {len(rows)} recorded samples. Give 1 to {len(rows)}."
-        )
-    longest = sys.maxsize if options.full else SHOWN
-    row = rows[options.session - 1]
-    tree = drawn(row, f"{title}, session {options.session}, sample {summary(row)['sample']}", longest)
-    console.print(tree, soft_wrap=False)
-
-
-def _recorded(run: RunFolder, step: int | None, validation: bool) -> tuple[int, list[Row]]:
-    """Return a step, by default the last, and its recorded rows. Raises DataError without any."""
-    steps = run.validated_steps if validation else sorted({row["step"] for row in run.samples})
-    if not steps:
-        kind = "validation" if validation else "sample"
-        raise DataError(f"{run.path} holds no recorded {kind}. Name the folder of a run that has made one.")
-    step = steps[-1] if step is None else step
-    if step not in steps:
-        known = ", ".join(map(str, steps)) if len(steps) < 10 else f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
-        raise DataError(f"--step={step}: not recorded. Recorded are {known}.")
-    rows = run.validation(step) if validation else (row for row in run.samples if row["step"] == step)
-    if not (found := list(filter(is_whole, rows))):
-        raise DataError(f"--step={step}: its records are damaged. Name another step.")
-    return step, found
+    run, step, number = RunFolder(options.folder), options.step, options.session
+    steps = run.validated_steps if options.validation else sorted({row["step"] for row in run.samples})
+    step = max(steps, default=0) if step is None else step
+    found = run.validation(step) if options.validation else (row for row in run.samples if row["step"] == step)
+    rows = list(filter(is_whole, found))
+    if not rows:
+        known = f"Recorded are {steps[0]} to {steps[-1]}" if steps else "Name the folder of a run that has made steps"
+        raise DataError(f"--step={step}: {run.path} has no samples of it. {known}.")
+    title = f"{'validation at ' * options.validation}step {step}"
+    if number is not None and not 0 < number <= len(rows):
+        raise DataError(f"--session={number}: {title} has {len(rows)} recorded samples. Give 1 to {len(rows)}.")
+    shown = _table(title, rows) if number is None else drawn(rows[number - 1], f"{title}, session {number}")
+    plain_console(sys.stdout).print(shown, soft_wrap=False)
 
 
 def _table(title: str, rows: Sequence[Row]) -> Table:
-    found = [{"session": str(number)} | summary(row) for number, row in enumerate(rows, start=1)]
-    table = Table(title=title, title_justify="left", box=None, expand=True, collapse_padding=True, pad_edge=False)
-    names = [name for name in found[0] if name != "dropped" and any(each[name] for each in found)]
+    found = list(map(summary, rows))
+    table = Table("session", title=title, title_justify="left", box=None, expand=True, pad_edge=False)
+    names = [name for name in COLUMNS if any(name in each for each in found)]
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("prompt", no_wrap=True, overflow="ellipsis", ratio=1)
-    for row, numbers in zip(rows, found, strict=True):
+    for number, (row, numbers) in enumerate(zip(rows, found, strict=True), start=1):
         asked = re.split(r"(?:^|\n\n)user: ", str(row.get("prompt", "")))[-1]
-        table.add_row(*(numbers[name] for name in names), " ".join(clean(asked, SHOWN).split()))
+        line = " ".join(clean(asked, SHOWN).split())
+        table.add_row(str(number), *(numbers.get(name, "") for name in names), line)
     return table
 
 

@@ -344,7 +344,9 @@ class Console:
                 self._print(drawn(row, "session"), soft_wrap=False)
                 continue
             numbers = summary(row)
-            table.add_row(row["prompt"], str(row["sample"]), row["response"], *(numbers[name] or "-" for name in names))
+            table.add_row(
+                row["prompt"], str(row["sample"]), row["response"], *(numbers.get(name, "-") for name in names)
+            )
         if table.rows:
             self._print(table, soft_wrap=False)
 

@@ -16,7 +16,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from controller.observability.run_folder import Row, finite
-from controller.observability.shown_text import redacted, shortened
+from controller.observability.shown_text import message_text, redacted, shortened
 
 log = logging.getLogger(__name__)
 SHOWN = 240  # characters of a text in a tree
@@ -41,75 +41,53 @@ def as_recorded(nodes: Sequence[Mapping[str, Any]], longest: int) -> list[Row]:
 
     return [
         {name: finite(value) if isinstance(value, float) else value for name, value in node.items()}
-        | {"messages": [{"role": found.get("role", ""), "content": text_of(found)} for found in node["messages"]]}
+        | {"messages": [{"role": each["role"], "content": text_of(each)} for each in node["messages"]]}
         | {"said": text_of(node["said"])}
         for node in nodes
     ]
 
 
-def message_text(message: Mapping[str, Any]) -> str:
-    """Write a chat message as text: its reasoning, content and tool calls, a line each."""
-    content, thought = message.get("content") or "", message.get("reasoning")
-    if not isinstance(content, str):
-        parts = [content] if isinstance(content, Mapping) else content
-        content = "".join(
-            part if isinstance(part, str) else part.get("text") or f"[{part.get('type')}]" for part in parts
-        )
-    functions = [call.get("function") or {} for call in message.get("tool_calls") or ()]
-    calls = [f"{found.get('name')}({found.get('arguments')})" for found in functions]
-    return "\n".join(filter(None, [f"(reasoning) {thought}" if thought else "", content, *calls]))
-
-
 def summary(row: Row) -> dict[str, str]:
-    """Return a sample's main numbers as text by name, empty where the row has none."""
+    """Return a sample's main numbers as text by name, without those that the row does not have."""
     nodes, turns = row.get("session") or [], row.get("turns") or [{"policy": ""}]
     parents = {node["parent"] for node in nodes}
-    tokens = sum(node["tokens"] for node in nodes) or row.get("response_tokens")
-    return {
-        "sample": f"{row.get('uid', '')}/{row['sample']}" if "sample" in row else str(row.get("uid", "")),
-        "turns": str(len(nodes) or sum(("policy" in turn) - ("inserted" in turn) for turn in turns)),
-        "branches": str(sum(node["number"] not in parents for node in nodes) or ""),
-        "dropped": str(sum(not node["kept"] for node in nodes) or ""),
-        "tokens": "" if tokens is None else f"{tokens:,}",
-        "reward": "" if row.get("reward") is None else f"{row['reward']:.3f}",
-        "advantage": "" if row.get("advantage") is None else f"{row['advantage']:+.3f}",
+    numbers = {
+        "turns": len(nodes) or sum(("policy" in turn) - ("inserted" in turn) for turn in turns),
+        "branches": sum(node["number"] not in parents for node in nodes) or None,
+        "dropped": sum(not node["kept"] for node in nodes) or None,
+        "tokens": sum(node["tokens"] for node in nodes) or row.get("response_tokens"),
+        "reward": row.get("reward"),
+        "advantage": row.get("advantage"),
+        "seconds": row.get("seconds"),
     }
+    forms = {"reward": ".3f", "advantage": "+.3f", "seconds": ".1f"}
+    found = {name: f"{value:{forms.get(name, ',')}}" for name, value in numbers.items() if value is not None}
+    return found | ({"failure": clean(row["failure"], SHOWN)} if "failure" in row else {})
 
 
 def headline(row: Row) -> str:
-    """Write `summary` in a line, with the row's seconds and failure."""
-    parts = [f"{name} {value}" for name, value in summary(row).items() if value and name != "sample"]
-    seconds = f"{row['seconds']:.1f} s" if row.get("seconds") else ""
-    failure = f"failed: {clean(row['failure'], SHOWN)}" if row.get("failure") else ""
-    return ", ".join(filter(None, [*parts, seconds, failure]))
+    return ", ".join(f"{name} {value}" for name, value in summary(row).items())
 
 
 def entries(row: Row, longest: int = SHOWN) -> list[Entry]:
-    """Return a row's tree: the path that ended last, then the branches. longest: characters of a text."""
+    """Return a row's tree: a path, then the branches. longest: characters of a text."""
     if not (nodes := row.get("session")):
         turns = row.get("turns") or [{"policy": row.get("response", "")}]
         said = [("prompt", row.get("prompt", "")), *(found for turn in turns for found in turn.items())]
         return [Entry(who, clean(text, longest)) for who, text in said]
-    goes_on = dict[int | None, int]()  # the next turn after each turn, on the path that ended last
-    last = {node["number"]: (node["kept"], node["number"]) for node in nodes}
-    for node in reversed(nodes):
-        number, parent = node["number"], node["parent"]
-        if parent not in goes_on or last[number] > last[goes_on[parent]]:
-            goes_on[parent] = number
-            if parent is not None:
-                last[parent] = last[number]
-    paths = dict[int, list[Entry]]()  # by each of its turns
+    ordered = sorted(nodes, key=lambda node: (node["kept"], -node["number"]))
+    goes_on = {node["parent"]: node["number"] for node in ordered}  # the first kept turn, or the first
     main, branches = list[Entry](), list[Entry]()
+    paths: dict[int | None, list[Entry]] = {None: main}  # of the path that a turn is in
     for node in nodes:
         number, parent = node["number"], node["parent"]
         if goes_on[parent] == number:
-            paths[number] = main if parent is None else paths[parent]
+            paths[number] = paths[parent]
         else:
             paths[number] = []
             after = "from the start" if parent is None else f"after turn {parent + 1}"
             branches.append(Entry("branch", after, under=paths[number]))
-        said = [(found["role"], found["content"]) for found in node["messages"]]
-        paths[number] += [Entry(who, clean(text, longest)) for who, text in said]
+        paths[number] += [Entry(each["role"], clean(each["content"], longest)) for each in node["messages"]]
         paths[number].append(Entry(f"turn {number + 1}", clean(node["said"], longest), _facts(node, row)))
     return main + branches
 
@@ -128,11 +106,11 @@ def _facts(node: Row, row: Row) -> str:
     if by_turn and turn is not None:
         advantage = by_turn[turn]
     facts = [
-        "" if node["kept"] else "dropped" if node["reached"] else "not reached again",
+        "" if node["kept"] else "dropped",
         "replayed" if node["replayed"] else "",
         f"retried {node['joined']}x" if node["joined"] else "",
         f"{node['tokens']:,} tokens",
-        f"version {'-'.join(map(str, dict.fromkeys(node['versions'])))}" if node["versions"] else "",
+        f"version {'-'.join(map(str, dict.fromkeys(node['versions'])))}",
         "" if node["log_prob"] is None else f"log-prob {node['log_prob']:.3f}",
         node["finish_reason"],
         "" if node["reward"] is None else f"reward {node['reward']:.3f}",
@@ -147,10 +125,10 @@ def clean(text: str, longest: int) -> str:
     return "".join(letter if letter.isprintable() or letter == "\n" else "\ufffd" for letter in shown)
 
 
-def drawn(row: Row, title: str, longest: int = SHOWN) -> Tree:
+def drawn(row: Row, title: str) -> Tree:
     """Draw a row for a terminal."""
     tree = Tree(Text(f"{title}\n{headline(row)}", "bold"), guide_style="dim")
-    _grow(tree, entries(row, longest))
+    _grow(tree, entries(row))
     return tree
 
 

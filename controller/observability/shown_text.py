@@ -5,8 +5,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from workers.rendering import in_form
-
 MASK = "[hidden]"
 TELLING = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|CREDENTIAL", re.IGNORECASE)
 SHORTEST = 8  # shorter values are switches or numbers instead of secrets
@@ -45,11 +43,20 @@ def shortened(text: str, longest: int) -> str:
 
 
 def shown_prompt(prompt: Any) -> str:
-    """Write a prompt, text or cleaned chat messages, as text: a paragraph per message."""
+    """Write a prompt, text or chat messages, as text: a paragraph per message."""
     if isinstance(prompt, str):
         return prompt
-    messages = in_form(prompt, texts=True, parts=False)
-    return "\n\n".join(f"{m['role']}: {m.get('content') or m.get('tool_calls', '')}" for m in messages)
+    return "\n\n".join(f"{message['role']}: {message_text(message)}" for message in prompt)
+
+
+def message_text(message: Mapping[str, Any]) -> str:
+    """Write a chat message as text: its reasoning, content and tool calls, a line each."""
+    content, thought = message.get("content") or "", message.get("reasoning")
+    parts = [content] if isinstance(content, str) else content
+    text = "".join(part if isinstance(part, str) else part.get("text") or f"[{part.get('type')}]" for part in parts)
+    functions = [call.get("function") or call for call in message.get("tool_calls") or ()]
+    calls = [f"{found.get('name', '')}({found.get('arguments')})" for found in functions]
+    return "\n".join(filter(None, [f"(reasoning) {thought}" if thought else "", text, *calls]))
 
 
 def other_columns(record: Mapping[str, Any], prompt_key: str) -> str:

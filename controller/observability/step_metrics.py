@@ -1,5 +1,6 @@
 """Metrics of a step from its samples and its seconds by phase: staleness, waiting, throughput."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -68,31 +69,29 @@ def session_metrics(sessions: Sequence[Sequence[Mapping[str, Any]]], seconds: np
     """Count what agents' sessions did. sessions: `Session.told` of each sample. seconds: of each, float64 [B].
 
     A request continues the turn that it extends. One that extends nothing, or a turn that has been extended, branches.
-    A record's turn that the agent did not reach again is dropped, and does not count as a request.
     """
-    found = [(nodes, time) for nodes, time in zip(sessions, seconds.tolist(), strict=True) if nodes]
-    if not found:
+    told = [nodes for nodes in sessions if nodes]
+    if not told:
         return {}
-    nodes = [node for each, _ in found for node in each]
-    reached = [[node for node in each if node["reached"]] for each, _ in found]
+    nodes = list(itertools.chain(*told))
+    firsts = len({(place, node["parent"]) for place, each in enumerate(told) for node in each})  # also first roots
     joined = sum(node["joined"] for node in nodes)
-    asked = sum(map(len, reached))
-    begun, requests = sum(map(bool, reached)), max(1, asked + joined)
-    extended = sum(len({node["parent"] for node in each} - {None}) for each in reached)
-    dropped = [node for node in nodes if not node["kept"]]
-    return {
-        "session/requests": (asked + joined) / len(found),
-        "session/continued_share": extended / requests,
-        "session/branched_share": (asked - extended - begun) / requests,
-        "session/retried_share": joined / requests,
-        "session/replayed_share": sum(node["replayed"] for node in nodes) / requests,
-        "session/branches": (asked - extended) / len(found),
-        "session/dropped_turns": len(dropped) / len(found),
-        "session/sampled_tokens": sum(node["tokens"] for node in nodes) / len(found),
-        "session/trained_tokens": sum(node["tokens"] for node in nodes if node["kept"]) / len(found),
-        "session/agent_s": float(
-            np.mean([max(0.0, time - _busy(each)) for each, (_, time) in zip(reached, found, strict=True)])
+    of_requests = {
+        "continued_share": firsts - len(told),
+        "branched_share": len(nodes) - firsts,
+        "retried_share": joined,
+        "replayed_share": sum(node["replayed"] for node in nodes),
+    }
+    of_sessions = {
+        "branches": len(nodes) - firsts + len(told),
+        "dropped_turns": sum(not node["kept"] for node in nodes),
+        "sampled_tokens": sum(node["tokens"] for node in nodes),
+        "agent_s": sum(
+            max(0.0, time - _busy(each)) for each, time in zip(sessions, seconds.tolist(), strict=True) if each
         ),
+    }
+    return {f"session/{name}": value / (len(nodes) + joined) for name, value in of_requests.items()} | {
+        f"session/{name}": value / len(told) for name, value in of_sessions.items()
     }
 
 

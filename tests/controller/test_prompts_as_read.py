@@ -152,7 +152,7 @@ def test_none_is_dropped_at_the_top_of_a_message_alone(workspace: Path) -> None:
     calls = {"role": "assistant", "tool_calls": [{"arguments": {"x": None}}]}
     assert read_records("x.jsonl", "prompt") == [{"prompt": [USER, calls, USER]}]
     parts = {"role": "user", "content": [{"type": "text", "text": "1"}, {"type": "text", "text": "2"}]}
-    assert shown_prompt([calls, parts]) == f"assistant: {calls['tool_calls']}\n\nuser: 12"
+    assert shown_prompt([calls, parts]) == "assistant: ({'x': None})\n\nuser: 12"
 
 
 @pytest.mark.parametrize("content", ["12", [{"type": "text", "text": "1"}, "2"]], ids=["text", "parts"])

@@ -81,7 +81,7 @@ def test_a_run_trains_on_the_sampled_tokens_of_an_agents_sessions(
         assert step["rollout/rows_per_sample"] == 1 + 2 * 3 / 12
         assert step["rollout/turns_mean"] > 1 and step["reward/calls"] > 0
         assert step["session/branches"] == step["rollout/rows_per_sample"]
-        assert step["session/requests"] == step["rollout/turns_mean"] and step["session/agent_s"] > 0
+        assert step["session/sampled_tokens"] == step["rollout/response_tokens_mean"] and step["session/agent_s"] > 0
     scores = list(run.rollout.by_sample.values())
     failed = [int(score.failure.startswith("agent: ")) for score in scores]
     assert 0 < sum(failed) < len(failed) and not any(score.reward for score in scores if score.failure)
@@ -95,7 +95,7 @@ def test_a_run_trains_on_the_sampled_tokens_of_an_agents_sessions(
     recorded = [json.loads(line) for line in Path(folder, "samples.jsonl").read_text().splitlines()]
     assert all("advantage" in row for row in recorded), "no response has a reward of its own"
     assert show([folder, "--step", "2"]) == 0
-    (forked, *_) = [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:] if line.split()[3] == "3"]
+    (forked, *_) = [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:] if line.split()[2] == "3"]
     assert show([folder, "--step", "2", "--session", forked]) == 0
     shown = capsys.readouterr().out
     assert shown.count("branch from the start") == 2 and shown.count("What is 5 + 3?") == 3

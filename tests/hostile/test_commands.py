@@ -41,7 +41,7 @@ READING = [
     ("balance", ("lengths.jsonl", "--column", "length", "--ranks", "2", "--mini-batches", "2")),
     ("evaluate", ("--model", "runs/done", "--trust-run", "--dry-run")),
     ("show", ("runs/done", "--step", "3")),
-    ("show", ("runs/done", "--session", "2", "--full")),
+    ("show", ("runs/done", "--session", "2")),
 ]
 REWARD = UserFunction(b"", Signature(("response", "solution"), ("response", "solution"), False))
 DOCTOR = [("doctor", ("--config", "config.yaml", "run.steps=3"))]

@@ -357,13 +357,11 @@ class Session(SampledTurns):
     def told(self) -> list[dict[str, Any]]:
         """Return the turns for the run's files, as JSON, in order of completion, and then those that nobody reached.
 
-        turn: the place in `credit`, None if not trained. log_prob: the mean over its tokens. reached: False for a
-        record's turn that the agent did not ask for again.
+        turn: the place in `credit`, None if not trained. log_prob: the mean over its tokens.
         """
         places = {node: place for place, node in enumerate(self._below())}
         return [
-            _told(node, self._override(node), places.get(node)) | {"reached": node.number not in self._unclaimed}
-            for node in (*self.nodes, *self._unclaimed.values())
+            _told(node, self._override(node), places.get(node)) for node in (*self.nodes, *self._unclaimed.values())
         ]
 
 

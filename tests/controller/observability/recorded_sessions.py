@@ -16,7 +16,6 @@ def node(number: int, parent: int | None, text: str, *asked: tuple[str, Any], **
         "versions": [3, 3],
         "finish_reason": "stop",
         "kept": True,
-        "reached": True,
         "replayed": False,
         "joined": 0,
         "reward": None,

@@ -64,11 +64,11 @@ def test_what_a_session_tells_is_drawn_and_counted() -> None:
     told = json.loads(json.dumps(again.told()))
     found = entries(row(told))
     assert [entry.text for entry in found] == ["one", "to one", "three", "to three", "after turn 1"]
-    assert [("replayed" in entry.facts, "not reached" in entry.facts) for entry in found[1::2]] == [(True, False)] * 2
-    assert "not reached again" in found[4].under[1].facts
+    assert [("replayed" in entry.facts, "dropped" in entry.facts) for entry in found[1::2]] == [(True, False)] * 2
+    assert "dropped" in found[4].under[1].facts
     counted = session_metrics([told], np.ones(1))
-    assert (counted["session/requests"], counted["session/replayed_share"], counted["session/branches"]) == (2, 1, 1)
-    assert (counted["session/sampled_tokens"], counted["session/trained_tokens"]) == (6, 4)
+    assert (counted["session/dropped_turns"], counted["session/branches"]) == (1, 2)
+    assert (counted["session/sampled_tokens"], counted["session/replayed_share"]) == (6, 2 / 3)
 
 
 def test_messages_are_texts_with_reasoning_and_calls() -> None:
@@ -83,7 +83,7 @@ def test_messages_are_texts_with_reasoning_and_calls() -> None:
         "seven",
     ]
     assert "version 3-4" in entries(row(CHAIN))[4].facts
-    assert headline(row(CHAIN)) == "turns 3, branches 1, tokens 30, reward 1.000, 4.2 s"
+    assert headline(row(CHAIN)) == "turns 3, branches 1, tokens 30, reward 1.000, seconds 4.2"
 
 
 def test_advantages_of_turns_stand_with_them() -> None:
@@ -135,7 +135,6 @@ def test_sessions_are_counted() -> None:
     """Of both: 8 turns and 2 retries that joined; 5 turns are leaves, 2 roots begin a session."""
     found = session_metrics([CHAIN, (), FORKED], np.array([4.0, 1.0, 6.0]))
     assert found == {
-        "session/requests": 5.0,
         "session/continued_share": 0.4,
         "session/branched_share": 0.2,
         "session/retried_share": 0.2,
@@ -143,7 +142,6 @@ def test_sessions_are_counted() -> None:
         "session/branches": 2.0,
         "session/dropped_turns": 0.5,
         "session/sampled_tokens": 40.0,
-        "session/trained_tokens": 35.0,
         "session/agent_s": (4.0 - 1.5 + 6.0 - 2.25) / 2,  # two requests of the second ran at once for 0.25 s
     }
     assert session_metrics([(), ()], np.zeros(2)) == {}
