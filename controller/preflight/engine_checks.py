@@ -119,25 +119,17 @@ def check_turns(config: Config) -> None:
 
 
 def _check_agent(config: Config, key: str) -> None:
-    if config.rollout.history == "template":
-        raise ConfigError(f"rollout.history=template: {key} sends its own history. Remove one of the two settings.")
-    if config.data.system_prompt:
-        raise ConfigError(f"data.system_prompt: {key} writes all messages. Put it into the agent, or the records.")
-    if config.needs_one_row:
-        raise ConfigError(
-            f"{config.needs_one_row}: needs a sample in one row, and a session of {key} may have several. Choose "
-            "another algorithm."
-        )
-    if config.algorithm.advantage == "gigpo":
-        raise ConfigError(
-            f"algorithm.advantage=gigpo: compares turns by state, and those of {key} have none. Set grpo."
-        )
-    for section, sampling in samplings(config).items():
-        if sampling.max_thinking_tokens:
-            raise ConfigError(
-                f"{section}.max_thinking_tokens={sampling.max_thinking_tokens}: turns of {key} are sampled in one "
-                "request. Remove it."
-            )
+    thoughts = {f"{section}.max_thinking_tokens": s.max_thinking_tokens for section, s in samplings(config).items()}
+    problems = {
+        "rollout.history=template": config.rollout.history == "template" and "sends its own history",
+        "data.system_prompt": config.data.system_prompt and "writes all messages",
+        config.needs_one_row: config.needs_one_row and "makes several rows of a sample",
+        "algorithm.advantage=gigpo": config.algorithm.advantage == "gigpo" and "has no states that recur",
+        **{setting: budget and "has each turn sampled in one request" for setting, budget in thoughts.items()},
+    }
+    for setting, problem in problems.items():
+        if problem:
+            raise ConfigError(f"{setting}: {key} {problem}. Remove one of the two settings.")
 
 
 def check_lengths(config: Config) -> None:

@@ -84,33 +84,28 @@ class AgentPool(EnvironmentPool):
     async def _watch(self) -> None:
         while self._running:
             await asyncio.sleep(WATCH_SECONDS)
-            await self._in_thread(self._kill_large)
+            for process, reason in await self._in_thread(self._too_large, list(self._running)):
+                if process in self._running:
+                    self._running[process] = f"its processes took {reason}"
+                    await self._in_thread(process.end)
 
-    def _kill_large(self) -> None:
+    def _too_large(self, running: list[Fork]) -> list[tuple[Fork, str]]:
         import psutil
 
-        below = defaultdict(list)
+        below, found = defaultdict(list), []
         for each in psutil.process_iter(["ppid"]):
             below[each.info["ppid"]].append(each.pid)
-        for process in list(self._running):
-            pids = [process.pid]
+        for process in running:
+            pids, used = [process.pid], list[float]()
             for pid in pids:  # which grows meanwhile
                 pids += below[pid]
-            used = []
-            for pid in pids:
-                with suppress(psutil.Error):  # also of zombies
-                    used.append(psutil.Process(pid).memory_info().rss)
-            reason = self._too_large(len(used), sum(used) / GIB)
-            if reason and process in self._running:
-                self._running[process] = reason
-                process.end()
-
-    def _too_large(self, processes: int, gib: float) -> str:
-        if gib > self._memory_gib:
-            return f"its processes used more than rollout.agent_memory_gib={self._memory_gib:g} GiB"
-        if processes > self._processes:
-            return f"it had more than rollout.agent_processes={self._processes} processes"
-        return ""
+                with suppress(psutil.Error):
+                    used.append(psutil.Process(pid).memory_info().rss / GIB)
+            if sum(used) > self._memory_gib:
+                found.append((process, f"more memory than rollout.agent_memory_gib={self._memory_gib:g}"))
+            if sum(map(bool, used)) > self._processes:  # without zombies, which have no memory
+                found.append((process, f"more than rollout.agent_processes={self._processes}"))
+        return found
 
 
 # The code below runs in the process.
