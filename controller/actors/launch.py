@@ -315,7 +315,7 @@ def session_front(config: Config, console: Console, stack: ExitStack) -> Any:
 
 def _end_front(front: Any) -> None:
     with suppress(RayError):
-        ray.get(front.stop.remote(), timeout=ANSWER_SECONDS)  # frees its port at once
+        ray.get(front.stop.options(max_task_retries=0).remote(), timeout=ANSWER_SECONDS)  # frees its port at once
     ray.kill(front)
 
 

@@ -69,7 +69,7 @@ class Agents:
             answer = client.chat.completions.create(model="any", messages=messages).choices[0].message
             self.answers[name].append(answer.content or "")
             messages += [answer.model_dump(exclude_none=True), {"role": "user", "content": f"Again, {turn}."}]
-            time.sleep(self.pause_s)
+            time.sleep(self.pause_s * (0.2 + int(name[-1], 16) / 8))
         reward = len(self.answers[name][-1]) / 100
         posted = self._post(f"{session['session_url']}/reward", session["api_key"], {"reward": reward})
         if posted is not None and posted.status_code == 200:
@@ -94,7 +94,7 @@ def agent_settings(folder: Path, name: str) -> list[str]:
         *(f"run.name={name}", "batch.prompts_per_step=4", "rollout.samples_per_prompt=3", "data.shuffle=false"),
         *("rollout.cpu_kv_cache_gib=0.25", "rollout.sampling.max_new_tokens=64", "rollout.max_turns=8"),
         *("data.max_prompt_tokens=128", "rollout.max_episode_tokens=768", "policy.max_tokens_per_micro_batch=2048"),
-        *("policy.optimizer.learning_rate=1e-5", "run.record_samples=true", "tracking.tensorboard=false"),
+        *("policy.optimizer.learning_rate=1e-6", "run.record_samples=true", "tracking.tensorboard=false"),
         *("rollout.threads=1", "resources.dashboard=false"),
     ]
 

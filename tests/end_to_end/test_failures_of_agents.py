@@ -32,15 +32,15 @@ def run(record, base_url, api_key):
     for turn in range(3):
         answer = client.chat.completions.create(model="any", messages=messages).choices[0].message
         messages += [answer.model_dump(exclude_none=True), {"role": "user", "content": f"Again, {turn}."}]
-        time.sleep(0.4)
+        time.sleep(PAUSE * (0.2 + record["number"] % 5 / 2))
     return len(answer.content or "") / 100
 """
 TWO_ENGINES = ("rollout.replicas=2", "run.steps=2")
 OF_PROCESSES = ("rollout.tensor_parallel=2",)
 
 
-def local(folder: Path, name: str) -> list[str]:
-    (folder / "agent.py").write_text(AGENT)
+def local(folder: Path, name: str, pause_s: float = 0.4) -> list[str]:
+    (folder / "agent.py").write_text(f"PAUSE = {pause_s}\n{AGENT}")
     return [*agent_settings(folder, name), f"rollout.agent={folder / 'agent.py'}:run"]
 
 
@@ -74,12 +74,13 @@ def test_agents_start_again_and_get_the_turns_that_a_lost_engine_made(
 def test_a_killed_run_that_generates_ahead_goes_on_with_its_agents_sessions(tmp_path: Path, elsewhere: bool) -> None:
     """Killed after step 3, it resumes from the checkpoint of step 2, with sessions that were under way."""
     port, environment = free_port(), marked_environment() | {GATEWAY_KEY: KEY}
-    settings = agent_settings(tmp_path, "ahead") if elsewhere else local(tmp_path, "ahead")
-    settings += ["run.steps=4", "rollout.max_staleness=2", "run.checkpoint_every=2", "run.resume=auto"]
+    settings = agent_settings(tmp_path, "ahead") if elsewhere else local(tmp_path, "ahead", pause_s=2.0)
+    settings += ["run.steps=5", "batch.prompts_per_step=2", "rollout.samples_per_prompt=2"]
+    settings += ["rollout.max_staleness=2", "run.checkpoint_every=2", "run.resume=auto"]
     settings += ["rollout.agent=http", f"rollout.gateway.port={port}"] if elsewhere else []
     fit = [sys.executable, "-m", "controller.fit", *settings_file(tmp_path), *settings]
     config = load(None, settings)
-    with Agents(port, threads=4 if elsewhere else 0, pause_s=0.4) as agents:
+    with Agents(port, threads=12 if elsewhere else 0, pause_s=2.0) as agents:
         killed = stopped(signal.SIGKILL, "step 3", fit, environment)
         assert (killed.code, killed.left) == (-signal.SIGKILL, [])
         cut = read_samples(config.run_folder / "checkpoints" / "samples" / "step-2.npz")
@@ -88,10 +89,10 @@ def test_a_killed_run_that_generates_ahead_goes_on_with_its_agents_sessions(tmp_
     assert "going on from" in again.stdout
     lines = (config.run_folder / "lengths.jsonl").read_text().splitlines()
     trained = Counter(place for line in lines for place in json.loads(line)["prompts"])
-    assert trained == dict.fromkeys(range(4 * 4), 3)
+    assert trained == dict.fromkeys(range(5 * 2), 2)
     sessions = {seed: found for seed, found in cut.partial.items() if isinstance(found, SessionRecord)}
     assert any(session.nodes for session in sessions.values())
-    steps = [read_step(step_file(config.run_folder, step), put=lambda block: block) for step in (3, 4)]
+    steps = [read_step(step_file(config.run_folder, step), put=lambda block: block) for step in (3, 4, 5)]
     later = {
         name: score.session
         for rollout in steps
@@ -102,4 +103,4 @@ def test_a_killed_run_that_generates_ahead_goes_on_with_its_agents_sessions(tmp_
             kept = [node["said"]["content"] for node in later[f"{seed:016x}"] if node["kept"]]
             assert [node.said["content"] for node in session.nodes if node.received] == kept[: len(session.nodes)]
     if elsewhere:
-        assert unaccounted(config, agents, 4, cut=True) == []
+        assert unaccounted(config, agents, 5, cut=True) == []

@@ -1,8 +1,8 @@
 """SessionFront: agents elsewhere ask it for sessions, and reach through it the engine that has theirs.
 
     agent --POST /sessions-------> a waiting session: base URL, key, record
-          --/s/NAME/v1/...-------> gateway of the rollout actor that has it: URL and key stay when the session moves
-          --POST /s/NAME/reward--> the end
+          --/sessions/NAME/v1/...> gateway of the rollout actor that has it: URL and key stay when the session moves
+          --/sessions/NAME/reward> the end
 
     rollout actor --offer--> taken --play--> ended           turn: before an answer reaches the agent
 
@@ -13,7 +13,7 @@ import asyncio
 import hashlib
 import hmac
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,6 +29,7 @@ ASK_SECONDS = 20.0  # that a request waits for a session
 RETURN_SECONDS = 30.0  # that a recorded session waits for its agent, before another starts it again
 AGAIN_SECONDS = 0.5  # between tries to reach a lost engine's gateway
 SERVER_ERRORS = 10  # of a request, which an engine that dies may cause, before its agent sees one
+STOP_SECONDS = 1.0  # for open requests
 HEAD_BYTES = 4096  # of an answer, which hold its id
 KEPT_HERE = {"host", "connection", "transfer-encoding", "content-length", "content-encoding", "accept-encoding", "date"}
 KEPT_HERE |= {"server", "authorization", "x-api-key"}
@@ -54,7 +55,6 @@ class _Held:
     client: ClientSession | None = None
     goes_on: bool = False
     delivered: set[str] = field(default_factory=set)
-    given_up: bool = False
     taken: asyncio.Event = field(default_factory=asyncio.Event)
     placed: asyncio.Event = field(default_factory=asyncio.Event)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -90,11 +90,9 @@ class SessionFront:
     async def _listen(self) -> None:
         app = web.Application(client_max_size=self._most_bytes, middlewares=[_as_json])
         app.router.add_post("/sessions", self._ask)
-        for path in ("/sessions/{name}", "/s/{name}"):
-            app.router.add_delete(path, self._give_up)
-            app.router.add_post(f"{path}/reward", self._reward)
-        app.router.add_route("*", "/s/{name}{rest:.*}", self._pass_on)
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        app.router.add_post("/sessions/{name}{rest:/reward}", self._reward)
+        app.router.add_route("*", "/sessions/{name}{rest:.*}", self._pass_on)
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=STOP_SECONDS)
         await self._runner.setup()
         try:
             await web.TCPSite(self._runner, self._host, self._port).start()
@@ -136,17 +134,16 @@ class SessionFront:
         return Taken(held.seen(), held.goes_on, held.ended.is_set())
 
     async def play(self, name: str, url: str, key: str) -> None:
-        """Pass requests on to this session of a gateway until the agent ends it. Raises EpisodeError if it gives up."""
+        """Pass requests on to this session of a gateway until the agent ends it."""
         await self.start()
         held = self._held.setdefault(name, _Held(None, SessionRecord()))  # a restarted front knows none
         held.taken.set()
-        before, held.place, held.client = held.client, (url, key), _client()
+        before, held.place = held.client, (url, key)
+        held.client = ClientSession(connector=TCPConnector(limit=0), timeout=ClientTimeout(total=None))
         if before is not None:
             await before.close()  # what waits there tries again here
         held.placed.set()
         await held.ended.wait()
-        if held.given_up:
-            raise EpisodeError("the agent gave the session up.")
 
     async def turn(self, name: str, record: SessionRecord) -> None:
         """Keep what is known of the session, with the answer that goes out next."""
@@ -177,33 +174,27 @@ class SessionFront:
                 return web.Response(status=204, headers={"Retry-After": "1"})
             held = self._held.get(name)
         held.taken.set()
-        url = f"{request.url.origin()}/s/{name}"
+        url = f"{request.url.origin()}/sessions/{name}"
         access = {"id": name, "base_url": f"{url}/v1", "session_url": url, "api_key": self.key_of(name)}
         return web.json_response(access | {"record": held.task}, dumps=as_json)
 
     async def _reward(self, request: web.Request) -> web.StreamResponse:
-        """Set the reward of the session, which ends it, or of a response."""
+        """Set the reward of a response, or of the session, which ends it."""
         held = self._found(request)
-        given = await _json(request)
-        name = given.get("response_id") or ""
-        if held.ended.is_set() and not (held.given_up or name):
-            return web.json_response({"ended": True})  # its answer was lost
-        answer = await self._passed(request, held, "/reward")
+        if held.ended.is_set():  # the answer was lost
+            return web.json_response({"ended": True})
+        answer = await self._passed(request, held)
         if answer.status == 200:
-            reward = {} if given.get("reward") is None else {name: float(given["reward"])}
+            given = await request.json()
+            name = given.get("response_id") or ""
+            reward = {} if given["reward"] is None else {name: float(given["reward"])}
             held.record = replace(held.record, rewards=held.record.rewards | reward)
             if not name:
                 held.ended.set()
         return answer
 
-    async def _give_up(self, request: web.Request) -> web.Response:
-        held = self._found(request)
-        held.given_up = not held.ended.is_set()
-        held.ended.set()
-        return web.json_response({"ended": True})
-
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
-        return await self._passed(request, self._found(request), request.match_info["rest"])
+        return await self._passed(request, self._found(request))
 
     def _found(self, request: web.Request) -> _Held:
         """Return the session of a request, which its agent thereby takes again."""
@@ -223,7 +214,7 @@ class SessionFront:
         if not any(hmac.compare_digest(given.encode(), key.encode()) for key in keys):
             raise web.HTTPUnauthorized(text="The key is wrong.")
 
-    async def _passed(self, request: web.Request, held: _Held, rest: str) -> web.StreamResponse:
+    async def _passed(self, request: web.Request, held: _Held) -> web.StreamResponse:
         """Pass a request on, and its answer back. If the engine is lost before the answer began, try the next one."""
         body, answer, errors = await request.read(), None, 0
         headers = {name: value for name, value in request.headers.items() if name.lower() not in KEPT_HERE}
@@ -231,20 +222,21 @@ class SessionFront:
             await held.placed.wait()
             assert held.client is not None
             (url, key), client = held.place, held.client
+            url += request.match_info["rest"]
             headers["Authorization"] = f"Bearer {key}"
             try:
                 async with client.request(
-                    request.method, url + rest, params=request.query, data=body, headers=headers
+                    request.method, url, params=request.query, data=body, headers=headers
                 ) as found:
                     if found.status >= 500 and errors < SERVER_ERRORS:
                         errors += 1
                         raise ClientError
-                    streams = found.content_type == "text/event-stream"
-                    parts = found.content.iter_any() if streams else _once(await found.read())
+                    whole = b"" if found.content_type == "text/event-stream" else await found.read()
                     kept = {name: value for name, value in found.headers.items() if name.lower() not in KEPT_HERE}
-                    answer, head = web.StreamResponse(status=found.status, headers=kept), b""
+                    answer, head = web.StreamResponse(status=found.status, headers=kept), whole[:HEAD_BYTES]
                     await answer.prepare(request)
-                    async for part in parts:
+                    await answer.write(whole)
+                    async for part in found.content.iter_any():  # of a stream
                         head += part[: HEAD_BYTES - len(head)]
                         await answer.write(part)
                     await answer.write_eof()
@@ -258,26 +250,6 @@ class SessionFront:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(held.ended.wait(), AGAIN_SECONDS)
         raise web.HTTPGone(text="The session has ended.")
-
-
-def _client() -> ClientSession:
-    return ClientSession(
-        connector=TCPConnector(limit=0), timeout=ClientTimeout(total=None), skip_auto_headers=["User-Agent"]
-    )
-
-
-async def _once(body: bytes) -> AsyncIterator[bytes]:
-    yield body
-
-
-async def _json(request: web.Request) -> dict[str, Any]:
-    try:
-        given = await request.json()
-    except ValueError:
-        given = None
-    if not isinstance(given, dict):
-        raise web.HTTPBadRequest(text='The body is not JSON such as {"reward": 1.0}.')
-    return given
 
 
 @web.middleware
