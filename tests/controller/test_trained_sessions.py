@@ -10,17 +10,23 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from balancing import plan_batch
 from controller import step
+from controller.planning.planner import prefix_columns
+from controller.rollout.samples import BRANCH_COLUMNS
 from tests.controller.stand_ins.run import StandIns, write_stand_in_workspace
 from tests.refusals import refused
 from tests.workers.model.exact import whole_gradients
 from tests.workers.model.tiny import compute_in_float64, relative_error
 from tests.workers.rollout.sessions import response
+from workers.dataproto import DataProto
 from workers.errors import DataError
 from workers.model.engine import TrainingEngine
+from workers.model.rows.prefix_rows import pack_shared
 from workers.remote_batch import RemoteBatch
 from workers.roles import model_worker
 from workers.rollout.engine_actor import VllmEngineActor
+from workers.rollout.episode import branches_of
 from workers.rollout.gateway import Access
 from workers.rollout.requests import SampleRequest
 from workers.rollout.session import Asked, Node, Session
@@ -180,3 +186,27 @@ def test_the_gradient_is_that_of_every_path_by_itself(run: Run, aggregation: str
 def test_an_estimator_of_another_form_is_refused_once_a_response_is_rewarded(run: Run) -> None:
     with refused("algorithm.advantage=reinforce_plus_plus", DataError):
         run("algorithm.advantage=reinforce_plus_plus")
+
+
+def test_a_plan_knows_that_shared_turns_are_computed_once() -> None:
+    """Up to the 16th between hashes of prefixes. A sub-agent has a prompt of its own."""
+    session, rng = Session("s", max_turns=20), np.random.default_rng(0)
+    nodes: list[Node] = []
+    for extended in (-1, 0, 1, 2, 1, 0, -1, 6, 6):
+        parent = nodes[extended] if extended >= 0 else None
+        begun = session.ids(parent) if parent else np.full(300, 5 + len(nodes), np.int32)
+        prompt = np.concatenate([begun, rng.integers(3, 1_000, 40, np.int32)])
+        answer = response(rng.integers(3, 1_000, 60).tolist())
+        nodes.append(session.add(Asked([], parent=parent), prompt, answer, number=len(nodes)))
+        nodes[-1].received = True
+    rows = session.rows()[1:]
+    branches = branches_of(session.rows(), session.prompt_tokens)
+    columns = {name: np.array([getattr(each, name) for each in branches], object) for name in BRANCH_COLUMNS}
+    numbers = [columns[name].astype(np.int64) for name in ("prompt_hash", "prompt_tokens", "length")]
+    shared = prefix_columns(*numbers, columns["prefix_hashes"], minimum=1)
+    tree = sum(len(node.ids) for node in nodes)
+    assert (len(rows), tree, numbers[-1].sum()) == (5, 1_500, 2_800)
+    plan = plan_batch(numbers[-1], ranks=1, max_tokens=tree * 17 // 16, **shared)
+    assert len(plan.mini_batches[0].micro_steps) == 1
+    found = [{name: row[name] for name in ("input_ids", "loss_mask")} for row in rows]
+    assert pack_shared(DataProto.from_rows(found).as_tensors()).lengths == (tree,)

@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -30,6 +30,8 @@ from workers.rendering import Messages
 from workers.rollout.episode import SampledTurns, hash_of, joined, row_of
 from workers.rollout.requests import Response, not_sampled
 from workers.score import is_finite
+
+S = TypeVar("S", str, bytes)
 
 
 @dataclass(eq=False)
@@ -66,8 +68,8 @@ class Node:
         return [not_sampled(self.given), self.response]
 
     @property
-    def as_context(self) -> list[Response]:
-        return [not_sampled(self.given), not_sampled(self.response.ids)]
+    def ids(self) -> np.ndarray:
+        return joined(self.parts)
 
 
 @dataclass(frozen=True)
@@ -108,14 +110,14 @@ class Session(SampledTurns):
         self._under_way = 0
         self._rewards = dict(record.rewards) if goes_on else {}
         self._paths: dict[str, list[Node]] = {}  # by digest
-        self._by_prompt: dict[int, list[Node]] = {}
+        self._prompts: dict[int, int] = {}  # hashes by number, of the record's
         recorded = [replace(node, names=[*node.names], keys=[*node.keys]) for node in record.nodes]
         self._by_number = {node.number: node for node in recorded}
         self._extended = {node.parent for node in recorded} if goes_on else set()
         self._unclaimed = dict(self._by_number)
         self._numbers = itertools.count(1 + max(self._by_number, default=-1))
         for node in recorded:
-            self._by_prompt.setdefault(hash_of(self.prompt_ids(node)), []).append(node)
+            self._prompts[node.number] = hash_of(self.ids(node)[: -len(node.response.ids)])
             for key in node.keys:
                 self._paths.setdefault(key, []).append(node)
             if goes_on and (node.received or node.number in self._extended):
@@ -130,11 +132,7 @@ class Session(SampledTurns):
 
     def ids(self, node: Node) -> np.ndarray:
         """Return all tokens up to the answer's last, int32."""
-        return joined([part for each in self.path(node) for part in each.parts])
-
-    def prompt_ids(self, node: Node) -> np.ndarray:
-        """Return all tokens before the answer, int32."""
-        return self.ids(node)[: -len(node.response.ids)]
+        return np.concatenate([each.ids for each in self.path(node)])
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -156,37 +154,24 @@ class Session(SampledTurns):
         return Asked(messages, covered, self._newest(found), state)
 
     def find_text(self, prompt: str) -> Asked:
-        """Find the longest recorded text that the prompt of a completion extends."""
-
-        def follows(node: Node) -> str | None:
-            begun = None if node.asked is None else node.asked + node.text
-            return prompt[len(begun) :] if begun and prompt.startswith(begun) else None
-
-        parent = None
-        while step := self._step(parent, follows):
-            parent, prompt = step
-        return Asked([], parent=parent, text=prompt)
+        """Find the longest recorded text with which the prompt of a completion begins."""
+        parent, rest = self._follow(prompt, lambda node: None if node.asked is None else node.asked + node.text)
+        return Asked([], parent=parent, text=rest)
 
     def find_ids(self, prompt_ids: np.ndarray) -> Asked:
-        """Find the longest recorded path that a prompt of ids, int32, extends."""
+        """Find the longest recorded path with which a prompt of ids, int32, begins."""
+        return Asked([], parent=self._follow(prompt_ids.tobytes(), lambda node: node.ids.tobytes())[0])
 
-        def follows(node: Node) -> np.ndarray | None:
-            begun = np.concatenate([node.given, node.response.ids])
-            rest = prompt_ids[len(begun) :]
-            return rest if len(rest) and np.array_equal(begun, prompt_ids[: len(begun)]) else None
-
-        parent = None
-        while step := self._step(parent, follows):
-            parent, prompt_ids = step
-        return Asked([], parent=parent)
-
-    def _step(self, parent: Node | None, follows: Callable[[Node], Any]) -> tuple[Node, Any] | None:
-        """Return a node below `parent`, and what follows it."""
-        above = parent.number if parent else -1
-        below = [node for node in self._by_number.values() if node.parent == above]
-        steps = {node: rest for node in below if (rest := follows(node)) is not None}
-        node = self._newest(list(steps))
-        return (node, steps[node]) if node else None
+    def _follow(self, prompt: S, begun: Callable[[Node], S | None]) -> tuple[Node | None, S]:
+        """Return the deepest node whose path begins the prompt, and the rest. begun: what a node adds to its parent."""
+        parent, rest = None, prompt
+        while True:
+            above = parent.number if parent else -1
+            below = {node: begun(node) for node in self._by_number.values() if node.parent == above}
+            node = self._newest([node for node, text in below.items() if text and rest.startswith(text)])
+            if node is None:
+                return parent, rest
+            parent, rest = node, rest[len(below[node] or "") :]
 
     def _newest(self, nodes: Sequence[Node]) -> Node | None:
         """The newest, of those that nothing extends if there are some: clients with equal answers extend one each."""
@@ -231,14 +216,13 @@ class Session(SampledTurns):
 
     def recorded(self, asked: Asked, prompt_ids: np.ndarray) -> Node | None:
         """Claim the record's answer to a prompt of these ids, which then needs no sampling."""
-        found = self._by_prompt.get(hash_of(prompt_ids), [])
-        while found:
-            node = found.pop(0)
-            if self._unclaimed.pop(node.number, None):
-                node.replayed, node.received, node.joined = True, False, 0
-                self._join(node, asked, prompt_ids)
-                return node
-        return None
+        prompt = hash_of(prompt_ids)
+        node = next((each for number, each in self._unclaimed.items() if self._prompts[number] == prompt), None)
+        if node is not None:
+            del self._unclaimed[node.number]
+            node.replayed, node.received, node.joined = True, False, 0
+            self._join(node, asked, prompt_ids)
+        return node
 
     def also(self, node: Node, said: dict[str, Any]) -> None:
         """Let requests that hold `said` extend the node, such as what a stream sent where a parser reads otherwise."""
@@ -294,7 +278,7 @@ class Session(SampledTurns):
         paths, seen = [], set[Node]()
         for leaf in self.leaves:
             path = self.path(leaf)
-            paths.append([part for node in path for part in (node.as_context if node in seen else node.parts)])
+            paths.append([part for n in path for part in ([not_sampled(n.ids)] if n in seen else n.parts)])
             seen.update(path)
         return [row_of(parts) for parts in (paths if len(paths) == 1 else [self._said, *paths])]
 
@@ -333,19 +317,18 @@ class Session(SampledTurns):
 
     def credit(self) -> tuple[tuple[int, float, int], ...]:
         """Return (sampled tokens, offset, 0) of each kept turn, in the order in which rows train them."""
-        below, value = self._below(), self.value or 0.0
-        offsets = {
-            node: math.fsum((self._of_leaf(leaf) or 0.0) - value for leaf in leaves) / len(leaves)
-            for node, leaves in below.items()
-        }
-        return tuple((node.response.sampled_tokens, offset, 0) for node, offset in offsets.items())
+        value = self.value or 0.0
+        return tuple(
+            (node.response.sampled_tokens, math.fsum((r or 0.0) - value for r in rewards) / len(rewards), 0)
+            for node, rewards in self._below().items()
+        )
 
-    def _below(self) -> dict[Node, list[Node]]:
-        """The leaves below each kept node. Nodes come in the order in which rows train them."""
-        below: dict[Node, list[Node]] = {}
+    def _below(self) -> dict[Node, list[float | None]]:
+        """Rewards of the leaves below each kept node, in the order in which rows train nodes."""
+        below: dict[Node, list[float | None]] = {}
         for leaf in self.leaves:
             for node in self.path(leaf):
-                below.setdefault(node, []).append(leaf)
+                below.setdefault(node, []).append(self._of_leaf(leaf))
         return below
 
     # --- records ------------------------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ class GatewayActor(ProbedActor):
     async def nodes(self, name: str) -> list[tuple[Node, np.ndarray]]:
         """Return the session's turns, each with its prompt's ids."""
         session = self.sessions[name]
-        return [(node, session.prompt_ids(node)) for node in session.nodes]
+        return [(node, session.ids(node)[: -len(node.response.ids)]) for node in session.nodes]
 
     async def told(self, name: str) -> Any:
         session = self.sessions[name]

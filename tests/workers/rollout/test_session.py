@@ -210,7 +210,7 @@ def test_completions_extend_what_their_prompt_repeats(steps: list[tuple[int, boo
         node = session.add(asked, prompt_ids, response([200 + number]), number=number, text=f"<{number}>")
         nodes.append(node)
         texts.append(before + new + node.text)
-        assert not by_ids or session.find_ids(session.ids(node)).parent is asked.parent  # nothing new
+        assert not by_ids or session.find_ids(session.ids(node)).parent is node  # an answer that goes on
 
 
 def test_limits_and_wrong_rewards_are_refused() -> None:
