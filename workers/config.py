@@ -352,7 +352,8 @@ class RolloutConfig:
         "",
         "Environment that answers the policy's turns: a class, `module:Class` or `path/file.py:Class` (see "
         "docs/environments.md). Without it, a sample is one turn. reward.timeout_s and reward.on_failure apply to it "
-        "too.",
+        "too. Or an environment of the package verifiers, `verifiers:NAME`, which runs as an agent (see "
+        "docs/agents.md).",
     )
     max_turns: int = setting(
         8, "Maximum turns of the policy in an episode, or in a session of an agent.", minimum=1, maximum=10**6
@@ -418,7 +419,7 @@ class RolloutConfig:
     @property
     def runs_agent(self) -> bool:
         """Whether samples are sessions of an agent at the gateway."""
-        return bool(self.agent or self.agent_command)
+        return bool(self.agent or self.agent_command) or self.environment.startswith("verifiers:")
 
     @property
     def plays_episodes(self) -> bool:

@@ -58,6 +58,7 @@ from workers.user_code.functions import (
     find_tools,
 )
 from workers.user_code.rewards import MESSAGES, RAW, RewardFunction, try_rewards
+from workers.user_code.task_sources import find_verifiers_agent
 
 Records = dict[str, list[Record]]
 Chat = tuple[Messages, Options]
@@ -134,7 +135,7 @@ def try_inputs(config: Config, log: Log = print, given: GivenFunctions = NONE_GI
         _check_offered(config, chats, tools.schemas)
     template = try_template(config, chats, options, log)
     environment, answered = _environment(config, first, log)
-    environment = environment or _agent(config, log)
+    environment = environment or (_agent(config, log) if config.rollout.runs_agent else b"")
     curriculum = _curriculum(config, train, log)
     if config.algorithm.loss.name == "custom":
         key, name = "algorithm.loss.function", config.algorithm.loss.function
@@ -183,7 +184,8 @@ def loss_trial(config: Config, records: Sequence[Record]) -> tuple[Any, ...]:
 
 
 def tried_lines(config: Config, tried: Tried) -> list[str]:
-    code = [*config.reward.weights, *filter(None, [config.rollout.environment])]
+    code = [*config.reward.weights, *([config.rollout.environment] if tried.answered else [])]
+    agent = config.rollout.agent or ("" if tried.answered else config.rollout.environment)
     return [
         *(f"{path}: {counted(len(rows), 'record')}" for path, rows in (tried.train | tried.held_out).items()),
         *([f"{', '.join(code)}: tried on the first record and an empty response"] if code else []),
@@ -191,7 +193,7 @@ def tried_lines(config: Config, tried: Tried) -> list[str]:
         *(_episode_lines(tried.answered) if tried.answered else []),
         *([f"{config.rollout.tools}: tools {', '.join(map(_name, tried.tools))}"] if tried.tools else []),
         *(short_lines(tried.template, turns_follow=config.rollout.plays_episodes) if tried.template else []),
-        *([f"{config.rollout.agent}: {_agent_line(config)}"] if config.rollout.agent else []),
+        *([f"{agent}: {_agent_line(config)}"] if agent else []),
         *([f"{config.rollout.agent_command}: started for each sample"] if config.rollout.agent_command else []),
         *([f"{config.run.step}: imported, makes each step"] if tried.step else []),
     ]
@@ -294,7 +296,7 @@ def reward_functions(
 
 def _environment(config: Config, example: Record, log: Log) -> tuple[bytes, Answered | None]:
     key, name = "rollout.environment", config.rollout.environment
-    if not name:
+    if not name or config.rollout.runs_agent:
         return b"", None
     with _waiting(log, f"the import of {name}, {key}", config):
         packed = find_class(key, name, ("reset", "step"), timeout_s=config.resources.user_code_timeout_s)
@@ -304,7 +306,14 @@ def _environment(config: Config, example: Record, log: Log) -> tuple[bytes, Answ
 
 
 def _agent(config: Config, log: Log) -> bytes:
-    """Pickle the function of rollout.agent. Raises ConfigError unless it takes what it is called with."""
+    """Pickle the function of rollout.agent, which must take what it is called with, or the agent of verifiers.
+
+    Raises ConfigError.
+    """
+    if verifiers := config.rollout.environment:
+        key, timeout_s = "rollout.environment", config.resources.user_code_timeout_s
+        with _waiting(log, f"the import of {verifiers}, {key}", config):
+            return find_verifiers_agent(key, verifiers, timeout_s)
     key, name = "rollout.agent", config.rollout.agent
     if not name or name == HTTP:
         return b""

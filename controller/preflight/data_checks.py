@@ -10,7 +10,7 @@ from controller.config.model_files import ModelFiles
 from controller.data.hub import check_split
 from controller.data.records import iter_records
 from workers.errors import ConfigError, DataError
-from workers.user_code.task_sources import check_installed
+from workers.user_code.task_sources import TASK, check_installed, package_of
 
 _NAMES = """
 input_ids loss_mask rollout_log_probs old_log_probs old_entropies reference_log_probs uid group_number sample
@@ -26,6 +26,7 @@ RESERVED = frozenset(_NAMES.split())
 def check_data(config: Config, model: ModelFiles) -> None:
     """Raise ConfigError, naming the setting, for data or a curriculum that the run cannot use."""
     _check_sources(config)
+    check_installed("rollout.environment", config.rollout.environment)
     paths = [("data.sources" if config.data.sources else "data.train", path) for path in config.data.weights]
     if config.data.validation:
         check_split("data.validation", config.data.validation)
@@ -35,6 +36,9 @@ def check_data(config: Config, model: ModelFiles) -> None:
             continue
         record = first_record(key, path, config.data.prompt_key)
         _check_prompt(config, model, f"{key}: the prompts of {path}", record[config.data.prompt_key])
+        if package_of(config.rollout.environment) and TASK not in record:
+            environment = config.rollout.environment
+            raise ConfigError(f"rollout.environment={environment}: {path} has other tasks. Set {key}={environment}.")
         if config.data.source_key and config.data.source_key not in record:
             raise ConfigError(
                 f"{key}: the first record of {path} has no column data.source_key={config.data.source_key!r}."

@@ -8,6 +8,7 @@ from controller.preflight.training_checks import check_caps
 from workers.config import GATEWAY_KEY, HTTP, SamplingConfig
 from workers.errors import ConfigError
 from workers.rollout.parser_names import known_parsers
+from workers.user_code.task_sources import package_of
 
 PLAYERS = ("environment", "tools", "agent", "agent_command")
 """Settings of rollout that make samples episodes, of which a run has one."""
@@ -94,7 +95,12 @@ def check_turns(config: Config) -> None:
                 f"rollout.agent=http: {GATEWAY_KEY} has fewer than {SHORTEST_KEY} characters. Set this environment "
                 "variable to a secret that agents send."
             )
-    else:
+    elif name.startswith("reasoning_gym:"):
+        raise ConfigError(
+            f"{key}={name}: its tasks have one turn. Set data.train={name} and "
+            "reward.function=workers.reward_functions:reasoning_gym."
+        )
+    elif not package_of(name):
         check_function(key, name)
     if config.data.continue_last_message:
         raise ConfigError(f"data.continue_last_message=true: {key} plays whole turns. Remove one of the two settings.")

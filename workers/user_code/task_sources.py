@@ -5,12 +5,10 @@
 Each record has a `prompt` of chat messages, and what its reward needs.
 """
 
-import sys
-from dataclasses import dataclass
+import base64
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, reduce
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -19,23 +17,15 @@ import yaml
 from workers.errors import ConfigError, DataError, named
 from workers.user_code.process import NoAnswerError, ask
 
-EXTRAS = {"reasoning_gym": "reasoning_gym", "verifiers": "verifiers"}
+PACKAGES = ("reasoning_gym", "verifiers")  # names of extras too
 LOADING_SECONDS = 600.0  # a package may download its data
-
-
-@dataclass(frozen=True)
-class TaskSource:
-    """package: also its module. options: nested, values as YAML reads them."""
-
-    package: str
-    name: str
-    options: dict[str, Any]
+TASK = "task"  # column with a task of verifiers
 
 
 def package_of(text: str) -> str:
     """Return the package that a setting's value names, or "" if it names a file or a class."""
-    package, separator, name = text.partition(":")
-    return package if separator and name and package in EXTRAS else ""
+    package = text.partition(":")[0]
+    return package if package in PACKAGES and text != package else ""
 
 
 def check_installed(key: str, text: str) -> None:
@@ -43,63 +33,60 @@ def check_installed(key: str, text: str) -> None:
     package = package_of(text)
     if package and find_spec(package) is None:
         raise ConfigError(
-            f'{key}={text}: the package {package} is not installed. `pip install "ballast-rl[{EXTRAS[package]}]"` does '
-            "it."
+            f'{key}={text}: the package {package} is not installed. Install it: `pip install "ballast-rl[{package}]"`.'
         )
 
 
 @cache
 def task_records(text: str) -> tuple[dict[str, Any], ...]:
     """Return the records of a source. Raises DataError."""
+    module = "verifiers_agent" if package_of(text) == "verifiers" else "task_sources"
     try:
-        return tuple(ask("workers.user_code.task_sources:load", text, timeout_s=LOADING_SECONDS, setting=""))
+        return tuple(ask(f"workers.user_code.{module}:records", text, timeout_s=LOADING_SECONDS, setting=""))
     except (NoAnswerError, ConfigError) as error:
         raise DataError(f"{text}: {str(error).rstrip('.')}.") from None
 
 
-def task_source(text: str) -> TaskSource:
-    """Parse the name of a source. Raises ConfigError."""
-    name, _, query = text.partition(":")[2].partition("?")
-    options: dict[str, Any] = {}
+def find_verifiers_agent(key: str, text: str, timeout_s: float) -> bytes:
+    """Return the agent of an environment of verifiers, pickled. Raises ConfigError."""
     try:
-        for key, value in parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)):
-            *sections, last = key.split(".")
-            place = options
-            for section in sections:
-                place = place.setdefault(section, {})
-            read = yaml.safe_load(value)
-            place[last] = value if read is None else read  # `null` is the name of a harness
-    except (ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
-        raise ConfigError(f"options must have the form ?key=value&key.sub=value ({named(error)}).") from None
-    return TaskSource(package_of(text), name, options)
+        packed = ask("workers.user_code.verifiers_agent:packed_agent", text, timeout_s=timeout_s, setting="")
+    except (NoAnswerError, ConfigError) as error:
+        raise ConfigError(f"{key}={text}: {str(error).rstrip('.')}.") from None
+    return base64.b64decode(packed)
 
 
 # The functions below run in the process.
 
 
-def load(text: str) -> list[dict[str, Any]]:
-    source = task_source(text)
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    return _of_reasoning_gym(source)
+def name_and_options(text: str) -> tuple[str, dict[str, Any]]:
+    """Parse the name of a source. Values are read as YAML. Raises ConfigError."""
+    name, _, query = text.partition(":")[2].partition("?")
+    options: dict[str, Any] = {}
+    try:
+        for key, value in parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)):
+            *sections, last = key.split(".")
+            place: dict[str, Any] = reduce(lambda inner, section: inner.setdefault(section, {}), sections, options)
+            place[last] = value if value == "null" else yaml.safe_load(value)  # it is the name of a harness
+    except (ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
+        raise ConfigError(f"options must have the form ?key=value&key.sub=value ({named(error)}).") from None
+    return name, options
 
 
-def _of_reasoning_gym(source: TaskSource) -> list[dict[str, Any]]:
+def records(text: str) -> list[dict[str, Any]]:
+    """Return tasks of Reasoning Gym. Raises ConfigError."""
     from reasoning_gym.factory import DATASETS, create_dataset
 
-    if source.name not in DATASETS:
-        near = get_close_matches(source.name, DATASETS, 3, 0.4)
+    name, options = name_and_options(text)
+    if name not in DATASETS:
+        near = get_close_matches(name, DATASETS, 3, 0.4)
         raise ConfigError(f"reasoning-gym has no such data set. Similar are {', '.join(near) or 'none'}.")
-    options = {"seed": 0, **source.options}
+    options = {"seed": 0} | options
     try:
-        tasks = list(create_dataset(source.name, **options))
+        tasks = list(create_dataset(name, **options))
     except (TypeError, ValueError, AssertionError) as error:
         raise ConfigError(f"the data set refuses these options: {named(error)}.") from None
-    return [
-        {
-            "prompt": [{"role": "user", "content": task["question"]}],
-            **task,
-            "metadata": task["metadata"] | {"options": options},
-        }
-        for task in tasks
-    ]
+    for task in tasks:
+        task |= {"prompt": [{"role": "user", "content": task["question"]}]}
+        task["metadata"]["options"] = options  # the score depends on some
+    return tasks

@@ -12,7 +12,7 @@ from controller.preflight.checks import check
 from tests.controller.config_workspace import refusal
 from tests.refusals import refused_rows
 from workers.reward_functions import reasoning_gym
-from workers.user_code.task_sources import load as load_tasks
+from workers.user_code.task_sources import records as tasks_of
 from workers.user_code.task_sources import task_records
 
 QUICK = ("chain_sum", "decimal_arithmetic", "prime_factorization", "spell_backward")
@@ -23,7 +23,7 @@ WRONG = ("", "no idea {[", "12", "<answer></answer>", "<answer>0</answer>")
 def check_scores(name: str) -> None:
     """The reward of a record, which went through JSON, is the score of the data set itself."""
     dataset = create_dataset(name, size=2, seed=3)
-    records = json.loads(json.dumps(load_tasks(f"reasoning_gym:{name}?size=2&seed=3")))
+    records = json.loads(json.dumps(tasks_of(f"reasoning_gym:{name}?size=2&seed=3")))
     for record, task in zip(records, dataset, strict=True):
         columns = {key: record[key] for key in ("question", "answer", "metadata")}
         assert record["prompt"] == [{"role": "user", "content": task["question"]}]
@@ -73,12 +73,20 @@ def test_the_same_name_gives_the_same_records_in_every_process() -> None:
     data.train='reasoning_gym:leg_counting?size'
     data.validation='reasoning_gym:leg_counting?legs=3'
     data.train=reasoning_gym:leg_counting data.prompt_key=words
+    rollout.environment=verifiers:sums
 """)
 def test_what_a_package_does_not_have_is_refused(workspace: Path, named: str, overrides: list[str]) -> None:
-    assert refusal(*overrides, REWARD).startswith(f"{named}: ")
+    """The last: the data are not the environment's tasks."""
+    assert refusal(*overrides, REWARD).startswith((f"{named}: ", f"{overrides[0]}: "))
 
 
-def test_a_missing_package_is_named_with_its_extra(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("key", ["data.train", "data.validation", "rollout.environment"])
+@pytest.mark.parametrize("package", ["reasoning_gym", "verifiers"])
+def test_a_missing_package_is_named_with_its_extra(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, key: str, package: str
+) -> None:
     monkeypatch.setattr("workers.user_code.task_sources.find_spec", lambda name: None)
-    said = refusal("data.train=reasoning_gym:leg_counting")
-    assert said.startswith("data.train=reasoning_gym:leg_counting: ") and "ballast-rl[reasoning_gym]" in said
+    said = refusal(f"{key}={package}:wordle")
+    assert said.startswith(f"{key}={package}:wordle: ")
+    one_turn = (key, package) == ("rollout.environment", "reasoning_gym")
+    assert ("reward.function=" if one_turn else f"ballast-rl[{package}]") in said
