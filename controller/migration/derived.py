@@ -6,6 +6,9 @@ verl: prompts of a step over prompts of a mini-batch, nodes x GPUs over ranks th
 import math
 from collections.abc import Mapping, MutableMapping
 from typing import Any
+from urllib.parse import urlencode
+
+from controller.config.file import leaves
 
 Theirs = Mapping[str, Any]
 Ours = MutableMapping[str, Any]
@@ -15,11 +18,13 @@ ACTOR = "actor_rollout_ref.actor."
 
 def derive(system: str, theirs: Theirs, ours: Ours, to_decide: list[str]) -> None:
     """Add the derived settings to `ours`, and the open questions to `to_decide`."""
-    if rule := {"verl": _verl, "TRL": _trl}.get(system):
+    if rule := {"verl": _verl, "TRL": _trl, "verifiers": _verifiers, "prime-rl": _verifiers}.get(system):
         rule(theirs, ours, to_decide)
 
 
 DERIVED = {
+    "verifiers": ("env.taskset.id", "env.*", "select.*"),
+    "prime-rl": ("orchestrator.train.source",),
     "verl": (
         "data.train_files",
         "data.val_files",
@@ -56,6 +61,19 @@ DERIVED = {
     ),
 }
 """Keys whose values do not become a setting directly."""
+
+
+def _verifiers(theirs: Theirs, ours: Ours, to_decide: list[str]) -> None:
+    """The environment's options stand behind its name. prime-rl has a list of environments."""
+    sources = theirs.get("orchestrator.train.source")
+    sources = [dict(leaves(source)) for source in sources] if isinstance(sources, list) else [theirs]
+    for source in sources[1:]:
+        to_decide.append(f"rollout.environment: one here. Left out is {source.get('env.taskset.id')}.")
+    given = {key: value for key, value in sources[0].items() if key.startswith(("env.", "select.")) and "*" not in key}
+    options = {key.removeprefix("env."): "null" if value is None else value for key, value in given.items()}
+    if name := options.pop("taskset.id", ""):
+        query = urlencode(options, safe=":/,")
+        ours["rollout.environment"] = ours["data.train"] = f"verifiers:{name}{'?' * bool(query)}{query}"
 
 
 def _count(theirs: Theirs, key: str, default: int, to_decide: list[str]) -> int:

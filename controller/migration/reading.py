@@ -1,6 +1,6 @@
 """Read keys and values of another system's configuration from a shell script, a command, Python, YAML or JSON.
 
-run.sh, "a.b=1 c.d=2", train.py, config.yaml --given--> {"a.b": 1, "c.d": 2}
+run.sh, "a.b=1 c.d=2", train.py, config.yaml, rl.toml --given--> {"a.b": 1, "c.d": 2}
 
 Variables, defaults and arithmetic of a script are expanded. Nothing is run.
 """
@@ -10,6 +10,7 @@ import operator
 import os
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -55,6 +56,8 @@ def _of_file(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".py":
             return dict(_of_python(ast.parse(text)))
+        if path.suffix == ".toml":
+            return dict(leaves(tomllib.loads(text)))
         if path.suffix in (".yaml", ".yml", ".json"):
             content = OmegaConf.to_container(OmegaConf.create(text), resolve=True)
             return dict(leaves(content)) if isinstance(content, Mapping) else {}

@@ -23,6 +23,7 @@ from workers.errors import ConfigError
 KNOWN = {found.key: found for found in settings(Config())}
 ROWS = [row for row in counterparts() if row.is_of(KNOWN)]
 OPTIONS = {key for key, found in KNOWN.items() if found.type == Options}
+INSTEAD = {"data.train": "data.sources", "reward.function": "rollout.environment"}
 PLACEHOLDERS = {"model.path": "models/policy", "data.train": "data/train.jsonl", "reward.function": "reward.py:reward"}
 
 
@@ -71,14 +72,11 @@ def migrate(given: Mapping[str, Any]) -> Migration:
     rows = _rows(system, given, migration)
     for theirs, value, row, is_given in rows:
         _apply(migration, row, theirs, value, is_given=is_given)
-    derive(
-        system,
-        {row.key: value for _, value, row, _ in rows if value is not None and "$" not in str(value)},
-        migration.settings,
-        migration.open,
-    )
+    known = {row.key: value for _, value, row, _ in rows if value is not None and "$" not in str(value)}
+    named = {key: value for key, value in given.items() if key.startswith(("env.", "select."))}
+    derive(system, named | known, migration.settings, migration.open)
     for key, placeholder in PLACEHOLDERS.items():
-        if key not in migration.settings and not (key == "data.train" and "data.sources" in migration.settings):
+        if not {key, INSTEAD.get(key)} & migration.settings.keys():
             migration.settings[key] = placeholder
             migration.open.append(f"{key}={placeholder}: a placeholder. Name yours.")
     _settle(migration)
@@ -159,7 +157,8 @@ def _passed_on(migration: Migration, row: Counterpart, shown: str, value: Any) -
     if OPTIONS.issuperset(row.here) and not isinstance(value, Mapping):
         (key,), name = row.here, shown.partition("=")[0].rpartition(".")[2].replace("-", "_")
         return {key: {**migration.settings.get(key, {}), name: value}}
-    values = value if isinstance(value, list) and len(value) == len(row.here) > 1 else [value] * len(row.here)
+    is_list = isinstance(value, list) and len(value) == len(row.here)
+    values = value if is_list and not all(map(_takes, row.here, [value])) else [value] * len(row.here)
     changes = {key: one for key, one in zip(row.here, values, strict=True) if key in KNOWN and _takes(key, one)}
     if len(changes) < len(row.here):
         migration.open.append(f"{shown}: {row.answer}, which does not take this value.")

@@ -207,3 +207,58 @@ rollout.trace.backend
 def test_keys_of_verl_are_answered() -> None:
     keys = [f"actor_rollout_ref.{key}" for key in VERL.split()]
     assert [key for key in keys if not answer(key, KNOWN)] == []
+
+
+PRIME = """
+max_steps = 200
+[model]
+name = "some/model"
+[orchestrator]
+group_size = 8
+[[orchestrator.train.source]]
+env.taskset = {id = "wordle", split = "a b"}
+env.player.harness.id = "null"
+[[orchestrator.train.source]]
+env.taskset.id = "other"
+[orchestrator.train.sampling]
+max_completion_tokens = 64
+"""
+WORDLE = "verifiers:wordle?taskset.split=a+b&player.harness.id=null"
+EVAL = "vf-eval --env.taskset.id wordle --env.agent.harness.id null --select.limit 9 --model some/model"
+SKYRL = """main generator.n_samples_per_prompt=3 generator.max_turns=4 environment.env_class=mine
+    data.train_data="['a.parquet']" generator.sampling_params.top_k=-1 generator.step_wise_trajectories=true
+    trainer.policy.model.path=some/model"""
+AREAL = """rollout.agent.mode=online rollout.agent.session_timeout_seconds=60
+    rollout.agent.turn_discount=0.9 gconfig.n_samples=4 actor.path=some/model train_dataset.path=a.parquet"""
+MILES = """--hf-checkpoint some/model --custom-agent-function-path mine.run --use-session-server v2 --tito-model qwen3
+    --max-seq-len 4096 --n-samples-per-prompt 4"""
+GYM = """env.should_use_nemo_gym=true env.nemo_gym.config_paths="['a.yaml']" grpo.num_generations_per_prompt=4
+    policy.model_name=some/model"""
+
+
+@pytest.mark.parametrize(
+    ("source", "wanted", "told"),
+    [
+        ("rl.toml", {"rollout.environment": WORDLE, "data.train": WORDLE, "run.steps": 200}, ["other"]),
+        (EVAL, {"rollout.environment": "verifiers:wordle?agent.harness.id=null&select.limit=9"}, []),
+        (SKYRL, {"data.train": "a.parquet", "rollout.samples_per_prompt": 3}, ["env_class", "step_wise_trajectories"]),
+        (AREAL, {"rollout.agent": "http", "rollout.samples_per_prompt": 4}, ["turn_discount"]),
+        (MILES, {"rollout.samples_per_prompt": 4}, ["custom-agent-function-path", "use-session-server", "tito-model"]),
+        (GYM, {"rollout.samples_per_prompt": 4}, ["should_use_nemo_gym", "config_paths"]),
+    ],
+)
+def test_agents_and_environments_of_other_systems_have_their_place(
+    source: str,
+    wanted: dict[str, Any],
+    told: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("BALLAST_GATEWAY_KEY", "a" * 64)
+    Path("rl.toml").write_text(PRIME)
+    assert main(["migrate", source]) == 0
+    text = capsys.readouterr().out
+    found = settings_of(text)
+    assert {key: found.get(key) for key in wanted} == wanted and found["model.path"] == "some/model"
+    comments = [line for line in text.splitlines() if line.startswith("#")]
+    assert all(any(key in line for line in comments) for key in told), comments
