@@ -7,13 +7,14 @@ verifiers:NAME?agent.harness.id=null --Agent--> (record, base_url, api_key) --> 
 import base64
 import sys
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import cloudpickle
 import verifiers.v1 as vf
 from pydantic import ValidationError
 
-from workers.errors import ConfigError, EpisodeError, named
+from workers.errors import LONGEST_QUOTE, ConfigError, EpisodeError, named
 from workers.user_code.task_sources import TASK, name_and_options
 
 
@@ -80,7 +81,8 @@ class Agent:
             episode = await env.run_episode(task, vf.ModelContext(model="policy", client=client))
         if not episode.ok:
             errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-            raise EpisodeError(", ".join(f"{error.type}: {error.message}" for error in errors) or "it is not ok")
+            told = [f"{error.type}: {error.message}" for error in errors]
+            raise EpisodeError(shorten(", ".join(told), LONGEST_QUOTE) or "the episode is not ok")
         return _reward([trace for trace in episode.traces if trace.agent.config.client.base_url == base_url])
 
 
