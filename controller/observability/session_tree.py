@@ -60,7 +60,7 @@ def summary(row: Row) -> dict[str, str]:
         "advantage": row.get("advantage"),
         "seconds": row.get("seconds"),
     }
-    forms = {"reward": ".3f", "advantage": "+.3f", "seconds": ".1f"}
+    forms = {"reward": ".3f", "advantage": "+z.3f", "seconds": ".1f"}
     found = {name: f"{value:{forms.get(name, ',')}}" for name, value in numbers.items() if value is not None}
     return found | ({"failure": clean(row["failure"], SHOWN)} if "failure" in row else {})
 
@@ -114,7 +114,7 @@ def _facts(node: Row, row: Row) -> str:
         "" if node["log_prob"] is None else f"log-prob {node['log_prob']:.3f}",
         node["finish_reason"],
         "" if node["reward"] is None else f"reward {node['reward']:.3f}",
-        f"advantage {advantage:+.3f}" if node["kept"] and advantage is not None else "",
+        f"advantage {advantage:+z.3f}" if node["kept"] and advantage is not None else "",
     ]
     return ", ".join(filter(None, facts))
 
