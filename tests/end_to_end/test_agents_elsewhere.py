@@ -28,10 +28,10 @@ def test_agents_lose_no_turn_when_an_engine_and_the_front_die(tmp_path: Path, mo
     monkeypatch.setenv(GATEWAY_KEY, KEY)
     monkeypatch.setattr(engine_pool, "LOOK_SECONDS", 1.0)
     port = free_port()
-    settings = [*agent_settings(tmp_path, "elsewhere"), "rollout.replicas=2", "run.steps=3", "rollout.agent=http"]
+    settings = [*agent_settings(tmp_path, "elsewhere"), "rollout.replicas=2", "run.steps=2", "rollout.agent=http"]
     with Agents(port) as agents:
         run = faults.run_with([*settings, f"rollout.gateway.port={port}"], {1: faults.kill_actor, 2: kill_front})
     assert run.last["restarts/engines"] == 1
     assert agents.failures == []
-    assert unaccounted(run.config, agents, steps=3) == []
-    assert len(agents.rewards) == 36 == sum(agents.asked.values())
+    assert unaccounted(run.config, agents, steps=2) == []
+    assert len(agents.rewards) == 24 == sum(agents.asked.values())
