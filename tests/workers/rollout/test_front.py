@@ -36,6 +36,7 @@ class Gateway:
     heard: list[tuple[str, str, str]] = field(default_factory=list)
     numbers: Any = field(default_factory=itertools.count)
     before: Callable[[], Awaitable[None]] | None = None
+    broken: bool = False
     left: int = 0  # clients that went away
 
     async def start(self) -> None:
@@ -59,7 +60,9 @@ class Gateway:
             await self.before()
         name = f"answer-{next(self.numbers)}"
         if "stream" not in request.path:
-            return web.json_response({"id": name, "of": self.name}, status=400 if "bad" in request.path else 200)
+            return web.json_response(
+                {"id": name, "of": self.name}, status=500 if self.broken else 400 if "bad" in request.path else 200
+            )
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await answer.prepare(request)
         await answer.write(f"data: {name}\n\n".encode())
@@ -174,9 +177,9 @@ def test_an_agent_gets_a_session_plays_it_and_ends_it_once() -> None:
     asyncio.run(play())
 
 
-@pytest.mark.parametrize("hangs", [True, False])
-def test_a_session_moves_with_its_turns_and_its_request_when_an_engine_is_lost(hangs: bool) -> None:
-    """Its connection breaks, or it hangs. The second answer was recorded and never reached the agent."""
+@pytest.mark.parametrize("how", ["hangs", "breaks", "answers 500"])
+def test_a_session_moves_with_its_turns_and_its_request_when_an_engine_is_lost(how: str) -> None:
+    """The second answer was recorded and never reached the agent."""
 
     async def play() -> None:
         async with staged() as stage:
@@ -188,10 +191,13 @@ def test_a_session_moves_with_its_turns_and_its_request_when_an_engine_is_lost(h
             first.before = lambda: stage.front.turn("s", SessionRecord((node(0),)))
             assert (await stage.call("s", "/sessions/s/v1/chat"))[1]["of"] == "a"
             await stage.front.turn("s", SessionRecord((node(0), node(1))))
-            first.hang.clear()
+            first.before = None
+            first.broken = how == "answers 500"
+            if not first.broken:
+                first.hang.clear()
             waiting = stage.begin(stage.call("s", "/sessions/s/v1/chat", "again"))
-            await soon(lambda: len(first.heard) == 2)
-            if not hangs:
+            await soon(lambda: len(first.heard) > 1)
+            if how == "breaks":
                 await first.die()
             taken = await stage.front.offer("s", {}, NOTHING)
             assert (taken.goes_on, [each.received for each in taken.record.nodes]) == (True, [True, False])
