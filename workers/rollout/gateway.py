@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from workers.rollout.serving import Call
 
 SAMPLED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
-ROUTES = {("POST", path) for path in (*SAMPLED, "/v1/messages/count_tokens")} | {("GET", "/v1/models")}
+ROUTES = {("POST", path) for path in (*SAMPLED, "/v1/messages/count_tokens", "/reward")}
+ROUTES |= {("GET", "/v1/models"), ("GET", "")}
 BODY_SECONDS = 60.0  # for a client to send a request
 CLOSE_SECONDS = 5.0
 CLOSED_KEPT = 10_000
@@ -67,19 +68,17 @@ class Exchange:
     abandoned: whether a client left before its end. joined: retries that read it.
     """
 
-    idempotency: str
+    request: bytes
+    idempotency: bytes
     events: list[Event] = field(default_factory=list)
     held: list[Event] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     done: bool = False
     abandoned: bool = False
     joined: int = 0
+    began: float = field(default_factory=time.monotonic)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     readers: set[asyncio.Event] = field(default_factory=set)
-
-    @property
-    def status(self) -> int:
-        return int(self.events[0]["status"]) if self.events else 0
 
     def tell(self, *events: Event, done: bool = False) -> None:
         self.events += events
@@ -121,19 +120,16 @@ class Opened:
     on_turn: Callable[[Node], Awaitable[None]] | None
     priority: int
     began: float = field(default_factory=time.monotonic)
-    exchanges: dict[bytes, list[Exchange]] = field(default_factory=dict)
+    exchanges: set[Exchange] = field(default_factory=set)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     engine_names: set[str] = field(default_factory=set)
 
-    def joined(self, request: bytes, headers: dict[bytes, bytes]) -> Exchange | None:
-        """Return the exchange that a request repeats: one that a client left, or the newest if it says that it does."""
-        same = self.exchanges.get(request, [])
-        idempotency = headers.get(b"idempotency-key", b"").decode("latin-1")
+    def joined(self, request: bytes, idempotency: bytes, retried: bool) -> Exchange | None:
+        """Return the exchange that a request repeats: of its key, one that a client left, or for a retry any."""
+        same = [each for each in self.exchanges if each.request == request]
         found = [each for each in same if idempotency and each.idempotency == idempotency]
-        found = found or [each for each in same if each.abandoned]
-        if not found and headers.get(b"x-stainless-retry-count", b"0") != b"0":
-            found = same
-        return found[-1] if found else None
+        found = found or [each for each in same if each.abandoned] or (same if retried else [])
+        return max(found, key=lambda each: each.began, default=None)
 
 
 class Gateway:
@@ -201,7 +197,7 @@ class Gateway:
         self._closed[name] = opened.key
         if len(self._closed) > CLOSED_KEPT:
             self._closed.pop(next(iter(self._closed)))
-        for exchange in (each for same in opened.exchanges.values() for each in same):
+        for exchange in opened.exchanges:
             exchange.cancelled.set()
         if opened.engine_names:
             with suppress(Exception):  # of an engine that died
@@ -214,31 +210,34 @@ class Gateway:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     async def __call__(self, scope: Event, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
         path = scope["raw_path"].decode("latin-1")
         try:
-            await self._answer(scope["method"], path, dict(scope["headers"]), receive, send)
+            await self._answer(scope, path, dict(scope["headers"]), receive, send)
         except RefusedError as refused:
             await _send(send, refused.status, error_body(path, refused.status, str(refused)))
 
-    async def _answer(self, method: str, path: str, headers: dict[bytes, bytes], receive: Receive, send: Send) -> None:
+    async def _answer(self, scope: Event, path: str, headers: dict[bytes, bytes], receive: Receive, send: Send) -> None:
         found = re.fullmatch(r"/s/([^/]+)(/.*)?", path)
         if found is None:
             raise RefusedError(404, "there is no such route. Use the session's URL.")
         opened, route = self._allowed(found[1], headers), found[2] or ""
-        if (method, route) not in ROUTES | {("GET", ""), ("POST", "/reward")}:
-            raise RefusedError(404, f"{method} {route or '/'}: a session has no such route.")
+        if (scope["method"], route) not in ROUTES:
+            raise RefusedError(404, f"{scope['method']} {route or '/'}: a session has no such route.")
         body = await self._body(headers, receive)
-        if body is None:
+        if body is None:  # the client has left
             return
-        if route == "":
-            await _send(send, 200, json.dumps(_state(opened)).encode())
-        elif route == "/reward":
-            _reward(opened.session, body)
-            await _send(send, 200, json.dumps(_state(opened)).encode())
-        else:
-            await self._exchange(opened, method, route, headers, body, receive, send)
+        if route in ("", "/reward"):
+            if route:
+                _reward(opened.session, body)
+            await _send(send, 200, json.dumps(_state(opened.session)).encode())
+            return
+        exchange = self._exchange(opened, scope, route, headers, body)
+        delivered = await exchange.deliver(receive, send)
+        for node in exchange.nodes:
+            node.received = node.received or delivered
+        exchange.abandoned = not delivered and not any(node.received for node in exchange.nodes)
+        if exchange.done and not exchange.nodes:  # a retry is another try
+            opened.exchanges.discard(exchange)
 
     def _allowed(self, name: str, headers: dict[bytes, bytes]) -> Opened:
         """Return the session. Raises RefusedError for a wrong key, and for one that is not open."""
@@ -271,44 +270,31 @@ class Gateway:
             raise RefusedError(408, f"the body did not arrive within {BODY_SECONDS:g} s.") from None
         return None
 
-    async def _exchange(
-        self,
-        opened: Opened,
-        method: str,
-        route: str,
-        headers: dict[bytes, bytes],
-        body: bytes,
-        receive: Receive,
-        send: Send,
-    ) -> None:
-        request = hashlib.blake2b(route.encode() + b"\n" + body).digest()
-        exchange = opened.joined(request, headers) if route in SAMPLED else None
-        if exchange is not None:
+    def _exchange(self, opened: Opened, scope: Event, route: str, headers: dict[bytes, bytes], body: bytes) -> Exchange:
+        """Return the exchange that a request repeats, or begin one. Raises RefusedError above the session's limit."""
+        request, idempotency = hashlib.blake2b(route.encode() + body).digest(), headers.get(b"idempotency-key", b"")
+        exchange = opened.joined(request, idempotency, headers.get(b"x-stainless-retry-count", b"0") != b"0")
+        if exchange is not None and route in SAMPLED:
             exchange.joined, exchange.abandoned = exchange.joined + 1, False
             for node in exchange.nodes:
                 node.joined += 1
-        else:
-            limit = self._limits.max_concurrent_requests
-            if len(opened.tasks) >= limit:
-                raise RefusedError(429, f"rollout.gateway.max_concurrent_requests={limit}: as many are under way.")
-            exchange = Exchange(headers.get(b"idempotency-key", b"").decode("latin-1"))
-            opened.exchanges.setdefault(request, []).append(exchange)
-            task = asyncio.create_task(self._run(opened, exchange, method, route, body))
-            opened.tasks.add(task)
-            task.add_done_callback(opened.tasks.discard)
-        delivered = await exchange.deliver(receive, send)
-        for node in exchange.nodes:
-            node.received = node.received or delivered
-        exchange.abandoned = not delivered and not any(node.received for node in exchange.nodes)
-        if exchange.done and (exchange.status >= 500 or route not in SAMPLED):  # a retry is another try
-            with suppress(ValueError):
-                opened.exchanges.get(request, []).remove(exchange)
+            return exchange
+        limit = self._limits.max_concurrent_requests
+        if len(opened.tasks) >= limit:
+            raise RefusedError(429, f"rollout.gateway.max_concurrent_requests={limit}: as many are under way.")
+        exchange = Exchange(request, idempotency)
+        opened.exchanges.add(exchange)
+        task = asyncio.create_task(self._run(opened, exchange, scope, route, body))
+        opened.tasks.add(task)
+        task.add_done_callback(opened.tasks.discard)
+        return exchange
 
-    async def _run(self, opened: Opened, exchange: Exchange, method: str, route: str, body: bytes) -> None:
-        """Answer a request, whether or not its client stays."""
+    async def _run(self, opened: Opened, exchange: Exchange, scope: Event, route: str, body: bytes) -> None:
+        """Answer a request, whether or not its client stays. vLLM gets no header of the client's: some change it."""
         from workers.rollout.serving import CALL, Call
 
-        began = time.monotonic()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        scope = {**scope, "path": route, "raw_path": route.encode(), "query_string": b"", "headers": headers}
         call = Call(
             opened.session, opened.sampling, opened.seed, opened.options, opened.priority, route in SAMPLED, len(body),
             opened.engine_names,
@@ -330,15 +316,16 @@ class Gateway:
 
         last: list[Event] = []
         try:
-            await self._app(_scope(method, route, body), receive, put)
-            last = await self._ended(opened, exchange, call, route, began)
+            await self._app(scope, receive, put)
+            last = await self._ended(opened, exchange, call, route)
         except Exception as error:
+            exchange.nodes = []  # nobody receives them
             last = [] if exchange.events else _events(500, error_body(route, 500, named(error)))
         finally:
             call.reserved.close()
             exchange.tell(*last, done=True)
 
-    async def _ended(self, opened: Opened, exchange: Exchange, call: "Call", route: str, began: float) -> list[Event]:
+    async def _ended(self, opened: Opened, exchange: Exchange, call: "Call", route: str) -> list[Event]:
         """Add the answer's turns to the session, and return the answer's last events."""
         if exchange.cancelled.is_set():
             return [] if exchange.events else _events(410, error_body(route, 410, "the session is closed."))
@@ -350,7 +337,7 @@ class Gateway:
             exchange.nodes = list(_nodes(opened.session, call, name, said))
             for node in exchange.nodes:
                 node.joined += exchange.joined
-                node.began, node.seconds = began - opened.began, time.monotonic() - began
+                node.began, node.seconds = exchange.began - opened.began, time.monotonic() - exchange.began
                 if opened.on_turn is not None:
                     await opened.on_turn(node)
         if status >= 400 and not exchange.events:
@@ -372,25 +359,6 @@ def _nodes(session: Session, call: "Call", name: str, said: dict[int, dict[str, 
             response, text = prompt.turns[place]
             message = next(messages) if of_chat else None
             yield session.add(prompt.asked, prompt.ids, response, number=number, said=message, text=text, name=name)
-
-
-def _scope(method: str, route: str, body: bytes) -> Event:
-    """Return a request of ASGI without the client's headers: vLLM reads names of requests and priorities from them."""
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    return {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "scheme": "http",
-        "method": method,
-        "path": route,
-        "raw_path": route.encode(),
-        "root_path": "",
-        "query_string": b"",
-        "headers": headers,
-        "client": None,
-        "server": None,
-    }
 
 
 def _message(body: bytes) -> str:
@@ -418,8 +386,7 @@ def _events(status: int, body: bytes) -> list[Event]:
     return [start, {"type": "http.response.body", "body": body}]
 
 
-def _state(opened: Opened) -> dict[str, Any]:
-    session = opened.session
+def _state(session: Session) -> dict[str, Any]:
     return {"id": session.name, "turns": len(session.nodes), "max_turns": session.max_turns}
 
 
