@@ -147,18 +147,23 @@ class Gateway:
 
     async def start(self, host: str = "127.0.0.1") -> None:
         """Listen on a free port of `host`. Raises OSError if the address cannot be used."""
-        import uvicorn
         from transformers import AutoTokenizer
 
         from workers.rollout.serving import build
 
         tokenizer = await asyncio.to_thread(AutoTokenizer.from_pretrained, self._model.path, trust_remote_code=False)
         self._app = await build(self._engine, self._model, self._rollout, tokenizer)
+        await self.listen(self, host)
+
+    async def listen(self, app: Any, host: str = "127.0.0.1") -> None:
+        """Serve an application of ASGI."""
+        import uvicorn
+
         found = socket.create_server((host, 0), backlog=4096)
         address, port = found.getsockname()[:2]
         settings: dict[str, Any] = {"lifespan": "off", "ws": "none", "log_config": None, "access_log": False}
         settings |= {"server_header": False, "date_header": False, "timeout_keep_alive": KEEP_ALIVE_SECONDS}
-        self._server = uvicorn.Server(uvicorn.Config(self, **settings))
+        self._server = uvicorn.Server(uvicorn.Config(app, **settings))
         self._server.capture_signals = nullcontext  # they are the actor's
         self._serving = asyncio.create_task(self._server.serve(sockets=[found]))
         self.url = f"http://{address}:{port}"

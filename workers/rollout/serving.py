@@ -454,31 +454,36 @@ def _request_output(prompt: Prompt, outputs: list[Any], *, finished: bool) -> An
 
 async def build(engine: "AsyncLLM", model: ModelConfig, rollout: RolloutConfig, tokenizer: Any) -> Any:
     """Return vLLM's application over the engine, for calls in `CALL`."""
-    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
-    from vllm.entrypoints.launchers.app import build_app
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
     # Errors of clients, and texts of the policy that no parser can read.
     for quiet in ("vllm.tool_parsers", "vllm.parser", "vllm.reasoning", "vllm.entrypoints.anthropic"):
         logging.getLogger(quiet).setLevel(logging.CRITICAL)
     renderer = Renderer.with_template(tokenizer, model.chat_template)
     parser = TurnParser(tokenizer, rollout.tool_parser, rollout.reasoning_parser, {})
-    tools, reasoning = parser.names
-    flags = ["--model", model.path, "--served-model-name", "policy", "--disable-fastapi-docs", "--api-key", ""]
-    flags += ["--anthropic-disabled-thinking-effort", "none", "--fingerprint-mode", "none"]
-    flags += ["--enable-auto-tool-choice", "--tool-call-parser", tools] if tools else []
-    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(flags)
-    arguments.structured_outputs_config.reasoning_parser = reasoning
-    tasks = await engine.get_supported_tasks()
-    app = build_app(arguments, tasks, engine.model_config)
-    await init_app_state(RecordingClient(engine), app.state, arguments, tasks)
-    app.state.server = SimpleNamespace(should_exit=False)  # vLLM's error handlers stop it when the engine died
+    app = await application(RecordingClient(engine), model.path, *parser.names)
     app.state.openai_serving_models.is_base_model = lambda _: True  # agents name any model
     for name in ("openai_serving_chat", "openai_serving_responses", "anthropic_serving_messages"):
         serving, kind = getattr(app.state, name), "parser" if name == "openai_serving_responses" else "parser_cls"
-        if reasoning and all(parser.marks):
+        if parser.names[1] and all(parser.marks):
             setattr(serving, kind, _parser_class(getattr(serving, kind), parser.marks))
     online = app.state.online_renderer
     online.__class__ = _online_renderer(type(online), PromptRenderer(renderer))
+    return app
+
+
+async def application(client: Any, path: str, tool_parser: str, reasoning_parser: str) -> Any:
+    """Return vLLM's own application. client: an engine or what stands for one."""
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    from vllm.entrypoints.launchers.app import build_app
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    flags = ["--model", path, "--served-model-name", "policy", "--disable-fastapi-docs", "--api-key", ""]
+    flags += ["--anthropic-disabled-thinking-effort", "none", "--fingerprint-mode", "none"]
+    flags += ["--enable-auto-tool-choice", "--tool-call-parser", tool_parser] if tool_parser else []
+    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(flags)
+    arguments.structured_outputs_config.reasoning_parser = reasoning_parser
+    tasks = await client.get_supported_tasks()
+    app = build_app(arguments, tasks, client.model_config)
+    await init_app_state(client, app.state, arguments, tasks)
+    app.state.server = SimpleNamespace(should_exit=False)  # vLLM's error handlers stop it when the engine died
     return app
