@@ -3,8 +3,8 @@
     python -m tests.benchmarks.gateway [--repeats 5] [--output docs/gateway-benchmark.md]               or make bench
 
 Three ways take turns: vLLM's application over the engine, the same with log-probs in its answers, and the gateway,
-which keeps ids, log-probs and versions of each turn. Times are medians over repeats, by call: of the clock, of the actor's
-CPU, and of its event loop, which serves HTTP. Other work on the machine counts in the first alone.
+which keeps ids, log-probs and versions of each turn. Times are medians over repeats, by call: by the clock, in CPU time
+of the actor, and of its event loop, which serves HTTP. Other work on the machine counts in the first alone.
 """
 
 import argparse
@@ -25,9 +25,9 @@ from workers.config import ModelConfig, RolloutConfig
 HEADER = """# Gateway benchmark
 
 Written by `python -m tests.benchmarks.gateway`: [agents'](agents.md) requests to a tiny model on CPU, in milliseconds a
-call. Each case is measured by the clock, in CPU time of the engine's process, and in that of its event loop, which serves
-HTTP. vLLM's own route has no log-probs, which training needs. The next column is the same route with log-probs. Read the
-ratios, because absolute times drift with the machine.
+call. Each case is measured by the clock, in CPU time of the engine's process, and in that of its event loop, which
+serves HTTP. vLLM's own route has no log-probs, which training needs. The next column is the same route with log-probs.
+Read the ratios, because absolute times drift with the machine.
 
 | case | measure | vLLM's route | with log-probs | gateway | over vLLM's route | over that with log-probs |
 | --- | --- | --- | --- | --- | --- | --- |

@@ -94,13 +94,13 @@ class Exchange:
         self.readers.add(news)
         try:
             while not left.done():
-                while place < len(self.events) and not left.done():
+                if place < len(self.events):
                     await send(self.events[place])
                     place += 1
-                if self.done and place == len(self.events):
+                elif self.done:
                     return True
-                news.clear()
-                if place == len(self.events) and not self.done:
+                else:
+                    news.clear()
                     await news.wait()
             return False
         finally:

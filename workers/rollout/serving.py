@@ -61,10 +61,6 @@ class Prompt:
     replayed: list[Node]
     turns: dict[int, tuple[Response, str]] = field(default_factory=dict)
 
-    @property
-    def choices(self) -> int:
-        return len(self.replayed) + len(self.numbers)
-
 
 @dataclass
 class Call:
@@ -92,10 +88,10 @@ class Call:
         if not self.samples:
             return
         found = (self.session.recorded(asked, ids) for _ in range(choices))
-        replayed = [node for node in takewhile(lambda node: node is not None, found) if node]
-        numbers = range(choices - len(replayed))
-        reserved = [self.reserved.enter_context(self.session.sampling()) for _ in numbers]
-        self.prompts.append(Prompt(asked, ids, reserved, replayed))
+        replayed = [node for node in takewhile(bool, found) if node]
+        left = range(choices - len(replayed))
+        numbers = [self.reserved.enter_context(self.session.sampling()) for _ in left]
+        self.prompts.append(Prompt(asked, ids, numbers, replayed))
 
 
 class PromptRenderer:
@@ -140,9 +136,7 @@ class PromptRenderer:
 
     def options(self, of_session: Options, request: Any, tools: Sequence[Any] | None) -> Options:
         """Return the session's options, with the client's tools and variables that the template reads."""
-        given = {**(getattr(request, "chat_template_kwargs", None) or {})}
-        if effort := getattr(request, "reasoning_effort", None):
-            given = {"reasoning_effort": effort, "enable_thinking": effort != "none"} | given
+        given = getattr(request, "chat_template_kwargs", None) or {}
         options = {name: value for name, value in of_session.items() if name != "tools"}
         if given:
             template = self._renderer.tokenizer.get_chat_template(tools=tools or None)
@@ -155,30 +149,19 @@ def refusal(request: Any, *, may_force: bool) -> tuple[str, str] | None:
     """Return an option of a request that a session cannot have, and why, or None."""
     if any(getattr(tool, "type", "function") != "function" for tool in getattr(request, "tools", None) or ()):
         return "tools", "tools: the policy calls functions alone. Leave out other tools."
-    kind: Any = type(request)
-    given = {name: getattr(request, name) for name in _defaults(kind)}
-    changed = {name for name, value in given.items() if value and value != _defaults(kind)[name]}
-    for name in [*changed, *(OTHERS & (request.model_extra or {}).keys())]:
-        if name in OTHERS:
-            return name, f"{name}: a session samples with rollout.sampling alone. Leave it out."
-        if _forces(name, given[name]) and not may_force:
-            return name, (
-                f"{name}: it changes the distribution that the policy is trained on. Leave it out, or set an option of "
-                "rollout.sampling that algorithm.loss.rollout_correction corrects."
-            )
+    if name := next((name for name in OTHERS if getattr(request, name, None)), ""):
+        return name, f"{name}: a session samples with rollout.sampling alone. Leave it out."
+    if not may_force and (name := next((each for each in FORCED if _forces(each, getattr(request, each, None))), "")):
+        return name, (
+            f"{name}: it changes the distribution that the policy is trained on. Leave it out, or set an option of "
+            "rollout.sampling that algorithm.loss.rollout_correction corrects."
+        )
     return None
-
-
-@cache
-def _defaults(kind: Any) -> dict[str, Any]:
-    """Defaults of the options of a kind of request that `refusal` looks at. pydantic takes long to find them."""
-    fields = {name: kind.model_fields[name] for name in (*FORCED, *OTHERS) if name in kind.model_fields}
-    return {name: info.get_default(call_default_factory=True) for name, info in fields.items()}
 
 
 def _forces(name: str, value: Any) -> bool:
     if name == "tool_choice":
-        return value not in ("auto", "none", REQUIRED)
+        return value not in (None, "auto", "none", REQUIRED)
     given = getattr(value, "format", None) if name == "text" else value
     return given is not None and getattr(given, "type", None) != "text"
 
@@ -191,16 +174,8 @@ def chat_message(message: Any) -> dict[str, Any]:
         found["reasoning_content"] = reasoning
     content = found.get("content", "")
     if isinstance(content, (list, tuple)):
-        content = [_text_part(part) for part in content]
+        content = [part | {"type": "text"} if part.get("type") in TEXTS else part for part in map(dict, content)]
     return found | {"role": "system" if found["role"] == "developer" else found["role"], "content": content}
-
-
-def _text_part(part: Any) -> Any:
-    if isinstance(part, Mapping) and part.get("type") in TEXTS:
-        return {"type": "text", "text": part.get("text")}
-    if isinstance(part, Mapping) and part.get("type") == "refusal":
-        return {"type": "text", "text": part.get("refusal")}
-    return part
 
 
 def _strict(tool: Any) -> bool:
@@ -325,9 +300,10 @@ class RecordingClient:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    async def generate(self, _: Any, wanted: Any, _name: str, **named: Any) -> AsyncIterator[Any]:
+    async def generate(self, _: Any, wanted: Any, *_more: Any, **_named: Any) -> AsyncIterator[Any]:
         """Sample the call's next prompt, or give its recorded answers. wanted: vLLM's parameters for the request."""
         from vllm.inputs.engine import tokens_input
+        from vllm.outputs import RequestOutput
         from vllm.sampling_params import RequestOutputKind
 
         call = CALL.get()
@@ -336,7 +312,7 @@ class RecordingClient:
         delta = wanted.output_kind == RequestOutputKind.DELTA
         recorded = [_output_of(node, index, wanted) for index, node in enumerate(prompt.replayed)]
         if recorded and (delta or not prompt.numbers):
-            yield _request_output(prompt, recorded, finished=not prompt.numbers)
+            yield RequestOutput("recorded", None, prompt.ids.tolist(), None, recorded, finished=not prompt.numbers)
         if not prompt.numbers:
             return
         self._count += 1
@@ -345,9 +321,7 @@ class RecordingClient:
         collected: dict[int, _Collected] = {}
         call.engine_names.add(name)
         try:
-            outputs = self._engine.generate(
-                tokens_input(prompt.ids.tolist()), parameters, name, priority=call.priority, **_of_parser(named)
-            )
+            outputs = self._engine.generate(tokens_input(prompt.ids.tolist()), parameters, name, priority=call.priority)
             async for output in outputs:
                 _forget_tokenizer(self._engine, name, wanted)
                 for each in output.outputs:
@@ -391,10 +365,8 @@ class _Collected:
     def take(self, completion: Any, delta: bool) -> None:
         if not delta:
             self.ids, self.log_probs, self.text = [], [], ""
-        found = completion.logprobs or ()
-        flat = getattr(found, "logprobs", None)
-        pairs = zip(found, completion.token_ids, strict=True) if flat is None else ()
-        self.log_probs += flat if flat is not None else [position[token].logprob for position, token in pairs]
+        if found := completion.logprobs:  # the sampled token's is the first at each position
+            self.log_probs += [found.logprobs[start] for start in found.start_indices]
         self.ids += completion.token_ids
         self.text += completion.text
 
@@ -402,10 +374,6 @@ class _Collected:
         whole = replace(completion, token_ids=self.ids, logprobs=SimpleNamespace(logprobs=self.log_probs))
         counts = {"prompt_token_ids": prompt.ids.tolist(), "num_cached_tokens": output.num_cached_tokens}
         return as_response(SimpleNamespace(outputs=[whole], **counts))
-
-
-def _of_parser(named: dict[str, Any]) -> dict[str, Any]:
-    return {name: named[name] for name in ("reasoning_ended", "reasoning_parser_kwargs") if name in named}
 
 
 def _parameters(call: Call, prompt: Prompt, wanted: Any) -> Any:
@@ -429,7 +397,7 @@ def _parameters(call: Call, prompt: Prompt, wanted: Any) -> Any:
     found.spaces_between_special_tokens = wanted.spaces_between_special_tokens
     found.stream_interval = wanted.stream_interval
     if wanted.logprobs is not None:
-        found.logprobs, found.flat_logprobs = wanted.logprobs, False
+        found.logprobs = wanted.logprobs
     if wanted.structured_outputs and sampling.changes:
         found.structured_outputs = wanted.structured_outputs
     return found
@@ -444,12 +412,6 @@ def _output_of(node: Node, index: int, wanted: Any) -> Any:
         pairs = zip(ids, node.response.log_probs.tolist(), strict=True)
         found = [{token: Logprob(log_prob)} for token, log_prob in pairs]
     return CompletionOutput(index, node.text, ids, None, found, finish_reason=node.response.finish_reason)
-
-
-def _request_output(prompt: Prompt, outputs: list[Any], *, finished: bool) -> Any:
-    from vllm.outputs import RequestOutput
-
-    return RequestOutput("replayed", None, prompt.ids.tolist(), None, outputs, finished=finished)
 
 
 async def build(engine: "AsyncLLM", model: ModelConfig, rollout: RolloutConfig, tokenizer: Any) -> Any:
@@ -470,8 +432,8 @@ async def build(engine: "AsyncLLM", model: ModelConfig, rollout: RolloutConfig, 
     return app
 
 
-async def application(client: Any, path: str, tool_parser: str, reasoning_parser: str) -> Any:
-    """Return vLLM's own application. client: an engine or what stands for one."""
+async def application(engine: Any, path: str, tool_parser: str, reasoning_parser: str) -> Any:
+    """Return vLLM's own application over an engine, or what stands for one."""
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -482,8 +444,8 @@ async def application(client: Any, path: str, tool_parser: str, reasoning_parser
     flags += ["--enable-auto-tool-choice", "--tool-call-parser", tool_parser] if tool_parser else []
     arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(flags)
     arguments.structured_outputs_config.reasoning_parser = reasoning_parser
-    tasks = await client.get_supported_tasks()
-    app = build_app(arguments, tasks, client.model_config)
-    await init_app_state(client, app.state, arguments, tasks)
+    tasks = await engine.get_supported_tasks()
+    app = build_app(arguments, tasks, engine.model_config)
+    await init_app_state(engine, app.state, arguments, tasks)
     app.state.server = SimpleNamespace(should_exit=False)  # vLLM's error handlers stop it when the engine died
     return app
