@@ -14,12 +14,11 @@ import cloudpickle
 import verifiers.v1 as vf
 from pydantic import ValidationError
 
-from workers.errors import LONGEST_QUOTE, ConfigError, EpisodeError, named
+from workers.errors import LONGEST_QUOTE, ConfigError, EpisodeError
 from workers.user_code.task_sources import TASK, name_and_options
 
 
 def records(text: str) -> list[dict[str, Any]]:
-    """Return a record for each task. Raises ConfigError."""
     _, tasks = _made(text, str(Path.cwd()))
     if not tasks.bounded:
         raise ConfigError("it has tasks without end. Add select.limit=1000, or another number.")
@@ -42,8 +41,6 @@ def _made(text: str, folder: str) -> tuple[vf.Env, vf.Taskset]:
     except ValidationError as error:
         wrong = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
         raise ConfigError(f"verifiers refuses its options: {', '.join(wrong)}.") from None
-    except Exception as error:
-        raise ConfigError(f"verifiers cannot make it: {named(error)}.") from None
 
 
 def _record(data: vf.TaskData) -> dict[str, Any]:
@@ -57,7 +54,7 @@ def _record(data: vf.TaskData) -> dict[str, Any]:
 
 
 def packed_agent(text: str) -> str:
-    """Return the agent of an environment, pickled, in base 64. Raises ConfigError."""
+    """Return the agent of an environment, pickled, in base 64."""
     return base64.b64encode(cloudpickle.dumps(Agent(text, str(Path.cwd())))).decode()
 
 

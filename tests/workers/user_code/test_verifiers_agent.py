@@ -123,7 +123,7 @@ def test_tasks_are_records_of_chat_messages(folder: str) -> None:
     assert [message["content"] for message in messages["prompt"]] == ["Count.", "Say 7.", "Now."]
     assert opened["prompt"][-1] == {"role": "user", "content": "task 2"}
     assert json.loads(json.dumps(text))["task"]["wanted"] == "7"
-    for wrong in ("", "?select.limit=many", "?taskset.size=3", "?agent.harness.id=nothing"):
+    for wrong in ("", "?select.limit=many", "?taskset.size=3"):
         with refused(""):
             records(f"verifiers:endless{wrong}")
 
