@@ -218,6 +218,17 @@ def test_a_sandbox_that_does_not_hold_is_refused(fake: str) -> None:
     assert said.returncode == 1 and "SandboxError: the sandbox" in said.stderr
 
 
+def test_a_node_without_a_sandbox_fails_each_call(tools: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run started elsewhere, and sent the tool there."""
+    with monkeypatch.context() as node:
+        node.setattr(platform, "machine", lambda: "riscv64")
+        with pytest.raises(tools.SandboxError):
+            tools.python("print(1)")
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(tools.SandboxError):
+        tools.python("print(1)")
+
+
 @pytest.fixture
 def settings(tmp_path: Path) -> list[str]:
     create(tmp_path / "model", import_module("examples.code.warm_start").conversation)
