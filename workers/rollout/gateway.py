@@ -183,12 +183,11 @@ class Gateway:
         seed: int,
         options: Options,
         *,
-        key: str = "",
         on_turn: Callable[[Node], Awaitable[None]] | None = None,
         priority: int = 0,
     ) -> Access:
         """Let an agent play the session. on_turn: awaited with each turn before its answer's last bytes go out."""
-        name, key = quote(session.name, safe=""), key or secrets.token_urlsafe(32)
+        name, key = quote(session.name, safe=""), secrets.token_urlsafe(32)
         self._closed.pop(name, None)
         self._open[name] = Opened(session, key, sampling, seed, options, on_turn, priority)
         return Access(f"{self.url}/s/{name}/v1", f"{self.url}/s/{name}", key)

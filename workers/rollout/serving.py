@@ -214,17 +214,19 @@ def _online_renderer(base: type, prompts: PromptRenderer) -> type:
         ) -> list[Any]:
             from vllm.inputs.engine import tokens_input
 
-            call, several = CALL.get(), prompt_input
+            call = CALL.get()
             self._check(request, call)
-            if isinstance(prompt_input, str) or (prompt_input and isinstance(prompt_input[0], int)):
-                several = [prompt_input]
-            if not several:
+            if not prompt_input:
                 raise VLLMValidationError("the request has no prompt.", parameter="prompt")
-            for prompt in several:
+            one = isinstance(prompt_input, str) or isinstance(prompt_input[0], int)
+            limits = {
+                "vocab_size": self.model_config.get_vocab_size(),
+                "max_model_tokens": self.model_config.max_model_len,
+            }
+            for prompt in [prompt_input] if one else prompt_input:
                 try:
                     asked, ids = prompts.text_ids(call.session, prompt)
-                    vocabulary, limit = self.model_config.get_vocab_size(), self.model_config.max_model_len
-                    check_prompt(ids, vocab_size=vocabulary, max_model_tokens=limit)
+                    check_prompt(ids, **limits)
                     call.take(asked, ids, request.n or 1)
                 except (DataError, EpisodeError) as error:
                     raise VLLMValidationError(str(error), parameter="prompt") from None
@@ -394,8 +396,6 @@ def _parameters(call: Call, prompt: Prompt, wanted: Any) -> Any:
     # A whole answer is decoded at once.
     found.detokenize = bool(ours.stop or wanted.logprobs is not None) or wanted.output_kind == RequestOutputKind.DELTA
     found.skip_special_tokens = wanted.skip_special_tokens and not ours.stop
-    found.spaces_between_special_tokens = wanted.spaces_between_special_tokens
-    found.stream_interval = wanted.stream_interval
     if wanted.logprobs is not None:
         found.logprobs = wanted.logprobs
     if wanted.structured_outputs and sampling.changes:
@@ -404,14 +404,14 @@ def _parameters(call: Call, prompt: Prompt, wanted: Any) -> Any:
 
 
 def _output_of(node: Node, index: int, wanted: Any) -> Any:
+    """Return a recorded answer as the engine's."""
     from vllm.logprobs import Logprob
     from vllm.outputs import CompletionOutput
 
-    ids, found = node.response.ids.tolist(), None
-    if wanted.logprobs is not None:
-        pairs = zip(ids, node.response.log_probs.tolist(), strict=True)
-        found = [{token: Logprob(log_prob)} for token, log_prob in pairs]
-    return CompletionOutput(index, node.text, ids, None, found, finish_reason=node.response.finish_reason)
+    response = node.response
+    pairs = zip(response.ids.tolist(), response.log_probs.tolist(), strict=True)
+    found = None if wanted.logprobs is None else [{token: Logprob(log_prob)} for token, log_prob in pairs]
+    return CompletionOutput(index, node.text, response.ids.tolist(), None, found, finish_reason=response.finish_reason)
 
 
 async def build(engine: "AsyncLLM", model: ModelConfig, rollout: RolloutConfig, tokenizer: Any) -> Any:
