@@ -131,6 +131,7 @@ def _check_agent(config: Config, key: str) -> None:
         "data.system_prompt": config.data.system_prompt and "writes all messages",
         config.needs_one_row: config.needs_one_row and "makes several rows of a sample",
         "algorithm.advantage=gigpo": config.algorithm.advantage == "gigpo" and "has no states that recur",
+        "reward.overlong_tokens": config.reward.overlong_tokens and "has no limit on the length of a whole session",
         **{setting: budget and "has each turn sampled in one request" for setting, budget in thoughts.items()},
     }
     for setting, problem in problems.items():

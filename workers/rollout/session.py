@@ -327,8 +327,9 @@ class Session(SampledTurns):
         """Rewards of the leaves below each kept node, in the order in which rows train nodes."""
         below: dict[Node, list[float | None]] = {}
         for leaf in self.leaves:
+            reward = self._of_leaf(leaf)
             for node in self.path(leaf):
-                below.setdefault(node, []).append(self._of_leaf(leaf))
+                below.setdefault(node, []).append(reward)
         return below
 
     # --- records ------------------------------------------------------------------------------------------------------

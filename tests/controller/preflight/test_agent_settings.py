@@ -69,6 +69,11 @@ data.system_prompt=x
 data.continue_last_message=true
 algorithm.advantage=gae
 algorithm.advantage=gigpo
+algorithm.credit=turn
+algorithm.credit=turn algorithm.advantage=reinforce_plus_plus
+algorithm.gamma_per=turn
+algorithm.gamma_per=turn algorithm.advantage=reinforce_plus_plus
+reward.overlong_tokens=4
 algorithm.loss.name=gspo
 algorithm.loss.rollout_correction.weights=sequence
 rollout.max_model_tokens=300 policy.max_tokens_per_micro_batch=299
