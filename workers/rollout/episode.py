@@ -83,7 +83,7 @@ class Episode(SampledTurns):
     @property
     def ids(self) -> np.ndarray:
         """All tokens of the current row, int32: the prompt of the next turn."""
-        return joined(self._rows[-1])
+        return _joined(self._rows[-1])
 
     @property
     def room(self) -> int:
@@ -160,7 +160,7 @@ def hash_of(ids: np.ndarray) -> int:
     return int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=8).digest(), signed=True)
 
 
-def joined(parts: Sequence[Response]) -> np.ndarray:
+def _joined(parts: Sequence[Response]) -> np.ndarray:
     return np.concatenate([part.ids for part in parts])
 
 
@@ -168,7 +168,7 @@ def row_of(parts: Sequence[Response]) -> dict[str, np.ndarray]:
     """Return a row, see `Episode.rows`. parts: what it holds, in order."""
     versions = np.concatenate([part.versions for part in parts])
     row = {
-        "input_ids": joined(parts),
+        "input_ids": _joined(parts),
         "loss_mask": versions >= 0,
         "rollout_log_probs": np.concatenate([part.log_probs for part in parts]),
         "weight_versions": versions,

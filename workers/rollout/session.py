@@ -27,7 +27,7 @@ import numpy as np
 
 from workers.errors import DataError, EpisodeError, quoted
 from workers.rendering import Messages
-from workers.rollout.episode import SampledTurns, hash_of, joined, row_of
+from workers.rollout.episode import SampledTurns, row_of
 from workers.rollout.requests import Response, not_sampled
 from workers.score import is_finite
 
@@ -69,7 +69,7 @@ class Node:
 
     @property
     def ids(self) -> np.ndarray:
-        return joined(self.parts)
+        return np.concatenate([self.given, self.response.ids])
 
 
 @dataclass(frozen=True)
@@ -110,17 +110,14 @@ class Session(SampledTurns):
         self._under_way = 0
         self._rewards = dict(record.rewards) if goes_on else {}
         self._paths: dict[str, list[Node]] = {}  # by digest
-        self._prompts: dict[int, int] = {}  # hashes by number, of the record's
         recorded = [replace(node, names=[*node.names], keys=[*node.keys]) for node in record.nodes]
         self._by_number = {node.number: node for node in recorded}
         self._extended = {node.parent for node in recorded} if goes_on else set()
         self._unclaimed = dict(self._by_number)
         self._numbers = itertools.count(1 + max(self._by_number, default=-1))
-        for node in recorded:
-            self._prompts[node.number] = hash_of(self.ids(node)[: -len(node.response.ids)])
-            for key in node.keys:
-                self._paths.setdefault(key, []).append(node)
-            if goes_on and (node.received or node.number in self._extended):
+        for node in recorded if goes_on else ():
+            self._know(node)
+            if node.received or node.number in self._extended:
                 self._claim(node)
 
     def path(self, node: Node) -> list[Node]:
@@ -216,8 +213,9 @@ class Session(SampledTurns):
 
     def recorded(self, asked: Asked, prompt_ids: np.ndarray) -> Node | None:
         """Claim the record's answer to a prompt of these ids, which then needs no sampling."""
-        prompt = hash_of(prompt_ids)
-        node = next((each for number, each in self._unclaimed.items() if self._prompts[number] == prompt), None)
+        parent, given = self._given(asked, prompt_ids)
+        same = (each for each in self._unclaimed.values() if each.parent == parent)
+        node = next((each for each in same if np.array_equal(each.given, given)), None)
         if node is not None:
             del self._unclaimed[node.number]
             node.replayed, node.received, node.joined = True, False, 0
@@ -229,14 +227,22 @@ class Session(SampledTurns):
         key = _digest(node.base, canonical(said))
         if key not in node.keys:
             node.keys.append(key)
-        if node not in self._paths.setdefault(key, []):
-            self._paths[key].append(node)
+        self._know(node)
 
-    def _join(self, node: Node, asked: Asked, prompt_ids: np.ndarray) -> None:
+    def _know(self, node: Node) -> None:
+        for key in node.keys:
+            if node not in self._paths.setdefault(key, []):
+                self._paths[key].append(node)
+
+    def _given(self, asked: Asked, prompt_ids: np.ndarray) -> tuple[int, np.ndarray]:
+        """Return the number of the parent, and what the prompt adds to its tokens."""
         known = self.ids(asked.parent) if asked.parent else prompt_ids[:0]
         if not np.array_equal(known, prompt_ids[: len(known)]):
             raise DataError("a prompt does not begin with the ids of the turn that it extends.")
-        node.parent, node.given = asked.parent.number if asked.parent else -1, prompt_ids[len(known) :]
+        return asked.parent.number if asked.parent else -1, prompt_ids[len(known) :]
+
+    def _join(self, node: Node, asked: Asked, prompt_ids: np.ndarray) -> None:
+        node.parent, node.given = self._given(asked, prompt_ids)
         node.messages, node.asked, node.base = asked.messages[asked.covered :], asked.text, asked.base
         if node.said:
             self.also(node, node.said)
