@@ -38,6 +38,8 @@ ROUTES |= {("GET", "/v1/models"), ("GET", "")}
 BODY_SECONDS = 60.0  # for a client to send a request
 CLOSE_SECONDS = 5.0
 CLOSED_KEPT = 10_000
+# vLLM streams so a call that was cut; clients that send it back are refused. In texts, quotes are escaped.
+CALL_WITHOUT_ARGUMENTS = re.compile(rb'("function":\{"name":"(?:[^"\\]|\\.)*")\}')
 KEEP_ALIVE_SECONDS = 600  # clients keep connections: with a short time, they write to one that closes
 Event = dict[str, Any]
 Receive = Callable[[], Awaitable[Event]]
@@ -313,6 +315,8 @@ class Gateway:
             return {"type": "http.disconnect"}
 
         async def put(event: Event) -> None:
+            if event.get("body", b"").startswith(b"data: "):
+                event = event | {"body": CALL_WITHOUT_ARGUMENTS.sub(rb'\1,"arguments":""}', event["body"])}
             if call.done or route not in SAMPLED or exchange.held or event.get("status", 200) >= 400:
                 exchange.held.append(event)
             else:
