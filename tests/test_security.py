@@ -189,6 +189,22 @@ def test_a_foreign_runs_functions_run_only_if_the_caller_says_so(
     assert trace.exists()
 
 
+@pytest.mark.parametrize("setting", ["data.train", "data.validation"])
+def test_a_foreign_runs_task_set_is_imported_only_if_the_caller_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], setting: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bomb.py").write_text(f"open({str(tmp_path / 'trace')!r}, 'w').close()\n")
+    config, run = write_workspace(tmp_path), tmp_path / "runs" / "foreign"
+    run.mkdir(parents=True)
+    shutil.copytree("model", run / "model")
+    ours = ["reward.function=workers.reward_functions:length", f"{setting}=verifiers:bomb?select.limit=9"]
+    (run / "config.yaml").write_text(to_yaml(load(config, ours)))
+    assert evaluate.main(["--model", str(run), "--dry-run"]) == 2
+    assert "names code that would run here: verifiers:bomb" in capsys.readouterr().err
+    assert not (tmp_path / "trace").exists()
+
+
 def test_a_foreign_runs_loss_is_neither_replayed_nor_loaded_with_its_policy(tmp_path: Path) -> None:
     config = load(write_workspace(tmp_path), ["algorithm.loss.name=custom", "algorithm.loss.function=bomb.py:f"])
     (tmp_path / "config.yaml").write_text(to_yaml(config))

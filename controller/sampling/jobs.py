@@ -24,6 +24,7 @@ from controller.preflight.describe import warnings
 from controller.sampling.models import OF_RUN, Model, choose_model
 from controller.sampling.output import Key, check_same_job, job_identity
 from workers.errors import ConfigError
+from workers.user_code.task_sources import package_of
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ def job_settings(schema: type[SamplerConfig], request: JobRequest) -> tuple[Samp
         functions = [
             *(() if request.reward else config.reward.weights),
             *config.rollout.code,
+            *(path for path in (*config.data.weights, config.data.validation) if package_of(path) == "verifiers"),
         ]
         check_trusted(model.run, functions, request.overrides, "add --trust-run, or give your own --config")
     check_effect(config, request.overrides, uses_ranks=config.uses_reward_model or model.checkpoint is not None)
