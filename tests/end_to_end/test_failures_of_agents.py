@@ -4,10 +4,13 @@ import json
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
+import ray
 
 from controller.config import load
 from controller.engines import engine_pool
@@ -39,7 +42,7 @@ TWO_ENGINES = ("rollout.replicas=2", "run.steps=2")
 OF_PROCESSES = ("rollout.tensor_parallel=2",)
 
 
-def local(folder: Path, name: str, pause_s: float = 0.4) -> list[str]:
+def local(folder: Path, name: str, pause_s: float) -> list[str]:
     (folder / "agent.py").write_text(f"PAUSE = {pause_s}\n{AGENT}")
     return [*agent_settings(folder, name), f"rollout.agent={folder / 'agent.py'}:run"]
 
@@ -59,11 +62,17 @@ def test_agents_start_again_and_get_the_turns_that_a_lost_engine_made(
     monkeypatch.setattr(engine_pool, "LOOK_SECONDS", 0.2)
 
     def kill(run) -> None:
-        pids = engine_pids(run)
-        faults.send(signal.SIGKILL, pids[1:] if more else pids[:1], after_s=1.2)
+        pids, actor = engine_pids(run), run.roles.rollouts.actors[0]
 
-    usual = run_with([*local(tmp_path, "usual"), *TWO_ENGINES, *more], {})
-    run = run_with([*local(tmp_path, "killed"), *TWO_ENGINES, *more], {2: kill})
+        def when_a_turn_is_known() -> None:
+            while not any(session.nodes for session in ray.get(actor.partial_responses.remote()).values()):
+                time.sleep(0.1)
+            faults.send(signal.SIGKILL, pids[1:] if more else pids[:1], after_s=2.5)  # the driver looks once a second
+
+        threading.Thread(target=when_a_turn_is_known, daemon=True).start()
+
+    usual = run_with([*local(tmp_path, "usual", 0.8), *TWO_ENGINES, *more], {})
+    run = run_with([*local(tmp_path, "killed", 0.8), *TWO_ENGINES, *more], {2: kill})
     assert run.last["restarts/engines"] == 1
     assert differences(run, usual) == []
     assert replayed(run, 2) > 0 == replayed(usual, 2)
@@ -102,5 +111,8 @@ def test_a_killed_run_that_generates_ahead_goes_on_with_its_agents_sessions(tmp_
         if f"{seed:016x}" in later:
             kept = [node["said"]["content"] for node in later[f"{seed:016x}"] if node["kept"]]
             assert [node.said["content"] for node in session.nodes if node.received] == kept[: len(session.nodes)]
-    if elsewhere:
+    if not elsewhere:
+        found = sum(node["replayed"] for nodes in later.values() for node in nodes)
+        assert found == sum(len(session.nodes) for session in sessions.values())
+    else:
         assert unaccounted(config, agents, 5, cut=True) == []
