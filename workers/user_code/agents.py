@@ -10,7 +10,6 @@ import ctypes
 import json
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import tempfile
@@ -124,11 +123,8 @@ class Runner:
         os.environ.update(variables)
         access = variables["OPENAI_BASE_URL"], variables["OPENAI_API_KEY"]
         value = self._runner.run(result_of(self._run(record, *access)))
-        if value is None:
-            reply(None)
-            return
-        score = as_score(value, "", of="the agent")
-        reply({"reward": score.reward, "parts": score.parts, "answer": score.answer})
+        score = None if value is None else as_score(value, "", of="the agent")
+        reply(score and {"reward": score.reward, "parts": score.parts, "answer": score.answer})
 
 
 def command(line: str) -> Callable[..., Any]:
@@ -151,8 +147,7 @@ def command(line: str) -> Callable[..., Any]:
         code = process.wait()
         reading.join(EXIT_SECONDS)  # longer only if a process that it left behind holds the stream
         if code:
-            how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            raise EpisodeError(f"the command failed ({how})")
+            raise EpisodeError(str(subprocess.CalledProcessError(code, line)))
         with suppress(ValueError):
             value = json.loads(last[-1] if last else b"")
             return value if isinstance(value, dict) and "reward" in value else None

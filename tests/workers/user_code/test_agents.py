@@ -104,5 +104,5 @@ def test_a_command_reads_the_record_and_prints_the_reward_last(
     records = [{"prompt": "1+1=", "last": last, "code": 0} for last in lasts] + [{"prompt": "é", "last": "", "code": 3}]
     found = played(f"{sys.executable} '{tmp_path}/agent.py'", *records)
     assert found[:4] == [Score(0.25, "", {"steps": 2.0}), None, None, None]
-    assert "finite" in found[4] and "exit code 3" in found[5]
+    assert "finite" in found[4] and "exit status 3" in found[5]
     assert "said 1+1= secret http://127.0.0.1:1/s/a/v1" in capfd.readouterr().out
