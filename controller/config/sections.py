@@ -82,7 +82,7 @@ class DataConfig:
         "Prompts: a .jsonl, .json, .parquet or .arrow file, a folder with files of one kind (`datasets.save_to_disk`, "
         "a hub repository), or a data set of the hub, `owner/name[:subset][@split]`, such as "
         "`openai/gsm8k:main@train`. The split defaults to `train`. Or tasks of a package, "
-        "`reasoning_gym:NAME?size=1000` (see docs/your-own.md) or `verifiers:NAME` (see docs/agents.md). Other "
+        "`reasoning_gym:NAME` (see docs/your-own.md) or `verifiers:NAME` (see docs/agents.md). Other "
         "columns go to the reward function.",
     )
     sources: dict[str, float] = setting(

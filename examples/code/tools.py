@@ -126,7 +126,7 @@ def run(code: str, seconds: float = SECONDS, interpreter: str = "") -> str:
         finally:
             timer.cancel()
             process.kill()
-    if said[:1] != b"\0":
+    if said[:1] != b"\0" and exit_code >= 0:  # not killed before it started
         raise SandboxError(f"the sandbox did not start: {said.decode(errors='replace').strip()}")
     if len(said) > OUTPUT + 1:
         end = f"[stopped: printed more than {OUTPUT:,} bytes]"

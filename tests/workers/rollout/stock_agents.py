@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import anthropic
 import openai
+from openai.lib.streaming.chat import ChatCompletionStreamState
 
 MODEL = "any name"
 PARAMETERS = {
@@ -70,10 +71,10 @@ class Chats:
         given = {"model": MODEL, "messages": messages, "tools": TOOLS} | options
         if not stream:
             return (await self.openai.chat.completions.create(**given)).choices[0].message
-        async with self.openai.chat.completions.stream(**given) as events:
-            async for _ in events:
-                pass
-            return (await events.get_final_completion()).choices[0].message
+        state = ChatCompletionStreamState()  # the client's own `stream` raises for an answer that is cut
+        async for chunk in await self.openai.chat.completions.create(stream=True, **given):
+            state.handle_chunk(chunk)
+        return state.current_completion_snapshot.choices[0].message
 
     async def loop(self, turns: int, written: Callable[[Any], Any], *, stream: bool = False) -> None:
         """Ask, call the tool, and ask again. written: the answer as the next request holds it."""
@@ -119,6 +120,16 @@ async def rewriting_json(chats: Chats) -> float:
 async def streaming(chats: Chats) -> float:
     await chats.loop(4, dumped, stream=True)
     return 0.5
+
+
+async def cut_streams(chats: Chats) -> float:
+    """Answers that end anywhere in a call, in text or in a thought, and go on."""
+    for limit in range(2, 14):
+        asked = {"role": "user", "content": f"In {limit} tokens?"}
+        message = await chats.ask([asked], stream=True, max_tokens=limit)
+        await chats.ask([asked, dumped(message), *answered(message)], stream=True, max_tokens=limit)
+        chats.expect(False), chats.expect(True)
+    return 1.0
 
 
 async def parallel(chats: Chats) -> float:
@@ -289,7 +300,19 @@ async def curl(chats: Chats) -> float:
 AGENTS: dict[str, Any] = {
     each.__name__: each
     for each in (
-        *(plain, objects, rewriting_json, streaming, parallel, choices, rewritten, retrying, keyed, leaving),
+        *(
+            plain,
+            objects,
+            rewriting_json,
+            streaming,
+            cut_streams,
+            parallel,
+            choices,
+            rewritten,
+            retrying,
+            keyed,
+            leaving,
+        ),
         *(messages_api, messages_streaming, responses_api, responses_streaming, completions, curl),
     )
 }
