@@ -177,7 +177,7 @@ def check_form(answer: httpx.Response, anthropic: bool) -> None:
         assert found["type"] == "error"
     error = found["error"]
     assert isinstance(error["message"], str) and error["message"] and isinstance(error["type"], str)
-    assert "Traceback" not in answer.text and "site-packages" not in answer.text and ".py" not in answer.text
+    assert not any(leak in answer.text for leak in ("Traceback", "site-packages", "/workers/", ", line "))
 
 
 def wrong(answer: httpx.Response, case: Hostile) -> str:
