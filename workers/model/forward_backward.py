@@ -3,8 +3,9 @@
     DataProto --RowLayout--> forward of one micro-batch --> finish: results, loss --> backward      one stage
     stage:  receive --> forward --> send ... receive gradient --> backward --> send                 one of several
 
-The order comes from `balancing.pipeline`. A single stage alternates forward and backward. Tensors for the next
-micro-batch are received during the computation of the current one.
+The order comes from `balancing.pipeline`. A single stage alternates forward and backward. A stage asks for a tensor
+right before the pass that reads it. Asked for one pass earlier, NCCL's kernel would wait for it on the multiprocessors
+that compute this pass.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -72,7 +73,6 @@ class EnginePass:
     forward: bool = False
     last: bool = False
     rows: dict[int, ModelInput] = field(default_factory=dict, init=False)
-    arriving: dict[Action, Callable[[], Tensor]] = field(default_factory=dict, init=False)
     begun: dict[tuple[int, int], _Begun] = field(default_factory=dict, init=False)
 
 
@@ -101,26 +101,27 @@ class MicroBatchRunner:
         schedule = replace(self._stage.schedule, backward=2.0 if work.trains else 0.0)
         order = actions(schedule, self._stage.index, len(work.micro_batches)) if work.micro_batches else ()
         last = {action.chunk: action for action in order if action.kind == "backward"}
-        for action, following in zip(order, [*order[1:], None], strict=True):
-            self._expect(work, action)
-            if following is not None:
-                self._expect(work, following)
-            part, arriving = self._stage.parts[action.chunk], work.arriving.pop(action, None)
+        for action in order:
+            part = self._stage.parts[action.chunk]
             if action.kind == "backward":
                 self._before_backward(part, last[action.chunk] == action)
-            received = None if arriving is None else arriving()
             run = self._forward if action.kind == "forward" else self._backward
-            run(work, action, part, received)
+            run(work, action, part, self._received(work, action, part))
         if self._exchange is not None:
             self._exchange.finish()
 
-    def _expect(self, work: EnginePass, action: Action) -> None:
-        part = self._stage.parts[action.chunk]
-        if self._exchange is None or action in work.arriving:
-            return
-        if not (part.first if action.kind == "forward" else part.last):
-            shape = self._shape(work, action.micro_batch)
-            work.arriving[action] = self._exchange.receive(action.kind, shape, self._dtype, self._device)
+    def _received(self, work: EnginePass, action: Action, part: Part) -> Tensor | None:
+        """Return the input of a pass that another part sends."""
+        if self._exchange is None or (part.first if action.kind == "forward" else part.last):
+            return None
+        if action.kind == "forward":
+            rows, cells = self._lay_out(work, action.micro_batch).input_ids.shape
+            shape: tuple[int, ...] = (rows, cells // self._stage.parallel.tensor.size(), self._stage.hidden_size)
+        else:
+            end = work.begun[action.micro_batch, action.chunk].end
+            assert end is not None
+            shape = end.shape
+        return self._exchange.receive(action.kind, shape, self._dtype, self._device)
 
     def _forward(self, work: EnginePass, action: Action, part: Part, received: Tensor | None) -> None:
         index = action.micro_batch
@@ -160,7 +161,3 @@ class MicroBatchRunner:
         if index not in work.rows:
             work.rows[index] = self._layout.lay_out(work.micro_batches[index], forward=work.forward, last=work.last)
         return work.rows[index]
-
-    def _shape(self, work: EnginePass, index: int) -> tuple[int, ...]:
-        rows, cells = self._lay_out(work, index).input_ids.shape
-        return rows, cells // self._stage.parallel.tensor.size(), self._stage.hidden_size

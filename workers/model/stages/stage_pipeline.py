@@ -13,7 +13,7 @@ a group too.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -233,19 +233,14 @@ class Exchange:
         work = dist.isend(tensor, group=group, group_dst=place)
         self._leaving.append((work, tensor))
 
-    def receive(
-        self, kind: Kind, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-    ) -> Callable[[], Tensor]:
-        """Start to receive the input of a pass of `kind`. The returned function waits for it."""
+    def receive(self, kind: Kind, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return the input of a pass of `kind`."""
         tensor = torch.empty(shape, dtype=dtype, device=device)
         group, place = self._way(kind, -1)
         work = dist.irecv(tensor, group=group, group_src=place)
-
-        def wait() -> Tensor:
-            work.wait()
-            return tensor
-
-        return wait
+        assert work is not None
+        work.wait()
+        return tensor
 
     def finish(self) -> None:
         while self._leaving:

@@ -103,3 +103,21 @@ def test_both_copies_of_a_tied_weight_stay_alike_to_the_last_bit(ranks: RankPool
     first, *between, last = ranks.run(tied_copies, 4, save_tiny_model(tmp_path / "model", num_hidden_layers=4))
     assert between == [None, None]
     assert torch.equal(first, last)
+
+
+def layouts(path: str, virtual: int) -> tuple[int, int]:
+    """(micro-batches laid out, and still held at the end) of an update and a forward pass."""
+    engine = build(path, ParallelConfig(pipeline_parallel=2, virtual_stages=virtual))
+    sequences, laid_out, works = random_sequences(dtype=torch.float32), [], []
+    lay_out, run = engine.layout.lay_out, engine.runner.run
+    engine.layout.lay_out = lambda *given, **named: laid_out.append(given) or lay_out(*given, **named)
+    engine.runner.run = lambda work: works.append(work) or run(work)
+    engine.forward_backward(sequences, MICRO_BATCHES, sft, Denominators.of(sequences))
+    engine.log_probs(sequences, MICRO_BATCHES)
+    return len(laid_out), sum(len(work.rows) for work in works)
+
+
+def test_a_stage_lays_out_each_micro_batch_once_and_frees_it(ranks: RankPool, tmp_path: Path):
+    path = save_tiny_model(tmp_path / "model", num_hidden_layers=4)
+    for virtual in (1, 2):
+        assert ranks.run(layouts, 2, path, virtual) == [(2 * len(MICRO_BATCHES), 0)] * 2
