@@ -197,7 +197,8 @@ def counting() -> Iterator[Work]:
             from_host, to_host = tensors((args, kwargs), "cpu"), tensors(result, "cpu")
             if (from_host and outputs) or (to_host and inputs):
                 work.copies += bool(outputs)
-                work.waits += not outputs
+                pinned = (kwargs or {}).get("non_blocking") or args[2:3] == (True,)  # the host does not wait
+                work.waits += not pinned
                 return result
         by_mask = name == "index" and any(leaf.dtype.itemsize == 1 for leaf in tree_leaves(args[1]) if leaf is not None)
         work.waits += name == "_local_scalar_dense" or name in WAITS or by_mask

@@ -20,33 +20,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
+from workers.model.copies import CopyAtOnce, CopyStream, copies_of
+
 MOST_LEAVING = 2
-
-
-class CopyStream:
-    """Copy on a second CUDA stream, in parallel with the computation."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, torch.cuda.Stream(device)
-
-    def copy(self, source: Tensor, target: Tensor) -> Any:
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-            if target.is_cuda:
-                target.record_stream(self._stream)  # an interrupted backward pass may drop it without a wait
-            return self._stream.record_event()
-
-    def wait(self, copied: Any) -> None:
-        torch.cuda.current_stream(self._device).wait_event(copied)
-
-
-class CopyAtOnce:
-    def copy(self, source: Tensor, target: Tensor) -> None:
-        target.copy_(source)
-
-    def wait(self, copied: None) -> None:
-        pass
 
 
 @dataclass
@@ -107,10 +83,10 @@ def activations_on_host(device: torch.device) -> saved_tensors_hooks:
 
     Only for checkpointed layers, which save their inputs, [T, hidden size] each: others save weights that FSDP gathers.
     """
-    activations = HostActivations(_copy_stream(device) if device.type == "cuda" else CopyAtOnce())
+    activations = HostActivations(_copies(device))
     return saved_tensors_hooks(activations.save, activations.load)
 
 
 @cache
-def _copy_stream(device: torch.device) -> CopyStream:
-    return CopyStream(device)
+def _copies(device: torch.device) -> CopyStream | CopyAtOnce:
+    return copies_of(device)

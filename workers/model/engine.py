@@ -203,16 +203,14 @@ class TrainingEngine:
         CPU.
         """
         self._check_head("lm")
-        result = torch.zeros(len(sequences), dtype=torch.float64)
+        result = torch.zeros(len(sequences), dtype=torch.float64, device=self.device)
 
         def finish(start: int, stop: int, rows: ModelInput, outputs: Any) -> None:
             predictions = self._predictions(sequences.slice(start, stop), rows, outputs)
-            summed = torch.zeros(stop - start, dtype=torch.float64, device=self.device)
-            summed.index_add_(0, predictions.sequence_index, predictions.log_probs.double())
-            result[start:stop] = summed.cpu()
+            result[start:stop].index_add_(0, predictions.sequence_index, predictions.log_probs.double())
 
         self._forward_passes("log_probs", sequences, micro_batches, finish)
-        return self.stage.from_last(result)
+        return self.stage.from_last(result.cpu())
 
     @torch.no_grad()
     def values(self, sequences: DataProto, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Metrics]:
@@ -229,13 +227,13 @@ class TrainingEngine:
     def scores(self, sequences: DataProto, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Return the value head's output at the last token of each sequence, forward only: float32 [B] on the CPU."""
         self._check_head("value")
-        result = torch.zeros(len(sequences), dtype=torch.float32)
+        result = torch.zeros(len(sequences), dtype=torch.float32, device=self.device)
 
         def finish(start: int, stop: int, rows: ModelInput, outputs: Any) -> None:
-            result[start:stop] = rows.whole(outputs).float().cpu()
+            result[start:stop] = rows.whole(outputs).float()
 
         self._forward_passes("scores", sequences, micro_batches, finish, last=True)
-        return self.stage.from_last(result)
+        return self.stage.from_last(result.cpu())
 
     def _forward_only(
         self,
@@ -245,18 +243,21 @@ class TrainingEngine:
         kept: Sequence[str],
         measure: Callable[[Any], Statistics],
     ) -> tuple[list[Tensor], Metrics]:
-        results = [torch.zeros(sequences.num_tokens, dtype=torch.float32) for _ in kept]
+        result = torch.zeros(len(kept), sequences.num_tokens, dtype=torch.float32)
+        positions: list[Tensor] = []
+        values: list[Tensor] = []
         statistics: list[Statistics] = []
 
         def finish(start: int, stop: int, rows: ModelInput, outputs: Any) -> None:
             predictions = self._predictions(sequences.slice(start, stop), rows, outputs)
-            first = int(sequences.offsets[start])
-            for result, column in zip(results, kept, strict=True):
-                result[first + rows.loss_positions] = getattr(predictions, column).float().cpu()
+            positions.append(int(sequences.offsets[start]) + rows.loss_positions)
+            values.append(torch.stack([getattr(predictions, column).float() for column in kept]))
             statistics.append(measure(predictions))
 
         self._forward_passes(name, sequences, micro_batches, finish)
-        return self.stage.from_last((results, to_metrics(statistics)))
+        if values:  # one copy to the host: a copy of each micro-batch would wait for its computation
+            result[:, torch.cat(positions)] = torch.cat(values, 1).cpu()
+        return self.stage.from_last((list(result), to_metrics(statistics)))
 
     def _forward_passes(
         self,

@@ -26,6 +26,7 @@ from workers.model.attention.attention import (
 from workers.model.attention.context_parallel import Ulysses, cut
 from workers.model.attention.ring_attention import RingAttention
 from workers.model.attention.shared_attention import SharedAttention
+from workers.model.copies import to_device
 from workers.model.model import PackedModel
 from workers.model.rows.packing import ModelInput, PackedRow, pack, pad, read_last
 from workers.model.rows.prefix_rows import SharedRow, pack_shared
@@ -89,7 +90,7 @@ class RowLayout:
             rows = replace(rows, attention=attention)
         names = ("input_ids", "position_ids", "predicting", "targets", "attention_mask")
         read = {name: value for name in names if (value := getattr(rows, name)) is not None}
-        return replace(rows, **{name: value.to(self._device) for name, value in read.items()})
+        return replace(rows, **dict(zip(read, to_device(self._device, *read.values()), strict=True)))
 
     def _row(self, micro_batch: DataProto, multiple: int, *, to_longest: bool) -> PackedRow:
         if self.shared_from:

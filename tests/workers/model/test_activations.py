@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from workers.model.activations import MOST_LEAVING, CopyStream, HostActivations, activations_on_host
+from workers.model.activations import MOST_LEAVING, HostActivations, activations_on_host
+from workers.model.copies import CopyStream
 
 LAYERS = 6
 

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from workers.model.attention.attention import PackedAttention
+from workers.model.copies import to_device
 from workers.model.rows.packing import PackedRow
 
 
@@ -39,7 +40,7 @@ def cut(row: PackedRow, group: ProcessGroup, device: torch.device) -> PackedRow:
     place[positions] = torch.arange(len(positions))
     predicting = place[row.predicting]
     mine = predicting >= 0
-    selected = mine.nonzero().squeeze(1).to(device)
+    (selected,) = to_device(device, mine.nonzero().squeeze(1))
     return replace(
         row,
         input_ids=row.input_ids[:, positions],
@@ -80,7 +81,7 @@ class Ulysses:
     def __init__(self, attention: PackedAttention, row: PackedRow, group: ProcessGroup, device: torch.device) -> None:
         self._attention, self._group, self._size = attention, group, group.size()
         by_rank = torch.cat([row.cells_of(self._size, rank) for rank in range(self._size)])
-        self._by_rank, self._in_order = by_rank.to(device), by_rank.argsort().to(device)
+        self._by_rank, self._in_order = to_device(device, by_rank, by_rank.argsort())
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, *, sinks: Tensor | None = None, **features: Any

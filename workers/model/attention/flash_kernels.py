@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from workers.model.copies import to_device
+
 aten = torch.ops.aten
 
 
@@ -33,8 +35,7 @@ class Segments:
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> "Segments":
-        bounds = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
-        return cls(lengths, bounds)
+        return cls(lengths, *to_device(device, torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)))
 
     @property
     def longest(self) -> int:

@@ -29,6 +29,7 @@ from torch.distributed import ProcessGroup
 
 from workers.model.attention.flash_kernels import Block, Segments, add, attend, gradients
 from workers.model.attention.shared_attention import ring_blocks
+from workers.model.copies import to_device
 from workers.model.rows.packing import PackedRow
 from workers.model.rows.prefix_rows import SharedRow
 
@@ -49,7 +50,7 @@ def _zigzag_blocks(row: PackedRow, rank: int, size: int, device: torch.device) -
     halves = [length // (2 * size) for length in row.padded_lengths]  # of the two segments of each sequence
     lengths = torch.tensor(halves).repeat_interleave(2)
     is_first = torch.tensor([True, False]).repeat(len(halves)).repeat_interleave(lengths)
-    first, second = (mask.nonzero().squeeze(1).to(device) for mask in (is_first, ~is_first))
+    first, second = to_device(device, *(mask.nonzero().squeeze(1) for mask in (is_first, ~is_first)))
     half, whole = Segments.of(halves, device), Segments.of([2 * length for length in halves], device)
     own = Block(whole, whole, causal=True)
     earlier = Block(whole, half, causal=False, keys=first)

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from workers.model.attention.flash_kernels import Block, Segments, add, attend, flash_forward, gradients, take
+from workers.model.copies import to_device
 from workers.model.rows.prefix_rows import Run, SharedRow, Stripe
 
 WHOLE = Stripe(0, 1)
@@ -138,7 +139,7 @@ def path_block(row: SharedRow, device: torch.device) -> Block:
         seen.append(torch.arange(row.lengths[0], row.padded_lengths[0]))
         queries.append(len(seen[-1]))
     keys = Segments.of([len(cells) for cells in seen], device)
-    return Block(Segments.of(queries, device), keys, causal=True, keys=torch.cat(seen).to(device))
+    return Block(Segments.of(queries, device), keys, causal=True, keys=to_device(device, torch.cat(seen))[0])
 
 
 def ring_blocks(row: SharedRow, rank: int, size: int, device: torch.device) -> list[tuple[Block, ...]]:
@@ -203,7 +204,7 @@ def _block(segments: Sequence[tuple[range, range]], device: torch.device, causal
 
 
 def _positions(ranges: Sequence[range], device: torch.device) -> Tensor:
-    return torch.cat([torch.arange(part.start, part.stop) for part in ranges]).to(device)
+    return to_device(device, torch.cat([torch.arange(part.start, part.stop) for part in ranges]))[0]
 
 
 class _SharedAttention(torch.autograd.Function):

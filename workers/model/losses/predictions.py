@@ -18,6 +18,7 @@ from torch import Tensor
 from workers.dataproto import DataProto
 from workers.errors import DataError
 from workers.metrics import Metric, Metrics, Reduction, merge
+from workers.model.copies import to_device
 from workers.model.rows.packing import ModelInput
 
 Tokens = TypeVar("Tokens", bound="PackedTokens")
@@ -109,11 +110,12 @@ class Predictions(PackedTokens):
 def columns_at(sequences: DataProto, rows: ModelInput, device: torch.device) -> dict[str, Any]:
     """Return the fields of `PackedTokens`, on `device`."""
     owner = rows.sequence_index
-    columns = {name: values[owner].to(device) for name, values in sequences.columns.items()}
-    columns |= {name: values[rows.loss_positions].to(device) for name, values in sequences.tokens.items()}
+    columns = {name: values[owner] for name, values in sequences.columns.items()}
+    columns |= {name: values[rows.loss_positions] for name, values in sequences.tokens.items()}
+    sequence_index, *sent = to_device(device, owner, *columns.values())
     return {
-        "columns": columns,
-        "sequence_index": owner.to(device),
+        "columns": dict(zip(columns, sent, strict=True)),
+        "sequence_index": sequence_index,
         "num_sequences": len(sequences),
         "objects": sequences.objects,
         "meta": sequences.meta,
@@ -169,7 +171,7 @@ def to_metrics(parts: Iterable[Mapping[str, Statistic]]) -> Metrics:
     named = [(name, statistic) for part in parts for name, statistic in part.items()]
     if not named:
         return {}
-    values = torch.stack([statistic.value.double() for _, statistic in named]).tolist()
+    values = torch.stack([statistic.value.double() for _, statistic in named]).cpu().tolist()
     return merge(
         {name: Metric(statistic.reduction, value, statistic.weight, statistic.count)}
         for (name, statistic), value in zip(named, values, strict=True)

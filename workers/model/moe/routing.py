@@ -47,6 +47,7 @@ from workers.config import ModelConfig
 from workers.dataproto import DataProto
 from workers.errors import DataError, UnsupportedModelError
 from workers.metrics import Reduction
+from workers.model.copies import to_device
 from workers.model.forward_backward import RouterHook
 from workers.model.losses import Statistic, Statistics
 from workers.model.model import PackedModel
@@ -91,7 +92,8 @@ class RouterReplay(RouterHook):
                 f"The batch has {sorted(micro_batch.tokens)}."
             )
         choices, source = micro_batch.tokens[COLUMN].cpu(), own_cells(rows.source, self._tensor)
-        return torch.where((source < 0)[:, None, None], UNKNOWN, choices[source]).to(self._counts.device)
+        (found,) = to_device(self._counts.device, torch.where((source < 0)[:, None, None], UNKNOWN, choices[source]))
+        return found
 
     def with_own_choices(self, sequences: DataProto) -> DataProto:
         if not self.active:
@@ -225,7 +227,7 @@ class RouterLosses(RouterHook):
         owner = micro_batch.owner
         is_part = torch.zeros(width + 1, len(micro_batch))  # one row more, for tokens of other ranks
         is_part[torch.where(here, cells, width), owner] = 1
-        return RoutedTokens(is_part[:width].to(self._device), micro_batch.lengths.to(self._device))
+        return RoutedTokens(*to_device(self._device, is_part[:width], micro_batch.lengths))
 
     def take(self) -> Statistics:
         """Return the losses since the last call, each a mean over layers, without its coefficient. Collective."""
@@ -294,8 +296,11 @@ class ExpertLoad(RouterHook):
         for layer, module in enumerate(modules):
             module.register_forward_pre_hook(self._hook(layer), with_kwargs=True)
 
-    def cells(self, micro_batch: DataProto, rows: ModelInput) -> Tensor:
-        return own_cells(rows.source >= 0, self._tensor).to(self._counts.device)
+    def cells(self, micro_batch: DataProto, rows: ModelInput) -> Tensor | None:
+        if not len(self._sizes):
+            return None
+        (found,) = to_device(self._counts.device, own_cells(rows.source >= 0, self._tensor))
+        return found
 
     def take(self) -> Statistics:
         if not len(self._sizes):
