@@ -167,7 +167,7 @@ class TrainingEngine:
             compute_dtype=self.dtype,
             cpu_offload=cpu_offload,
             reshard_after_forward=self.reshard_after_forward,
-            experts=share_experts(self.module.model, self.parallel),
+            experts=share_experts(self.module.model, self.parallel, self.routing.grouped),
         )
 
     @property

@@ -9,7 +9,6 @@ files, or need data. The engine's code is unchanged.
 Use a separate process: the backend stays registered. Needs the exact torch that pyproject.toml pins.
 """
 
-import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,18 +18,17 @@ import torch
 import torch.distributed as dist
 import torch.distributed._tools.fake_collectives
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed._functional_collectives import all_to_all_single
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
-from transformers.distributed.tensor_parallel import EpDispatchExpertsParallel
 
 from workers.model import engine
 from workers.model.attention import attention
 from workers.model.checkpoint import loading
+from workers.model.moe import experts
 from workers.model.stages import stage_pipeline as pipelines
 
 DEVICE = "gpu"
@@ -195,11 +193,8 @@ def stand_in() -> None:
     engine.load_tokenizer = lambda path: None
     engine.check_tokenizer = lambda *_: None
     attention.kernel_problem = lambda *_, **__: ""
-    experts: Any = sys.modules[EpDispatchExpertsParallel.__module__]
-    if hasattr(experts, "AllToAllEP"):  # transformers 5.21 or later
-        experts.AllToAllEP._dispatch_tokens = _dispatch_evenly_with_weights
-    else:
-        experts.EpDispatchExpertsParallel._dispatch_tokens = _dispatch_evenly
+    # Every expert gets as many tokens: their number is data.
+    experts.on_host = lambda sizes, rows: [[len(part) for part in torch.arange(rows).chunk(sizes.shape[1])]] * 2
     torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
     # Every rank gives this one's answer, and every stage has as many layers.
     dist.broadcast_object_list = lambda *_, **__: None
@@ -224,28 +219,3 @@ def _all_say_the_same(values: list[Any], value: Any, **_: Any) -> None:
 def _evenly(layers: int, parts: int) -> list[range]:
     size = layers // parts
     return [range(part * size, (part + 1) * size) for part in range(parts)]
-
-
-def _dispatch_evenly(
-    _: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, num_local_experts: int, ep_group: Any, ep_size: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[int], list[int]]:
-    """Dispatch as transformers, with equally many tokens for every expert: their number is data."""
-    chosen = top_k_index.reshape(-1)
-    order = torch.argsort(chosen)
-    sent = hidden_states[order // top_k_index.size(-1)]
-    sizes = [len(part) for part in torch.arange(len(chosen), device="cpu").tensor_split(ep_size)]
-    received = all_to_all_single(sent, sizes, sizes, ep_group)
-    return received, order.new_zeros(len(received)), order, sizes, sizes
-
-
-def _dispatch_evenly_with_weights(
-    exchange: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Any]:
-    """Dispatch in the same way, for transformers 5.21."""
-    mesh, count = exchange.ep_mesh, exchange.num_local_experts
-    received, experts, *route = _dispatch_evenly(
-        exchange, hidden_states, top_k_index, count, mesh.get_group(), mesh.size()
-    )
-    state = sys.modules[EpDispatchExpertsParallel.__module__]._AllToAllState
-    ones = torch.ones_like(experts[:, None], dtype=received.dtype)
-    return received, experts[:, None], ones, state(top_k_weights, *route, len(hidden_states))

@@ -1,7 +1,7 @@
 """Expert parallelism: ranks that hold different tokens share the experts of every layer.
 
     [T, H] --router--> k experts a token --sort by expert, all-to-all--> tokens of this rank's experts
-        --the family's experts, one grouped product--> outputs --all-to-all back--> [T k, H] --weighted sum--> [T, H]
+        --one grouped product a matrix (experts.py)--> outputs --all-to-all back--> [T k, H] --sum--> [T, H]
 
     8 ranks, ep 4, 8 experts:  rank        0    1    2    3    4    5    6    7
                                experts     01   23   45   67   01   23   45   67     ranks of an ep group are neighbours
@@ -11,8 +11,8 @@ With tensor parallelism the residual stream is split by tokens (`tensor_parallel
 between dp_shard x cp x tp ranks: its router over all of them, its experts over ep first.
 
 No token is dropped. An expert sees the tokens of its whole ep group, so its gradient is already the group's sum. FSDP
-adds the gradients of the ranks with the same expert. Dispatch and sharding are transformers' own, applied before FSDP2.
-A layer sends 2 T k H (ep - 1) / ep elements forward and as many backward.
+adds the gradients of the ranks with the same expert. Sharding is transformers' own, applied before FSDP2. A layer sends
+2 T k H (ep - 1) / ep elements forward and as many backward, and half of them again for gradient checkpointing.
 """
 
 from torch import nn
@@ -22,6 +22,7 @@ from transformers.distributed.tensor_parallel import apply_expert_parallelism
 
 from workers.errors import UnsupportedModelError
 from workers.model.model import described
+from workers.model.moe.experts import GroupedExperts
 from workers.model.sharding.parallel import Parallel
 from workers.model.sharding.tensor_parallel import blocks_with_experts, find_experts
 
@@ -29,8 +30,9 @@ DISPATCHED = {"ep_dispatch_experts", "grouped_gemm"}
 """transformers' names of the two parts of a plan: modules that exchange tokens, parameters that are cut by expert."""
 
 
-def share_experts(model: PreTrainedModel, parallel: Parallel) -> dict[nn.Module, DeviceMesh]:
-    """Give each rank of an ep group its part of a model's experts, in place. Call it before `shard_model`.
+def share_experts(model: PreTrainedModel, parallel: Parallel, grouped: GroupedExperts) -> dict[nn.Module, DeviceMesh]:
+    """Give each rank of an ep group its part of a model's experts, and let `grouped` compute them, in place. Call it
+    before `shard_model`.
 
     Returns modules, inner ones first, with their mesh for FSDP2: with expert parallelism the experts, with tensor
     parallelism also their blocks. Raises UnsupportedModelError for a family whose experts transformers does not
@@ -38,11 +40,15 @@ def share_experts(model: PreTrainedModel, parallel: Parallel) -> dict[nn.Module,
     """
     blocks = blocks_with_experts(model) if parallel.tensor.size() > 1 else []
     around = dict.fromkeys(blocks, parallel.different_tokens) if blocks else {}
-    return _divided(model, parallel) | around
+    return _divided(model, parallel, grouped) | around
 
 
-def _divided(model: PreTrainedModel, parallel: Parallel) -> dict[nn.Module, DeviceMesh]:
+def _divided(model: PreTrainedModel, parallel: Parallel, grouped: GroupedExperts) -> dict[nn.Module, DeviceMesh]:
+    modules = find_experts(model)
     if parallel.config.expert_parallel == 1:
+        for module in modules:
+            if getattr(module, "has_gate", False):  # others stay as they are
+                grouped.compute(module)
         return {}
     if set(model.ep_plan.values()) != DISPATCHED:
         raise UnsupportedModelError(
@@ -52,8 +58,10 @@ def _divided(model: PreTrainedModel, parallel: Parallel) -> dict[nn.Module, Devi
     mesh = _expert_mesh(parallel)
     named = getattr(model, "_expand_parallel_plan", dict)  # transformers 5.21 or later wants whole names, no patterns
     apply_expert_parallelism(model, mesh["ep"], mesh["tp"], named(model.ep_plan))
+    for module in modules:
+        grouped.compute(module, mesh["ep"].get_group())
     sharding = mesh["dp_replicate", "expert_shard"] if parallel.config.replicate > 1 else mesh["expert_shard"]
-    return dict.fromkeys(find_experts(model), sharding)
+    return dict.fromkeys(modules, sharding)
 
 
 def _expert_mesh(parallel: Parallel) -> DeviceMesh:

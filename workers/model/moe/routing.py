@@ -51,6 +51,7 @@ from workers.model.copies import to_device
 from workers.model.forward_backward import RouterHook
 from workers.model.losses import Statistic, Statistics
 from workers.model.model import PackedModel
+from workers.model.moe.experts import GroupedExperts
 from workers.model.rows.packing import ModelInput
 from workers.model.sharding.parallel import Parallel
 from workers.model.sharding.tensor_parallel import blocks_with_experts, find_experts, own_cells
@@ -335,7 +336,8 @@ class Routing:
         self._replay = RouterReplay(packed, config.router_replay, parallel, device)
         self._losses = RouterLosses(packed, config, parallel, device, trained=trained)
         self._load = ExpertLoad(packed, parallel, device)
-        self.hooks: Sequence[RouterHook] = (self._replay, self._losses, self._load)
+        self.grouped = GroupedExperts()
+        self.hooks: Sequence[RouterHook] = (self._replay, self._losses, self._load, self.grouped)
 
     def begin(self, micro_batches: Sequence[DataProto], groups: Sequence[dist.ProcessGroup]) -> None:
         """Start the passes of a mini-batch, of which this rank holds `micro_batches`. Collective."""
