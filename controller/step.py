@@ -277,7 +277,7 @@ def send_weights(run: Run) -> None:
     """
     with run.record.phase("weights"):
         run.weight_version += 1
-        run.roles.send_weights(run.weight_version)
+        run.record.add(prefixed("rollout", run.roles.send_weights(run.weight_version)))
         if run.config.rollout.max_staleness and run.logprob_check.awaits(AtEqualWeights.CHANGED):
             _check_changed_weights(run)
 

@@ -321,6 +321,13 @@ class RolloutConfig:
         "values.",
         choices=("recompute", "keep"),
     )
+    weight_sync: str = setting(
+        "full",
+        "Weights that an update sends to the engines. `delta`: those that changed, for slow networks. Policy rank 0 "
+        "and every engine then keep a copy in host memory, of the model's size. Engines on GPUs of their own get "
+        "weights by the host, and each can be replaced alone (see docs/placement.md).",
+        choices=("full", "delta"),
+    )
     max_model_tokens: int = setting(
         0,
         "Maximum prompt plus response that an engine accepts. 0 uses data.max_prompt_tokens + "

@@ -30,6 +30,7 @@ from controller.observability.console import Console
 from controller.observability.live_metrics import LiveMetrics
 from workers.config import GATEWAY_KEY, HTTP, RolloutConfig
 from workers.errors import BallastError, LostError, WorkerError
+from workers.metrics import results
 from workers.model.timing import MicroStepTime
 from workers.roles.base import Worker
 from workers.roles.critic import CriticWorker
@@ -59,6 +60,7 @@ class WorkerGroups:
     rollouts: EnginePool
     rewards: RewardPool
     device_to_device: bool = False
+    weight_deltas: bool = False
     transfer_timeout_s: float = math.inf
 
     @property
@@ -86,18 +88,24 @@ class WorkerGroups:
         found: GroupMethod = getattr(self.reference or self.policy, method if self.reference else f"reference_{method}")
         return found
 
-    def send_weights(self, version: int) -> None:
+    def send_weights(self, version: int) -> dict[str, float]:
         """Send the policy's weights to every engine as `version`: through the object store, or between GPUs.
 
-        Wakes sleeping engines. Raises LostError if an engine or a rank is lost meanwhile.
+        Wakes sleeping engines. Returns metrics. Raises LostError if an engine or a rank is lost meanwhile.
         """
         if not self.rollouts.actors:
-            return
+            return {}
         if self.device_to_device:
             self.rollouts.receive_weights(lambda: self._with_engines("send_weights", version), version)
-            return
-        weights, _ = self.policy.export_weights()
-        self.rollouts.update_weights(weights, version)
+            return {}
+        if not self.weight_deltas:
+            weights, _ = self.policy.export_weights()
+            self.rollouts.update_weights(weights, version)
+            return {}
+        weights, metrics = self.policy.export_changed_weights(self.rollouts.take_restarted())
+        found = results(metrics)
+        self.rollouts.update_weights(weights, version, whole=bool(found["weights_whole"]))
+        return found
 
     def sleep_engines(self) -> None:
         """Free the weights and KV caches of engines that share GPUs. Call before a training pass."""
@@ -179,7 +187,8 @@ def launch(
             yield WorkerGroups(groups, no_engines, RewardPool([], "", RewardConfig(workers=0), cpus=0.0))
             return
         colocated, timeout_s = config.rollout_placement == "colocated", config.resources.start_timeout_s
-        between_gpus = config.uses_gpus and "policy" in config.training_roles
+        deltas = config.rollout.weight_sync == "delta"
+        between_gpus = config.uses_gpus and "policy" in config.training_roles and not deltas
         # Engines take longest to start: unless they share GPUs, they start while the training roles load.
         devices = shared_devices(start.group("policy").facts(), *config.colocated_engines) if colocated else []
         front = session_front(config, console, stack) if config.rollout.agent == HTTP else None
@@ -210,7 +219,7 @@ def launch(
             reward_pool.wait_ready(timeout_s)
         with start.waiting("engines, which load the model"):
             rollouts.wait_started(timeout_s)
-        found = WorkerGroups(groups, rollouts, reward_pool, between_gpus, config.resources.collective_timeout_s)
+        found = WorkerGroups(groups, rollouts, reward_pool, between_gpus, deltas, config.resources.collective_timeout_s)
         if between_gpus:
             with start.waiting("ranks and engines that meet", "resources.collective_timeout_s"):
                 found.connect_engines(config.rollout_placement, config.rollout.tensor_parallel)

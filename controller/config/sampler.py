@@ -23,6 +23,7 @@ TRAINING_KEYS = """
     data.shuffle data.curriculum reward.overlong_ reward.truncated
     validation.every validation.at_start validation.keep_best
     rollout.placement rollout.max_staleness rollout.out_of_order_window rollout.kv_cache_after_update
+    rollout.weight_sync
 """
 OF_TRAINING = tuple(TRAINING_KEYS.split())
 """Keys, or prefixes of keys, that commands without training do not read."""

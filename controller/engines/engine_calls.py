@@ -64,7 +64,9 @@ class RolloutEngines:
         self._attempts = dict.fromkeys(self.actors, 0)
         self._calls: dict[ray.ObjectRef, _Call] = {}
         self._last_sign: dict[int, float] = {}
-        self._weights: ray.ObjectRef | None = None
+        self._weights: list[tuple[int, ray.ObjectRef]] = []  # a whole file, and what each later version changed
+        self._deltas = config.weight_sync == "delta"
+        self._restarted = False
         self._stopped = False
 
     @property
@@ -147,16 +149,23 @@ class RolloutEngines:
             raise RolloutError(f"{lost}; all of run.max_restarts={self.fleet.budget.limit} are used up.")
         self._log(f"{lost}; starting a new one")
         self._attempts[replica] += 1
+        self._restarted = True
         self.actors[replica] = self._make(replica, self._attempts[replica])
         started = self.actors[replica].start.remote()
         self._watch(replica, started, "starting its engine", self._start_timeout_s, partial(self._started, replica))
 
-    def update_weights(self, payload: ray.ObjectRef, version: int) -> None:
+    def take_restarted(self) -> bool:
+        """Return whether an engine was replaced since the last call."""
+        restarted, self._restarted = self._restarted, False
+        return restarted
+
+    def update_weights(self, payload: ray.ObjectRef, version: int, *, whole: bool = True) -> None:
         """Load packed weights as `version` into every engine, including engines that start later.
 
-        Raises RolloutError as `lose`, and if an engine refuses them, because it would keep old weights.
+        whole: or what changed since the last call. Raises RolloutError as `lose`, and if an engine refuses them,
+        because it would keep old weights.
         """
-        self._weights = payload
+        self._weights = [*([] if whole else self._weights), (version, payload)]
         self.fleet.new_version(version)
         for replica in self.fleet.in_state(State.STALE):
             self._load(replica)
@@ -224,7 +233,11 @@ class RolloutEngines:
         doing, version = "loading weights", self.fleet.version
         loading = any(call.replica == replica and call.doing == doing for call in self._calls.values())
         if self.fleet.state(replica) is State.STALE and not loading:
-            ref = self.actors[replica].update_weights.remote(self._weights, version)
+            actor = self.actors[replica]
+            if self._deltas:
+                ref = actor.follow_weights.remote(self._weights)
+            else:
+                ref = actor.update_weights.remote(self._weights[-1][1], version)
             self._watch(replica, ref, doing, self._start_timeout_s, partial(self._loaded, replica, version))
 
     def _loaded(self, replica: int, version: int) -> None:

@@ -24,6 +24,7 @@ from controller.preflight.engine_checks import (
     check_lengths,
     check_samplings,
     check_turns,
+    check_weight_sync,
     response_limit,
 )
 from controller.preflight.tracker_checks import check_trackers
@@ -67,6 +68,7 @@ def check_settings(config: Config) -> None:
         )
     check_validation(config)
     check_engine_count(config)
+    check_weight_sync(config)
     check_engine_options(config.rollout.engine)
     check_samplings(config)
     check_turns(config)

@@ -35,6 +35,21 @@ def check_engine_count(config: Config) -> None:
         )
 
 
+def check_weight_sync(config: Config) -> None:
+    if config.rollout.weight_sync == "full":
+        return
+    if config.rollout_placement == "colocated":
+        raise ConfigError(
+            "rollout.weight_sync=delta: engines that share the policy's GPUs (rollout.placement=colocated) drop their "
+            "weights to sleep. Set full, or rollout.placement=apart."
+        )
+    if config.model.dtype == "float32" or (config.model.dtype == "auto" and not config.uses_gpus):
+        raise ConfigError(
+            f"rollout.weight_sync=delta: model.dtype={config.model.dtype} is float32 here, and an update changes "
+            "nearly all such weights. Set full, or model.dtype=bfloat16."
+        )
+
+
 FORMS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 
 

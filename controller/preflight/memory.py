@@ -174,6 +174,8 @@ def host_memory(config: Config, memory: Memory, ranks: int) -> Parts:
             parts[role] = (4 * size["parameters"] + 12 * size["trained"]) * share / GIB
     if config.run.checkpoint_every:  # the copy being written, and a file of 1 GiB a rank
         parts["checkpoint"] = 12 * sum(size["trained"] for size in sizes.values()) * share / GIB + ranks
+    if config.rollout.weight_sync == "delta":  # rank 0's copy, whole weights and deltas in the object store
+        parts["weights for engines"] = 6 * sizes["policy"]["parameters"] / GIB
     if config.model.activation_offload:
         policy = sizes["policy"]
         parts["activations"] = (

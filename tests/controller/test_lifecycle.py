@@ -145,6 +145,24 @@ def test_an_engine_or_a_rank_that_is_lost_costs_the_steps_since_the_last_checkpo
     assert recorded == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.parametrize(("what", "times"), [("generate", 4), ("receive", 2)])
+def test_with_deltas_an_engine_on_a_gpu_is_replaced_alone(stand_ins: StandIns, run: Run, what: str, times: int) -> None:
+    """The new one begins with whole weights, those of the run's start, and deltas."""
+    world = stand_ins.world
+
+    def die() -> None:
+        engine = world.ray.actors["rollout 1"]
+        engine.die()
+        world.ledger.give(engine.gpus, "rollout 1", "weights", "kv_cache")
+
+    world.trouble = once("rollout 1", what, die, times)
+    deltas = ("rollout.weight_sync=delta", "rollout.placement=apart", "rollout.replicas=2", "run.steps=4")
+    finished = run(*deltas, "data.validation=''")
+    last = finished.outcome.steps[-1]
+    assert (last["restarts/engines"], last["restarts/recoveries"], last["rollout/weights_whole"]) == (1, 0, 0)
+    assert {"receive", "generate"} <= set(world.ledger.of("rollout 1 restart 1"))
+
+
 def test_a_transfer_in_which_nobody_dies_and_nothing_moves_has_a_time_limit(stand_ins: StandIns, run: Run) -> None:
     def hang() -> None:
         raise NeverReturnsError

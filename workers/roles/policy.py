@@ -1,6 +1,6 @@
 """PolicyWorker: trains under a plan and hands its weights to the engines. OfflinePolicyWorker: on given sequences."""
 
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from workers.metrics import Metric, Metrics
 from workers.model.losses import make_policy_loss, make_sft_loss, weighted_log_probs
 from workers.model.losses.returns import KlPenalty, discounted_returns, discounts, token_rewards, turns_of, whiten
 from workers.roles.model_worker import TrainedWorker, micro_batches_of, token_block, token_column
+from workers.rollout.weight_delta import DeltaPacker, Payload
 from workers.rollout.weight_transfer import pack_weights
 
 
@@ -61,6 +62,16 @@ class PolicyWorker(TrainedWorker):
         """Return all weights as safetensors bytes, uint8, on rank zero. Collective."""
         packed = pack_weights(self.engine.named_weights(self.engine.dtype, keeper=0))
         return (packed if self.coordinates.index == 0 else None), {}
+
+    @dispatch(Split.ALL, Join.RANK_ZERO_REFERENCE)
+    def export_changed_weights(self, check: bool) -> tuple[Payload | None, Metrics]:
+        """Return what changed since the last call, see `DeltaPacker.pack`, on rank zero. Collective."""
+        packed = self._packer.pack(self.engine.named_weights(self.engine.dtype, keeper=0), check)
+        return packed if self.coordinates.index == 0 else (None, {})
+
+    @cached_property
+    def _packer(self) -> DeltaPacker:
+        return DeltaPacker()
 
     @dispatch(Split.PLAN, Join.TOKENS, returns=("log_probs",))
     def reference_log_probs(self, batch: DataProto, plan: RankPlan) -> tuple[DataProto, Metrics]:

@@ -12,7 +12,7 @@ On GPUs `AsyncLLM` runs its model in separate processes. On a CPU the model runs
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
@@ -45,6 +45,7 @@ from workers.rollout.vllm_interface import (
     sampling_parameters,
     unfinished_responses,
 )
+from workers.rollout.weight_delta import Payload, WeightFile
 from workers.rollout.weight_transfer import private_file
 from workers.score import Score
 from workers.user_code.agents import AgentPool, session_variables
@@ -109,6 +110,7 @@ class VllmEngineActor:
         self._renderer: Renderer | None = None
         self._update_began = 0.0
         self._loads: list[WeightLoad] = []
+        self._weights = WeightFile()  # empty unless rollout.weight_sync=delta
 
     def __repr__(self) -> str:
         return f"rollout {self.index}"
@@ -346,15 +348,25 @@ class VllmEngineActor:
         Raises RolloutError if they do not fit the model or are incomplete, and LostError if the engine dies.
         """
         with private_file(payload) as path:
-            try:
-                await self.begin_update()
-                await self.receive_update({"path": path})
-                await self.finish_update(version)
-            except RolloutError as error:
-                await self.engine.resume_generation()
-                raise RolloutError(
-                    f"rollout replica {self.index} could not load the weights of version {version}: {error.__cause__}"
-                ) from error
+            await self._load_weights(path, version)
+
+    async def follow_weights(self, payloads: Sequence[tuple[int, Awaitable[Payload]]]) -> None:
+        """Load the newest weights as `update_weights`. payloads: versions and references, a whole file and deltas."""
+        for version, payload in payloads:
+            if version > self._weights.version:
+                await asyncio.to_thread(self._weights.take, await payload, version)
+        await self._load_weights(self._weights.path, self._weights.version)
+
+    async def _load_weights(self, path: str, version: int) -> None:
+        try:
+            await self.begin_update()
+            await self.receive_update({"path": path})
+            await self.finish_update(version)
+        except RolloutError as error:
+            await self.engine.resume_generation()
+            raise RolloutError(
+                f"rollout replica {self.index} could not load the weights of version {version}: {error.__cause__}"
+            ) from error
 
     async def init_transfer(self, init_info: dict[str, Any]) -> None:
         """Join the trainer's transfer group. See `gpu_transfer`. Needs GPUs."""

@@ -81,7 +81,9 @@ def engine_arguments(
         disable_log_stats=True,
         use_tqdm_on_load=False,
         max_num_batched_tokens=max(PREFILL_TOKENS, config.max_concurrent, max_model_tokens if on_cpu else 0),
-        weight_transfer_config=WeightTransferConfig(backend=ENGINE_OF_BACKEND[BACKENDS[placement]]),
+        weight_transfer_config=WeightTransferConfig(
+            backend=ENGINE_OF_BACKEND["shared_memory" if config.weight_sync == "delta" else BACKENDS[placement]]
+        ),
         # By default vLLM would choose Ray here, and look for its placement groups.
         distributed_executor_backend="uni" if config.tensor_parallel == 1 else "mp",
         **device,

@@ -63,6 +63,8 @@ CUSTOM batch.mini_batches=1 algorithm.loss.old_entropies=true policy.forward_max
 resources.device=cuda policy.cpu_offload=true rollout.replicas=2
 resources.device=cuda rollout.placement=apart rollout.replicas=3 rollout.tensor_parallel=4
 validation.sampling.temperature=0
+rollout.weight_sync=delta model.dtype=bfloat16 rollout.replicas=2
+rollout.weight_sync=delta resources.device=cuda rollout.placement=apart rollout.replicas=2
 rollout.max_staleness=1 batch.mini_batches=1 algorithm.loss.clip_high=0.3
 rollout.max_staleness=1 algorithm.loss.name=reinforce algorithm.loss.rollout_correction.weights=token
 policy.max_tokens_per_micro_batch=48 policy.parallel.context_parallel=2
@@ -142,6 +144,9 @@ algorithm.advantage=remax rollout.max_staleness=2
 algorithm.loss.name=reinforce rollout.max_staleness=1
 rollout.placement=colocated
 rollout.placement=apart
+rollout.weight_sync=delta resources.device=cuda rollout.replicas=2
+rollout.weight_sync=delta FLOAT32 resources.device=cuda rollout.placement=apart rollout.replicas=2
+rollout.weight_sync=delta
 rollout.placement=shared_memory resources.device=cuda
 rollout.replicas=3 resources.device=cuda
 model.attention=varlen

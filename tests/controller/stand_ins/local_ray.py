@@ -24,6 +24,10 @@ class LocalRef:
     def __init__(self, value: Any = None, error: Exception | None = None, *, done: bool = True) -> None:
         self.value, self.error, self.done = value, error, done
 
+    def __await__(self) -> Iterator[Any]:
+        return self.value
+        yield
+
 
 class LocalStream:
     """What a streaming call yielded; an error comes as its last object, as Ray hands it over."""
