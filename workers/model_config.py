@@ -4,6 +4,12 @@ from dataclasses import dataclass, field, replace
 
 from workers.setting import setting
 
+LIGHTER = {"full": "selective", "selective": "none", "none": "none"}
+"""The mode of `model.gradient_checkpointing` that recomputes less."""
+ATTENTION_KEPT = "attention"
+"""What `selective` does in compiled layers, whose matrix products are inside of graphs."""
+RECOMPUTED = {"none": 0.0, "selective": 0.3, ATTENTION_KEPT: 0.8, "full": 1.0, "auto": 1.0}
+"""Share of a layer's forward pass that its backward pass computes again."""
 CUDA_KERNELS = ("varlen", "flash3", "flash")
 """Values of `model.attention` that are kernels of CUDA devices."""
 
@@ -28,7 +34,8 @@ class ModelConfig:
     only_with = (
         ("forward pass", "forward_layout, forward_length_multiple"),
         (".share_prefixes=auto or always", "min_shared_tokens"),
-        (".gradient_checkpointing", "activation_offload"),
+        (".gradient_checkpointing other than none", "activation_offload"),
+        (".gradient_checkpointing=selective or full", "recompute_num_layers"),
         ("GPUs", "activation_offload, compile"),
         ("engines on GPUs", "router_replay"),
     )
@@ -79,7 +86,19 @@ class ModelConfig:
     min_shared_tokens: int = setting(
         4, "Minimum length of a shared prefix, in tokens. Shorter ones cost more than they save.", minimum=1
     )
-    gradient_checkpointing: bool = setting(False, "Recompute activations in the backward pass to save memory.")
+    gradient_checkpointing: str = setting(
+        "none",
+        "What the backward pass recomputes to save memory. `none`: nothing. `selective`: all but attention and matrix "
+        "products (in compiled layers, all but attention). `full`: whole layers. `auto`: the least that fits into the "
+        "GPU, measured on a simulated one, layer by layer; `none` on CPUs.",
+        choices=("none", "selective", "full", "auto"),
+    )
+    recompute_num_layers: int = setting(
+        0,
+        "Layers of each pipeline stage, from its first on, to which gradient_checkpointing applies. 0 is all. The "
+        "others recompute less: `selective` instead of `full`, `none` instead of `selective`.",
+        minimum=0,
+    )
     activation_offload: bool = setting(
         False, "Keep the layer inputs of gradient checkpointing in host memory until the backward pass (GPU)."
     )
@@ -129,6 +148,12 @@ class ModelConfig:
             router_z_loss_coefficient=0.0,
         )
 
+    def checkpointing_of(self, layers: int) -> list[str]:
+        """Return the mode of gradient checkpointing of each layer of a stage. An `auto` that nobody decided is full."""
+        mode = "full" if self.gradient_checkpointing == "auto" else self.gradient_checkpointing
+        count = min(self.recompute_num_layers or layers, layers)
+        return [mode] * count + [LIGHTER.get(mode, mode)] * (layers - count)
+
     def chunk_tokens(self, device: str) -> int:
         return self.logprob_chunk_tokens or (256 if device == "cpu" else 2048)
 
@@ -145,3 +170,10 @@ class ModelConfig:
         layouts = {self.rows(forward=forward)[0] for forward in (False, True)}
         ours = shared or "packed" in layouts or self.attention in CUDA_KERNELS
         return "packed" if ours else "padded"
+
+
+def checkpointing_words(model: ModelConfig) -> str:
+    """Describe what `model.gradient_checkpointing=auto` was decided to be."""
+    mode, layers = model.gradient_checkpointing, model.recompute_num_layers
+    where = f"in the first {layers} layers of each stage, {LIGHTER[mode]} in the others" if layers else "in all layers"
+    return f"model.gradient_checkpointing=auto: {mode} {where}"

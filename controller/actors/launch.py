@@ -6,7 +6,7 @@ layout -> reserve pools -> engines | policy, reference, critic, reward model | r
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,6 +32,7 @@ from workers.config import GATEWAY_KEY, HTTP, RolloutConfig
 from workers.errors import BallastError, LostError, WorkerError
 from workers.metrics import results
 from workers.model.timing import MicroStepTime
+from workers.model_config import checkpointing_words
 from workers.roles.base import Worker
 from workers.roles.critic import CriticWorker
 from workers.roles.model_worker import ReferenceWorker, RewardModelWorker
@@ -170,17 +171,19 @@ def launch(
     environment: bytes = b"",
     budget: RestartBudget | None = None,
     live: LiveMetrics | None = None,
+    fit: Callable[[TrainingConfig, float], TrainingConfig] | None = None,
 ) -> Iterator[WorkerGroups]:
     """Start all actors of a run and yield them. Afterwards end them and release all bundles.
 
     only: training roles to start, without engines and rewards, empty for everything. total_steps: optimiser steps of
     the policy. environment: see `EnvironmentPool`, empty for one turn. budget: for engines, None allows
-    run.max_restarts. live: receives engines' states and queues.
+    run.max_restarts. live: receives engines' states and queues. fit: decides model.gradient_checkpointing=auto, given
+    the GiB of a GPU (0 on CPUs).
 
     Raises ResourceError if the cluster is too small, WorkerError or RolloutError if an actor cannot start.
     """
     with ExitStack() as stack:
-        start = _Launch(stack, config, console, only, total_steps)
+        start = _Launch(stack, config, console, only, total_steps, fit)
         if only or not isinstance(config, Config):
             groups = start.load_models()
             no_engines = EnginePool(lambda replica, attempt: None, RolloutConfig(replicas=0))
@@ -228,8 +231,15 @@ def launch(
 
 class _Launch:
     def __init__(
-        self, stack: ExitStack, config: TrainingConfig, console: Console, only: Sequence[str], total_steps: int
+        self,
+        stack: ExitStack,
+        config: TrainingConfig,
+        console: Console,
+        only: Sequence[str],
+        total_steps: int,
+        fit: Callable[[TrainingConfig, float], TrainingConfig] | None,
     ) -> None:
+        self.fit = fit if config.model.gradient_checkpointing == "auto" else None
         self.stack, self.config, self.console = stack, config, console
         self.roles = only or config.training_roles
         self.classes, self.total_steps = dict(CLASSES), {"policy": total_steps}
@@ -275,10 +285,18 @@ class _Launch:
 
     def load_models(self) -> dict[str, WorkerGroup]:
         """Start the remaining roles, and load every model."""
+        checkpointing: dict[str, Any] = {}
         for role in self.roles:
             group = self.groups.get(role) or self.group(role)
+            if self.fit and not checkpointing:
+                model = self.fit(self.config, min(group.gpu_gib())).model
+                checkpointing = {
+                    "gradient_checkpointing": model.gradient_checkpointing,
+                    "recompute_num_layers": model.recompute_num_layers,
+                }
+                self.console.log(checkpointing_words(model))
             with self.waiting(f"{role}, which loads its model"):
-                parameters = group.build.remote().result(self.config.resources.start_timeout_s)[0]
+                parameters = group.build.remote(checkpointing).result(self.config.resources.start_timeout_s)[0]
             if role == "policy":
                 ranks = counted(self.config.policy.data_parallel, "rank")
                 self.console.log(f"policy: {parameters:,} parameters over {ranks} on {self.config.device}")

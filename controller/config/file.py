@@ -159,10 +159,15 @@ def _read_file(path: Path) -> DictConfig:
 
 
 def _follow_renames(part: DictConfig, known: Mapping[str, Setting], source: str) -> None:
-    """Replace the previous version's settings in place, and print one line if any has a new name."""
+    """Replace the previous version's settings in place, and print one line if any has a new name.
+
+    A setting that has become a choice still reads its booleans.
+    """
     new_names = []
     for key, value in list(_leaves(cast(dict[str, Any], OmegaConf.to_container(part)), known, source)):
-        row = None if key in known else previous_name(key, known)
+        if key in known and (known[key].type is not str or not isinstance(value, bool)):
+            continue
+        row = previous_name(key, known)
         if row is None:
             continue
         new = row.values.get(shown(value))

@@ -34,6 +34,7 @@ from controller.observability.run_folder import RunFolder
 from controller.observability.run_log import rays_logging_in, run_log
 from controller.observability.slow_work import Log, log_if_slow
 from controller.preflight.cluster import check_machine
+from controller.preflight.memory import fit_checkpointing
 from workers.errors import (
     BallastError,
     ConfigError,
@@ -123,7 +124,7 @@ def session(config: TrainingConfig, console: "Console", data: dict[str, Any], **
     live = LiveMetrics(exported.export)
     with exported, ExitStack() as stack:
         with live.phase("start"):
-            roles = stack.enter_context(launch(config, console, live=live, **launched))
+            roles = stack.enter_context(launch(config, console, live=live, fit=fit_checkpointing, **launched))
         with console.waiting("the checkpoint that run.resume names, or the models"):
             progress = resume(config, roles, console.log, data)
         trackers, ids = open_trackers(config, progress.trackers, progress.step, console.log, exported)

@@ -25,6 +25,7 @@ from controller.config import TrainingConfig
 if TYPE_CHECKING:
     from workers.remote_batch import RemoteBatch
 from balancing.prefixes import fewest_worth_sharing
+from workers.model_config import RECOMPUTED
 from workers.rollout.prefix_hashes import hashed_places
 
 Integers = np.ndarray
@@ -151,13 +152,13 @@ def plan_arguments(
 def pipeline_of(config: TrainingConfig, *, trains: bool, measured: StageTimes = NOT_MEASURED) -> Pipeline | None:
     """Return the stages of the training roles' models, or None without a pipeline.
 
-    trains: whether backward passes follow, which cost two forward passes (three with checkpointing). measured: of
+    trains: whether backward passes follow, which cost two forward passes (and what checkpointing repeats). measured: of
     updates. It assumes that all parts of a stage cost the same.
     """
     parallel = config.policy.parallel
     if parallel.pipeline_parallel == 1:
         return None
-    backward = 2.0 + config.model.gradient_checkpointing
+    backward = 2.0 + RECOMPUTED[config.model.gradient_checkpointing]
     overhead = measured.overhead if trains else measured.overhead / (1.0 + backward)
     shares = None if measured.shares is None else measured.shares * parallel.virtual_stages
     return Pipeline(

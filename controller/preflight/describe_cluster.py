@@ -7,7 +7,15 @@ from itertools import groupby
 
 from controller.config import Config
 from controller.preflight.cluster import Cluster, Placement, cluster_in_words, groups_across_nodes, place, roles_on_node
-from controller.preflight.memory import Memory, check_memory, host_memory, measure, memory_lines
+from controller.preflight.memory import (
+    Memory,
+    check_memory,
+    fit_checkpointing,
+    host_memory,
+    measure,
+    memory_lines,
+)
+from workers.model_config import checkpointing_words
 
 
 def print_cluster(config: Config, cluster: Cluster, *, measured: bool = True) -> None:
@@ -17,6 +25,9 @@ def print_cluster(config: Config, cluster: Cluster, *, measured: bool = True) ->
     if not cluster.gpus:
         return
     print("\n== memory, measured on a simulated GPU; GiB ==", flush=True)
+    if measured and config.model.gradient_checkpointing == "auto":
+        config = fit_checkpointing(config, cluster.gpu_gib)
+        print(checkpointing_words(config.model))
     memory = measure(config) if measured else Memory({}, "--no-measure")
     if not memory.roles:
         print(f"not measured: {memory.problem}")

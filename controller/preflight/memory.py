@@ -10,22 +10,26 @@ A tenth of a GPU stays free for unmeasured memory: CUDA contexts, NCCL buffers, 
 
 import hashlib
 import json
+import math
 import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from copy import copy
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from controller.config import Config
+from controller.config import Config, TrainingConfig
 from controller.config.file import value_of
 from controller.config.model_files import read_model_files
 from controller.observability.slow_work import log_if_slow
 from controller.preflight.cluster import Cluster
 from workers.errors import ConfigError
+from workers.model_config import ATTENTION_KEPT, LIGHTER
 
+Checked = TypeVar("Checked", bound=TrainingConfig)
 GIB = 2**30
 USABLE_SHARE = 0.9
 LAYERS = (3, 4)
@@ -76,8 +80,57 @@ def _total(parts: Parts) -> float:
     return sum(parts.values())
 
 
-def measure(config: Config, layers: tuple[int, ...] = LAYERS) -> Memory:
-    """Measure every pass of `config.limits`, or take the answer to the same request from the cache."""
+def fit_checkpointing(config: Checked, gpu_gib: float) -> Checked:
+    """Decide model.gradient_checkpointing=auto: the least recomputation with which all updates fit a GPU.
+
+    Layer by layer where all layers of the roles agree, see `model.recompute_num_layers`. gpu_gib: 0 on CPUs.
+    """
+    model = config.model
+    if model.gradient_checkpointing != "auto" or not gpu_gib:
+        return _with(config, "none") if model.gradient_checkpointing == "auto" else config
+    room, needed = USABLE_SHARE * gpu_gib, math.inf
+    for mode in ("selective", "full") if model.activation_offload else ("none", "selective", "full"):
+        memory, lighter = measure(_with(config, mode)), needed
+        needed = max((_total(parts) for name, parts in memory.passes.items() if name.endswith(".update")), default=0.0)
+        if memory.problem:
+            break
+        if needed <= room and lighter < math.inf:
+            layers = {each["sizes"]["layers"] for each in memory.roles.values() if "update" in each["stages"][0]}
+            lighter_layers = int(min(layers) * (room - needed) / (lighter - needed)) if len(layers) == 1 else 0
+            return _with(config, mode, min(layers) - lighter_layers if lighter_layers else 0)
+        if needed <= room:
+            return _with(config, mode)
+    return _with(config, "full")
+
+
+def _with(config: Checked, mode: str, layers: int = 0) -> Checked:
+    decided = copy(config)
+    decided.model = replace(config.model, gradient_checkpointing=mode, recompute_num_layers=layers)
+    return decided
+
+
+def measure(config: TrainingConfig, layers: tuple[int, ...] = LAYERS) -> Memory:
+    """Measure every pass of `config.limits`. Layers of two modes of gradient checkpointing lie between the modes."""
+    mode, count = config.model.gradient_checkpointing, config.model.recompute_num_layers
+    heavier = _measure(_with(config, mode), layers)
+    if not count or heavier.problem:
+        return heavier
+    lighter = _measure(_with(config, LIGHTER[mode]), layers)
+    roles = heavier.roles if lighter.problem else lighter.roles
+    return Memory({role: _between(each, roles[role], count) for role, each in heavier.roles.items()})
+
+
+def _between(heavier: dict[str, Any], lighter: dict[str, Any], count: int) -> dict[str, Any]:
+    share = max(0.0, 1 - count / heavier["sizes"]["layers"])
+    stages = [
+        {name: size + share * (other[name] - size) for name, size in stage.items()}
+        for stage, other in zip(heavier["stages"], lighter["stages"], strict=True)
+    ]
+    return heavier | {"stages": stages}
+
+
+def _measure(config: TrainingConfig, layers: tuple[int, ...]) -> Memory:
+    """Measure, or take the answer to the same request from the cache."""
     asked = request(config, layers)
     kept = _cache_file(asked)
     if kept.is_file():
@@ -89,7 +142,7 @@ def measure(config: Config, layers: tuple[int, ...] = LAYERS) -> Memory:
     return memory
 
 
-def request(config: Config, layers: tuple[int, ...] = LAYERS) -> dict[str, Any]:
+def request(config: TrainingConfig, layers: tuple[int, ...] = LAYERS) -> dict[str, Any]:
     """Build the request for `workers.model.memory_trace.trace`. layers: the numbers of layers that are built."""
     return {
         "ranks": config.training_workers,
@@ -97,14 +150,17 @@ def request(config: Config, layers: tuple[int, ...] = LAYERS) -> dict[str, Any]:
         "longest": config.longest_sequence,
         "parallel": asdict(config.policy.parallel),
         "reshard_after_forward": config.policy.reshard_after_forward,
-        "entropy_coefficient": config.algorithm.loss.entropy_coefficient,
+        "entropy_coefficient": config.algorithm.loss.entropy_coefficient if isinstance(config, Config) else 0.0,
         "roles": {role: _role(config, role) for role in config.training_roles},
     }
 
 
-def _role(config: Config, role: str) -> dict[str, Any]:
+def _role(config: TrainingConfig, role: str) -> dict[str, Any]:
     key, model = "model.path" if role == "policy" else f"{SECTIONS[role]}.path", config.model_of(role)
     settings = asdict(model) | {"path": "", "logprob_chunk_tokens": model.chunk_tokens("cuda")}
+    if model.compile:  # a compiled layer keeps of itself what `selective` keeps
+        kept = {"none": "selective", "selective": ATTENTION_KEPT}
+        settings |= {"compile": False, "gradient_checkpointing": kept.get(model.gradient_checkpointing, "full")}
     sharing = config.policy.parallel.context_parallel
     return {
         "description": dict(read_model_files(model.path, key).description),
@@ -121,7 +177,7 @@ def _role(config: Config, role: str) -> dict[str, Any]:
     }
 
 
-def _is_offloaded(config: Config, role: str) -> bool:
+def _is_offloaded(config: TrainingConfig, role: str) -> bool:
     return bool(value_of(config, f"{SECTIONS[role]}.cpu_offload"))
 
 
@@ -260,6 +316,6 @@ def _advice(config: Config, largest: str, name: str) -> str:
     if largest != "the pass":
         return f"raise policy.data_parallel, or set {SECTIONS[largest]}.cpu_offload=true"
     cap = config.limits[name].cap
-    if name.endswith("update") and not config.model.gradient_checkpointing:
-        return f"set model.gradient_checkpointing=true or lower {cap}"
+    if name.endswith("update") and config.model.gradient_checkpointing == "none":
+        return f"set model.gradient_checkpointing=auto or lower {cap}"
     return f"lower {cap} or model.logprob_chunk_tokens, or share a model over more GPUs (policy.parallel)"

@@ -225,7 +225,7 @@ def is_view(operator: Any, inputs: list[Any], outputs: list[Any]) -> bool:
     return bool(shared) and not operator._schema.is_mutable
 
 
-def micro_batch(layers: int, description: Description, checkpointing: bool) -> Work:
+def micro_batch(layers: int, description: Description, checkpointing: str) -> Work:
     """Return the work of one more micro-batch of an update. Runs inside `fake_gpus`."""
     from workers.config import LossConfig, ModelConfig, OptimizerConfig
     from workers.model import memory_trace
@@ -251,7 +251,7 @@ def micro_batch(layers: int, description: Description, checkpointing: bool) -> W
     return found[1].plus(found[0], -1)
 
 
-def measure(description: Description, checkpointing: bool, answer: Any) -> None:
+def measure(description: Description, checkpointing: str, answer: Any) -> None:
     """In a separate process: the work of all layers."""
     from workers.model.fake_gpu import fake_gpus
 
@@ -277,7 +277,7 @@ def model_flops(description: Description) -> float:
     return TOKENS * (6 * weights + 6 * layers * heads * size * LONGEST)
 
 
-def row(name: str, checkpointing: bool) -> tuple[list[str], list[str]]:
+def row(name: str, checkpointing: str) -> tuple[list[str], list[str]]:
     """Return cells of DONE and of TOOK."""
     context = multiprocessing.get_context("spawn")
     answer = context.Queue()
@@ -290,7 +290,7 @@ def row(name: str, checkpointing: bool) -> tuple[list[str], list[str]]:
     total = sum(times.values())
     slowest = sorted((operator for operator in times if not work.flops[operator]), key=lambda each: -times[each])[:3]
     share = model_flops(SIZES[name]) / total / PEAK_TFLOPS[CARD] / 1e12
-    names = [name, "full" if checkpointing else "none"]
+    names = [name, checkpointing]
     done = [
         f"{work.kernels.total():,.0f}",
         f"{work.bytes.total() / 1e12:.2f}",
@@ -314,7 +314,7 @@ def table(titles: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def page(sizes: list[str]) -> str:
-    rows = [row(name, checkpointing) for name in sizes for checkpointing in (True, False)]
+    rows = [row(name, checkpointing) for name in sizes for checkpointing in ("full", "selective", "none")]
     lines = [
         HEADER.format(
             tokens=TOKENS,

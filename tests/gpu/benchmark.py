@@ -187,7 +187,7 @@ def build_engine(folder: Path, way: Way, device: str, checkpointing: bool) -> Tr
         path=str(folder),
         dtype="bfloat16",
         layout=way.layout,
-        gradient_checkpointing=checkpointing or way.context > 0 or way.group is not None,
+        gradient_checkpointing="full" if checkpointing or way.context > 0 or way.group is not None else "none",
         share_prefixes="auto" if way.shares else "never",
         activation_offload=way.offloaded,
         compile=way.compiled,

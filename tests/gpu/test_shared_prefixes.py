@@ -53,7 +53,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny_model(tmp_path_factory.mktemp("model"), "qwen2", head_dim=16)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_loss_and_gradients_are_as_near_to_float32_with_sharing_as_without(path, device, checkpointing):
     begin_alike = partial(learned, path, [(0, 7), (7, 11)], device, branching=True, min_shared_tokens=1)
     given = {"dtype": "bfloat16", "gradient_checkpointing": checkpointing}

@@ -27,7 +27,7 @@ def path(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("cuda", [pytest.param("cuda", marks=NEEDS_CUDA)])
-@pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing": True}])
+@pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing": "full"}])
 def test_compiled_by_inductor_layers_compute_the_same(path, settings, cuda):
     """On a CPU tests/workers/model/test_compile.py runs the same with backends that only trace.
 
@@ -54,7 +54,7 @@ def test_log_probs_in_chunks_equal_float64(dtype, tolerance, device):
 
 
 def test_offloaded_activations_change_nothing(path, device):
-    settings = {"device": device.type, "dtype": "float32", "gradient_checkpointing": True, "steps": 1}
+    settings = {"device": device.type, "dtype": "float32", "gradient_checkpointing": "full", "steps": 1}
     assert largest_error(trained(path, activation_offload=True, **settings), trained(path, **settings)) < 1e-6
 
 
@@ -66,7 +66,7 @@ LARGE = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8,
 def update_peak(path: str, device: torch.device, micro_batches: int, length: int, **model: object) -> float:
     """GiB allocated at the fullest moment of a whole update with so many micro-batches; 0 on a CPU."""
     gc.collect()  # an engine before this one refers to itself and would be counted
-    config = ModelConfig(path=path, gradient_checkpointing=True, **model)
+    config = ModelConfig(path=path, gradient_checkpointing="full", **model)
     engine = TrainingEngine(config, optimizer=OptimizerConfig(), total_steps=1, device=device)
     one = {"input_ids": torch.arange(length) % 500, "loss_mask": torch.arange(length) > 0}
     sequences = DataProto.from_list([one] * micro_batches)
@@ -86,7 +86,7 @@ def simulated(path: str, length: int, **model: object) -> float:
 
     config = Config()
     config.resources.device = "cuda"
-    config.model = ModelConfig(path=path, gradient_checkpointing=True, **model)
+    config.model = ModelConfig(path=path, gradient_checkpointing="full", **model)
     config.data.max_prompt_tokens = 1
     config.rollout.sampling.max_new_tokens, config.policy.max_tokens_per_micro_batch = length - 1, length
     return sum(measure(config).passes["policy.update"].values())

@@ -51,6 +51,7 @@ from workers.model.moe.routing import Routing
 from workers.model.nonfinite_guard import NonfiniteGuard
 from workers.model.numerics_check import check_against_reference, make_probe, own_outputs
 from workers.model.optimizer import make_optimizer, make_schedule
+from workers.model.recomputation import checkpoint_layers
 from workers.model.rows.packing import (
     MicroBatch,
     ModelInput,
@@ -66,6 +67,7 @@ from workers.model.sharding.tensor_parallel import share_model
 from workers.model.stages.stage_pipeline import Stage, clip_over_stages
 from workers.model.timing import MicroStepClock
 from workers.model.value_head import LOADERS
+from workers.model_config import RECOMPUTED
 from workers.rendering import read_template
 
 
@@ -112,7 +114,8 @@ class TrainingEngine:
         self.positions = max_positions(self.module.model.config)
         self._check_model()
         self.layout = RowLayout(model_config, self.parallel, self.module, self.device, self.dtype)
-        self.stage = Stage(self.module, self.parallel, checkpointing=model_config.gradient_checkpointing)
+        recomputed = RECOMPUTED[model_config.gradient_checkpointing]
+        self.stage = Stage(self.module, self.parallel, recomputed=recomputed)
         self.num_parameters = sum(parameter.numel() for parameter in self.module.parameters())
         self.module.requires_grad_(optimizer is not None)
         # A frozen engine is a reference: the base model, which adapters leave as it is.
@@ -158,6 +161,7 @@ class TrainingEngine:
         if self.parallel.tensor.size() > 1:
             share_model(self.module.model, self.parallel.tensor)
         self.stage.keep(self.module)
+        checkpoint_layers(self.module.model, self.module.layers, self.model_config)
         if self.model_config.compile:
             compile_layers(self.module.layers)
         shard_model(

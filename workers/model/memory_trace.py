@@ -35,6 +35,7 @@ from workers.model.rules.families import kv_bytes_per_token
 from workers.model.sharding.stage_split import split_layers
 from workers.model.skeleton import build_skeleton
 from workers.model.stages.stage_pipeline import layer_costs
+from workers.model_config import RECOMPUTED
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def _sizes(role: Role, parallel: ParallelConfig) -> dict[str, int]:
     text = packed.model.config.get_text_config()
     layers, stages = len(packed.layers), parallel.pipeline_parallel
     if stages > 1:
-        costs = layer_costs(packed, checkpointing=role.model.gradient_checkpointing)
+        costs = layer_costs(packed, recomputed=RECOMPUTED[role.model.gradient_checkpointing])
         parts = [len(part) for part in split_layers(*costs, stages * parallel.virtual_stages)]
         layers = max(sum(parts[stage::stages]) for stage in range(stages))
     parameters = sum(parameter.numel() for parameter in packed.model.parameters())

@@ -253,8 +253,11 @@ def read_rows(packed: Packed, config: ModelConfig) -> Packed:
     model, layout = packed.model, config.attention_layout()
     check_layout(model.config.get_text_config().to_dict(), layout, packed.name)
     _check_layers(packed)
-    if config.activation_offload and not config.gradient_checkpointing:
-        raise ConfigError("model.activation_offload needs model.gradient_checkpointing")
+    if config.activation_offload and "none" in config.checkpointing_of(len(packed.layers)):
+        raise ConfigError(
+            "model.activation_offload=true: a layer without checkpointing would save gathered weights. Set "
+            "model.gradient_checkpointing=full."
+        )
     if layout == "packed":
         _use_packed_attention(packed)
         check_mixers(packed.layers, model.config)
@@ -263,10 +266,6 @@ def read_rows(packed: Packed, config: ModelConfig) -> Packed:
         _use_own_attention(packed, config.attention)
     # Dropout is never active: the trained policy must be the sampled policy.
     packed.eval()
-    if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        for layer in packed.layers:
-            layer.training = True  # the layer reads it only to decide on checkpointing, and its children stay in eval
     return packed
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from workers import allocator
 from workers.dispatch import RankCoordinates, Split, dispatch
 from workers.errors import ConfigError
 from workers.model.sharding.parallel import process_group_backend
@@ -35,6 +36,8 @@ class Worker:
         if device == "cuda" and not torch.cuda.is_available():
             raise ConfigError(f"{role} needs a GPU, but torch sees none on this node. Check resources.device.")
         self.device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
+        if device == "cuda":
+            allocator.use_settings()
 
     def __repr__(self) -> str:
         others = ((name, getattr(self.coordinates, name)) for name in ("cp", "tp", "pp"))
@@ -67,6 +70,11 @@ class Worker:
     @dispatch(Split.ALL)
     def facts(self) -> dict[str, Any]:
         return {"pid": os.getpid(), "gpus": os.environ.get("CUDA_VISIBLE_DEVICES", "")}
+
+    @dispatch(Split.ALL)
+    def gpu_gib(self) -> float:
+        """Return the memory of this rank's GPU, 0 on CPUs."""
+        return torch.cuda.get_device_properties(self.device).total_memory / 2**30 if self.device.type == "cuda" else 0.0
 
 
 def keep_freed_memory() -> None:

@@ -1,6 +1,8 @@
 """Ranks that hold a model and compute under a plan: reference, reward model, and all roles with an optimiser."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -55,9 +57,9 @@ class ModelWorker(Worker):
         self._model = model
 
     @dispatch(Split.ALL)
-    def build(self) -> int:
-        """Load and shard the model. Returns its number of parameters."""
-        self.engine = TrainingEngine(self._model, **self._engine_arguments)
+    def build(self, checkpointing: Mapping[str, Any] = MappingProxyType({})) -> int:
+        """Load and shard the model. Returns its number of parameters. checkpointing: settings that replace `auto`."""
+        self.engine = TrainingEngine(replace(self._model, **checkpointing), **self._engine_arguments)
         self.free_cached_memory()
         return self.engine.num_parameters
 

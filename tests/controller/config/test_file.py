@@ -237,3 +237,13 @@ def test_an_old_name_beside_the_new_one_or_with_a_wrong_value_is_refused() -> No
         load(None, ["policy={ranks: 2, data_parallel: 2}"])
     with refused("policy.data_parallel"):
         load(None, ["policy.ranks=two"])
+
+
+@pytest.mark.parametrize(("given", "mode"), [("true", "full"), ("false", "none"), ("auto", "auto")])
+def test_a_switch_that_has_become_a_choice_reads_both(tmp_path: Path, given: str, mode: str) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(f"model: {{path: m, gradient_checkpointing: {given}}}\n")
+    assert load(file).model.gradient_checkpointing == mode
+    assert load(None, ["model.path=m", f"model.gradient_checkpointing={given}"]).model.gradient_checkpointing == mode
+    with refused("model.attention"):
+        load(file, ["model.attention=true"])  # which was none

@@ -47,7 +47,7 @@ def test_a_plan_knows_the_stages_that_its_micro_batches_pass() -> None:
     config = Config()
     assert plan_arguments(config, "policy.update")["pipeline"] is None
     config.policy.parallel.pipeline_parallel, config.policy.parallel.virtual_stages = 4, 2
-    config.model.gradient_checkpointing = True
+    config.model.gradient_checkpointing = "full"
     config.policy.max_tokens_per_micro_batch = 64
     batch = RemoteBatch(
         {

@@ -11,7 +11,16 @@ from transformers import Qwen3MoeConfig
 from controller.config import Config, load
 from controller.fit import main
 from controller.preflight.cluster import Cluster
-from controller.preflight.memory import GIB, Engine, Memory, check_memory, host_memory, measure, memory_lines
+from controller.preflight.memory import (
+    GIB,
+    Engine,
+    Memory,
+    check_memory,
+    fit_checkpointing,
+    host_memory,
+    measure,
+    memory_lines,
+)
 from tests.controller.config_workspace import write_model
 from tests.examples.test_launch import LAUNCH
 from tests.refusals import refused
@@ -23,7 +32,7 @@ SMALL = (
     "resources.device=cuda",
     "rollout.replicas=1",
     "policy.max_tokens_per_micro_batch=8192",
-    "model.gradient_checkpointing=true",
+    "model.gradient_checkpointing=full",
 )
 SIZES = {"parameters": 8 * 10**9, "trained": 8 * 10**9, "layers": 32, "hidden": 4096, "kv_bytes": 2**17}
 EIGHT = Cluster(nodes=1, cpus=64, gpus=8, gpu_gib=80)
@@ -43,7 +52,7 @@ def eight_gpus(*overrides: str) -> Config:
         "resources.device=cuda",
         "policy.data_parallel=8",
         "rollout.replicas=8",
-        "model.gradient_checkpointing=true",
+        "model.gradient_checkpointing=full",
     )
     return load((), ("run.name=a", "model.path=a", "data.train=a", *gpus, *overrides))
 
@@ -86,13 +95,45 @@ def test_an_engine_has_its_share_of_a_gpu_less_half_precision_weights() -> None:
 def test_what_does_not_fit_says_what_to_change() -> None:
     tight = replace(EIGHT, gpu_gib=20.0)
     refuse("lower policy.max_tokens_per_micro_batch", eight_gpus(), tight)
-    refuse("model.gradient_checkpointing=true", eight_gpus("model.gradient_checkpointing=false"), tight)
+    refuse("model.gradient_checkpointing=auto", eight_gpus("model.gradient_checkpointing=none"), tight)
     refuse("policy.cpu_offload=true", eight_gpus(), policy=of_role(states=60, update=75))
     scorer = {"reward_model": of_role(states=65, scores=70)}
     refuse("reward.model.cpu_offload=true", eight_gpus(), **scorer)
     refuse("rollout.gpu_memory_utilization=0.1", eight_gpus("rollout.gpu_memory_utilization=0.1"))
     refuse("generation needs 64.0 GiB", eight_gpus("rollout.gpu_memory_utilization=0.8"))
     refuse("node 0 needs", eight_gpus(), replace(EIGHT, memory_gib=20.0))
+
+
+@pytest.mark.parametrize(
+    ("gpu_gib", "overrides", "expected"),
+    [
+        (0, (), ("none", 0)),
+        (80, (), ("none", 0)),
+        (60, (), ("selective", 18)),  # 54 GiB usable: 14 of 32 layers may take 1 GiB more
+        (44.5, (), ("selective", 0)),  # room for less than a layer
+        (30, (), ("full", 21)),
+        (10, (), ("full", 0)),
+        (80, ("model.activation_offload=true",), ("selective", 0)),
+        (80, ("critic",), ("none", 0)),
+        (60, ("critic",), ("selective", 0)),  # of another depth: all layers alike
+    ],
+)
+def test_auto_recomputes_as_little_as_fits(
+    monkeypatch: pytest.MonkeyPatch, gpu_gib: float, overrides: tuple[str, ...], expected: tuple[str, int]
+) -> None:
+    needed = {"none": 71.9, "selective": 40.0, "full": 20.0}
+
+    def traced(config: Config, layers: tuple[int, ...]) -> Memory:
+        policy = of_role(states=0, update=needed[config.model.gradient_checkpointing])
+        critic = {"critic": policy | {"sizes": SIZES | {"layers": 8}}} if "critic" in overrides else {}
+        return Memory({"policy": policy} | critic)
+
+    monkeypatch.setattr("controller.preflight.memory._measure", traced)
+    given = [each for each in overrides if "=" in each]
+    fitted = fit_checkpointing(eight_gpus("model.gradient_checkpointing=auto", *given), gpu_gib)
+    assert (fitted.model.gradient_checkpointing, fitted.model.recompute_num_layers) == expected
+    (needs, *_) = (sum(parts.values()) for parts in measure(fitted).passes.values())
+    assert needs <= 0.9 * gpu_gib or expected == ("full", 0) or not gpu_gib
 
 
 def test_host_memory_has_what_is_read_offloaded_and_written() -> None:
@@ -203,7 +244,7 @@ def test_whole_gradients_are_measured_where_their_reduction_is_put_off(documenta
         (("policy.parallel.pipeline_parallel=2", "policy.parallel.virtual_stages=2", "policy.data_parallel=4"), 0.3),
         (("policy.parallel.context_parallel=2", "policy.parallel.context_parallel_method=ring"), 0.3),
         (("policy.reshard_after_forward=false",), 1.01),
-        (("model.gradient_checkpointing=false",), 1.5),
+        (("model.gradient_checkpointing=none",), 1.5),
         (("policy.max_tokens_per_micro_batch=32768",), 1.2),
     ],
     ids=lambda given: given[0].partition("=")[0] if isinstance(given, tuple) else "",

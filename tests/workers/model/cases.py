@@ -29,7 +29,8 @@ class Case:
     aggregation: str = "token_mean"
     temperature: float = 1.0
     reshard_after_forward: bool = True
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: str = "none"
+    recompute_num_layers: int = 0
     activation_offload: bool = False
     layout: str = "packed"
     forward_layout: str = "same"

@@ -29,6 +29,7 @@ def build_engine(case: Case, path: str, parallel: ParallelConfig) -> TrainingEng
             path=path,
             dtype=case.dtype,
             gradient_checkpointing=case.gradient_checkpointing,
+            recompute_num_layers=case.recompute_num_layers,
             activation_offload=case.activation_offload,
             layout=case.layout,
             forward_layout=case.forward_layout,

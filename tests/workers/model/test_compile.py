@@ -78,7 +78,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, backend: str, path: str, **model: 
 @pytest.mark.slow
 def test_all_layers_and_all_lengths_share_their_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = save_tiny_model(tmp_path, num_hidden_layers=4)
-    settings = {"dtype": "float64", "gradient_checkpointing": True}
+    settings = {"dtype": "float64", "gradient_checkpointing": "full"}
     expected = trained(path, **settings)
     actual, graphs = compiled(monkeypatch, "eager", path, **settings)
     assert largest_error(actual, expected) < 1e-9
@@ -90,7 +90,7 @@ def test_all_layers_and_all_lengths_share_their_graphs(tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     ("family", "settings", "kinds_of_layer"),
     [
-        ("qwen2", {"gradient_checkpointing": True, "activation_offload": True}, 1),
+        ("qwen2", {"gradient_checkpointing": "selective", "activation_offload": True}, 1),
         ("qwen2", {"lora": LoraConfig(rank=2)}, 2),  # with adapters and without
         ("gemma3", {}, 2),  # windowed and not
         ("qwen2", {"share_prefixes": "always", "min_shared_tokens": 1}, 1),

@@ -47,17 +47,16 @@ def critic(**settings: Any) -> Case:
 PADDED = Case(layout="padded", length_multiple=8, aggregation="sequence_mean_token_sum")
 FLOAT32 = Case(dtype="float32", reshard_after_forward=False)
 GATHERED = Case(reshard_after_forward=False, aggregation="sequence_mean_token_mean")
-CHECKPOINTED = Case("llama", aggregation="sequence_mean_token_sum", gradient_checkpointing=True)
-OFFLOADED = Case("mistral", tied=False, gradient_checkpointing=True, activation_offload=True)
+CHECKPOINTED = Case("llama", aggregation="sequence_mean_token_sum", gradient_checkpointing="full")
+MIXED: dict[str, Any] = {"gradient_checkpointing": "full", "recompute_num_layers": 1}  # the others are selective
+OFFLOADED = Case("mistral", tied=False, activation_offload=True, **MIXED)
 SHARED = Case(share_prefixes="always", shared_by="level")
 BY_PATH = Case(share_prefixes="always", shared_by="path", aggregation="sequence_mean_token_sum_norm")
 BY_GROUP = Case(share_prefixes="always", aggregation="group_mean_token_mean")
-SHARED_CHECKPOINTED = Case("llama", gradient_checkpointing=True, share_prefixes="always", shared_by="level")
+SHARED_CHECKPOINTED = Case("llama", gradient_checkpointing="selective", share_prefixes="always", shared_by="level")
 DEEP = Case(layers=5)
 BOTH = (0.5, 0.1)  # losses of routers
-REPLAYED_CHECKPOINTED = moe(
-    tied=True, gradient_checkpointing=True, router_replay="replay", layers=4, router_losses=BOTH
-)
+REPLAYED_CHECKPOINTED = moe(tied=True, router_replay="replay", layers=4, router_losses=BOTH, **MIXED)
 REPLAYED_SHARED = moe(share_prefixes="always", router_replay="replay")
 BALANCED_SHARED = moe(share_prefixes="always", layers=4, router_losses=BOTH)
 
@@ -87,12 +86,12 @@ CASES: dict[str, list[Case]] = {
     "dp 2, ulysses 2": [GATHERED, SHARED_CHECKPOINTED],
     "copies 2, ring 2": [CHECKPOINTED, SHARED_CHECKPOINTED],
     "copies 2, ring 2, deferred": [CHECKPOINTED],
-    "tp 2": [PADDED, SHARED, moe(tied=True, gradient_checkpointing=True)],
+    "tp 2": [PADDED, SHARED, moe(tied=True, **MIXED)],
     "dp 2, tp 2": [CHECKPOINTED, SHARED_CHECKPOINTED],
     "copies 2, tp 2, deferred": [Case()],
     "ulysses 2, tp 2": [qwen3(share_prefixes="always"), OFFLOADED],
     "ring 2, tp 2": [FLOAT32, Case(layout="padded", forward_layout="packed"), qwen3(share_prefixes="always")],
-    "pp 2": [PADDED, OFFLOADED, critic(layers=3), adapted(layers=3)],
+    "pp 2": [PADDED, OFFLOADED, critic(layers=3), adapted(layers=3, gradient_checkpointing="selective")],
     "pp 4": [DEEP, qwen3(layers=8)],
     "pp 2, dp 2": [moe(reshard_after_forward=False, share_prefixes="always", layers=3)],
     "pp 2, copies 2": [PADDED, CHECKPOINTED],
@@ -108,7 +107,7 @@ CASES: dict[str, list[Case]] = {
         moe("mixtral"),
         moe(share_prefixes="always"),
         moe(router_losses=(0.0, 0.1)),
-        moe("gpt_oss", router_losses=BOTH),
+        moe("gpt_oss", router_losses=BOTH, gradient_checkpointing="selective"),
         moe(lora=(("rank", 2), ("target_modules", "q_proj,v_proj"))),
     ],
     "dp 2, ep 2, deferred": [moe()],
@@ -117,7 +116,7 @@ CASES: dict[str, list[Case]] = {
         moe(router_replay="compare", router_losses=BOTH),
         moe(sizes=(("num_experts", 6),)),  # three experts of a rank do not divide over two
         moe(tied=True, dtype="float32", aggregation="sequence_mean_token_mean"),
-        moe(tied=True, gradient_checkpointing=True, activation_offload=True),
+        moe(tied=True, activation_offload=True, **MIXED),
         moe(tied=True, reshard_after_forward=False, layout="padded"),
     ],
     "dp 4, copies 2, ep 2": [moe("gpt_oss"), moe(router_losses=BOTH)],

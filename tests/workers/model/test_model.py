@@ -12,6 +12,7 @@ from tests.workers.model.tiny import save_tiny_model, tiny_config
 from workers.config import ModelConfig
 from workers.dataproto import DataProto
 from workers.model.model import compute_dtype, load_model, load_tokenizer
+from workers.model.recomputation import checkpoint_layers
 from workers.model.rows.packing import pack
 
 
@@ -23,7 +24,9 @@ def path(tmp_path):
 def test_dropout_is_never_active(path):
     file = Path(path) / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"attention_dropout": 0.5}))
-    model = load_model(ModelConfig(path=path, gradient_checkpointing=True), torch.float32)
+    config = ModelConfig(path=path, gradient_checkpointing="full")
+    model = load_model(config, torch.float32)
+    checkpoint_layers(model.model, model.layers, config)
     attention_modules = [layer.self_attn for layer in model.layers]
     assert all(module.attention_dropout == 0.5 and not module.training for module in attention_modules)
     assert all(layer.training and layer.gradient_checkpointing for layer in model.layers)

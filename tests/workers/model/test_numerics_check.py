@@ -117,7 +117,7 @@ def test_the_engine_is_left_as_it_was(path):
     torch.manual_seed(5)
     expected = torch.rand(1)
     torch.manual_seed(5)
-    engine = build(path, gradient_checkpointing=True)
+    engine = build(path, gradient_checkpointing="full")
     assert torch.rand(1) == expected
     assert all(parameter.grad is None for parameter in engine.module.parameters())
     assert not engine.optimizer.state

@@ -217,6 +217,7 @@ class _SharedAttention(torch.autograd.Function):
         output, lse = flash_forward(query, key, value, own, scale)
         if levels:
             merged = output.to(torch.promote_types(query.dtype, torch.float32))
+            lse = lse.clone()  # the kernel's own may be kept, see `recomputation`
             for block in levels:
                 attend(query, key_value, scale, block, merged, lse)
             output = merged.to(query.dtype)

@@ -8,18 +8,20 @@ from itertools import pairwise
 
 from workers.errors import ConfigError
 
-FORWARD_AND_BACKWARD, RECOMPUTED = 3.0, 1.0
-"""Multiples of a forward pass: of a trained layer, and what checkpointing, or logits made again, add to it."""
+FORWARD_AND_BACKWARD = 3.0
+"""Cost of a trained layer, as a multiple of its forward pass."""
 
 
-def relative_costs(layers: Sequence[float], head: float, *, checkpointing: bool) -> tuple[list[float], float]:
+def relative_costs(layers: Sequence[float], head: float, *, recomputed: float) -> tuple[list[float], float]:
     """Return (costs of the layers, cost of the output layer) for `split_layers`, from the weights that a token uses.
+
+    recomputed: share of a layer's forward pass that its backward pass repeats.
 
     The output layer recomputes its logits in backward (`logprobs.py`). Attention itself costs the same in all layers,
     and the embedding is a look-up: both are left out.
     """
-    factor = FORWARD_AND_BACKWARD + RECOMPUTED * checkpointing
-    return [factor * layer for layer in layers], (FORWARD_AND_BACKWARD + RECOMPUTED) * head
+    factor = FORWARD_AND_BACKWARD + recomputed
+    return [factor * layer for layer in layers], (FORWARD_AND_BACKWARD + 1.0) * head
 
 
 def split_layers(costs: Sequence[float], last: float, parts: int) -> list[range]:

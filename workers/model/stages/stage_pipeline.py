@@ -32,7 +32,7 @@ from workers.model.sharding.stage_split import relative_costs, split_layers
 from workers.model.value_head import HEAD
 
 
-def layer_costs(packed: PackedModel, *, checkpointing: bool) -> tuple[list[float], float]:
+def layer_costs(packed: PackedModel, *, recomputed: float) -> tuple[list[float], float]:
     """Return (cost of each layer, of the output layer), see `relative_costs`. For fused experts, those of one token
     count.
     """
@@ -44,7 +44,7 @@ def layer_costs(packed: PackedModel, *, checkpointing: bool) -> tuple[list[float
 
     layers = [sum(used(weight) for weight in layer.parameters() if weight.ndim > 1) for layer in packed.layers]
     head = packed.model.get_output_embeddings() or getattr(packed.model, HEAD)
-    return relative_costs(layers, head.weight.numel(), checkpointing=checkpointing)
+    return relative_costs(layers, head.weight.numel(), recomputed=recomputed)
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Stage:
     ConfigError if it has fewer layers than parts.
     """
 
-    def __init__(self, packed: PackedModel, parallel: Parallel, *, checkpointing: bool) -> None:
+    def __init__(self, packed: PackedModel, parallel: Parallel, *, recomputed: float) -> None:
         pipeline = parallel.pipeline
         self.parallel, self.index, self.stages = parallel, pipeline.get_local_rank(), pipeline.size()
         self.is_first, self.is_last = self.index == 0, self.index == self.stages - 1
@@ -102,7 +102,7 @@ class Stage:
         ranges = [range(len(packed.layers))]
         if self.stages > 1:
             self._form, self.tied = Form.of(packed), _tied_names(packed)
-            ranges = split_layers(*layer_costs(packed, checkpointing=checkpointing), self.schedule.parts)
+            ranges = split_layers(*layer_costs(packed, recomputed=recomputed), self.schedule.parts)
         last = len(ranges) - 1
         every = [Part(layers, number == 0, number == last) for number, layers in enumerate(ranges)]
         self.parts = every[self.index :: self.stages]

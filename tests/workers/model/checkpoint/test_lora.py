@@ -180,7 +180,7 @@ def test_adapters_compute_in_bfloat16_and_are_kept_in_float32(model):
 
 
 def test_checkpointed_layers_stay_so_and_nothing_else_is_in_training_mode(model):
-    engine = build_engine(model, gradient_checkpointing=True, lora=LORA)
+    engine = build_engine(model, gradient_checkpointing="full", lora=LORA)
     in_training = [module for module in engine.module.modules() if module.training]
     assert in_training == engine.module.layers
     assert all(layer.gradient_checkpointing for layer in in_training)

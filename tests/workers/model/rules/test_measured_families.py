@@ -89,7 +89,7 @@ def test_latent_attention_is_shared_between_ranks_and_a_state_is_not(
 def test_a_state_starts_anew_where_activations_are_computed_again(tmp_path):
     """Gradient checkpointing calls the layers once more, long after the forward pass."""
     assert build("qwen3_next", tmp_path) == ""
-    again = compare(tmp_path, RUNS["packed"], gradient_checkpointing=True)
+    again = compare(tmp_path, RUNS["packed"], gradient_checkpointing="full")
     assert again.verdict == "exact", again
 
 
