@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -16,11 +17,13 @@ from packaging.requirements import Requirement
 
 from controller.config.model_files import check_whole, read_model_files
 from controller.doctor.report import Finding, fail, ok, warn
+from workers import allocator
 from workers.errors import ConfigError
 
 GIB = 2**30
 SMALL_SHM_GIB = 1.0  # NCCL wants some tens of MiB for each GPU, and a container has 64 MiB by default
 LITTLE_DISK_GIB = 10.0
+TRIED_BYTES = 2**26
 OTHERS_SHARE = 0.1  # share of a GPU's memory used by other processes
 
 
@@ -51,6 +54,7 @@ def look(
     findings = [
         versions(requirements),
         gpu_findings(cards, problem, on_gpus),
+        *allocator_findings(cards),
         shared_memory(shm_gib, len(cards), object_store_gib),
         network(address, nodes),
         *run_folder(marker),
@@ -108,6 +112,26 @@ def gpu_findings(cards: Sequence[Gpu], problem: str, on_gpus: bool) -> Finding:
     if least.free_gib < (1 - OTHERS_SHARE) * least.total_gib:
         return warn("GPUs", text, "end the processes that nvidia-smi shows on them")
     return ok("GPUs", text)
+
+
+def allocator_findings(cards: Sequence[Gpu]) -> list[Finding]:
+    """Allocate on every GPU in expandable segments, as ranks do, and in fixed ones, as memory for CUDA IPC is."""
+    import torch
+
+    failed = []
+    for index in range(len(cards)):
+        for kind, context in (("expandable", nullcontext), ("fixed", allocator.fixed_segments)):
+            allocator.use_settings()
+            try:
+                with context():
+                    torch.ones(TRIED_BYTES, dtype=torch.uint8, device=f"cuda:{index}")
+                torch.cuda.empty_cache()
+            except RuntimeError as error:
+                failed.append(f"GPU {index}, {kind} segments: {str(error).strip().splitlines()[0]}")
+    if failed:
+        advice = "set PYTORCH_ALLOC_CONF=expandable_segments:False where Ray starts"
+        return [fail("allocator", "; ".join(failed), advice)]
+    return [ok("allocator", f"{allocator.settings()}, and fixed segments")] * bool(cards)
 
 
 def shared_memory(shm_gib: float, gpu_count: int, object_store_gib: float) -> Finding:

@@ -12,6 +12,7 @@ vLLM's trainer side carries the bytes and decides the order. It reaches our acto
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 from vllm.distributed.weight_transfer.packed_tensor import DEFAULT_PACKED_BUFFER_SIZE_BYTES
 
+from workers.allocator import fixed_segments
 from workers.errors import BallastError, LostError, RolloutError
 
 NamedWeights = Callable[[], Iterator[tuple[str, Tensor]]]
@@ -144,6 +146,9 @@ class WeightSender:
         self._client = EngineClient(engines, tensor_parallel)
         source = GatheredWeights(weights, metadata)
         info: TrainerInitInfo
+        self._segments: Callable[[], AbstractContextManager[None]] = (
+            fixed_segments if placement == "colocated" else nullcontext
+        )
         if placement == "colocated":
             largest = max(meta.dtype.itemsize * math.prod(meta.shape) for meta in source.metadata())
             # Packed, because unpacked would hold a second copy of the model at once.
@@ -168,7 +173,8 @@ class WeightSender:
         """
         self._client.version = version
         try:
-            self._trainer_side.send_weights()
+            with self._segments():
+                self._trainer_side.send_weights()
         except Exception as error:
             if self._client.failure is not None and error is not self._client.failure:
                 raise self._client.failure from error  # the broadcast broke because of it

@@ -10,6 +10,7 @@ import torch
 
 from controller.doctor.node_checks import (
     Gpu,
+    allocator_findings,
     gpu_findings,
     gpus,
     look,
@@ -20,6 +21,7 @@ from controller.doctor.node_checks import (
 )
 from controller.doctor.report import Finding, Status
 from tests.controller.config_workspace import write_model
+from workers import allocator
 
 OK, WARN, FAIL = Status.OK, Status.WARN, Status.FAIL
 NODE_LINES = ("versions", "GPUs", "/dev/shm", "network")
@@ -84,6 +86,22 @@ def test_gpus_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: ((index + 1) << 30, 80 << 30))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"card {index}")
     assert gpus() == ((Gpu("card 0", 80.0, 1.0), Gpu("card 1", 80.0, 2.0)), "")
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_ranks_allocator_is_tried_with_both_kinds_of_segments(monkeypatch: pytest.MonkeyPatch, works: bool) -> None:
+    used: list[str] = []
+
+    def allocate(*_: object, **__: object) -> None:
+        if not works and "True" in used[-1]:
+            raise RuntimeError("CUDA driver error: operation not supported\nmore")
+
+    monkeypatch.setattr(allocator, "_set", used.append)
+    monkeypatch.setattr(torch, "ones", allocate)
+    (found,) = allocator_findings([CARD])
+    assert {"expandable_segments:True", "expandable_segments:False"} <= set(used)
+    assert (found.status, "GPU 0" in found.text) == ((OK, False) if works else (FAIL, True))
+    assert allocator_findings([]) == []
 
 
 @pytest.mark.parametrize("error", [RuntimeError("Found no NVIDIA driver\non your system"), AssertionError("CPU build")])

@@ -17,6 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tests.workers.rollout.stream_races import StreamRaces
+from workers import allocator
 from workers.errors import LostError
 
 TIMEOUT_S = 240.0  # a loaded machine takes minutes to import vLLM
@@ -78,8 +79,10 @@ def without_gpus(communicator: Communicator, rank: int = 0) -> Iterator[None]:
     from vllm.distributed.weight_transfer import ipc_engine, nccl_engine, packed_tensor
 
     buffers: dict[int, torch.Tensor] = {}
+    segments = [allocator.settings()]
 
     def export(tensor: torch.Tensor) -> tuple[None, tuple[Any, ...]]:
+        assert segments[-1] == "expandable_segments:False", "CUDA IPC does not share memory that grows"
         buffers[id(tensor)] = tensor
         return None, (id(tensor), *[None] * 7)  # the seventh is the device, which the other side sets
 
@@ -89,6 +92,7 @@ def without_gpus(communicator: Communicator, rank: int = 0) -> Iterator[None]:
         patch.setattr(torch.cuda, "stream", races.stream)
         patch.setattr(torch.cuda, "current_stream", races.current_stream)
         patch.setattr(torch.Tensor, "record_stream", lambda *arguments: races.record_stream(*arguments))
+        patch.setattr(allocator, "_set", segments.append)
         patch.setattr(torch.cuda, "synchronize", lambda *_: None)
         patch.setattr(torch.cuda, "ipc_collect", lambda: None)
         patch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=uuid))
@@ -105,6 +109,7 @@ def without_gpus(communicator: Communicator, rank: int = 0) -> Iterator[None]:
         )
         assert ipc_engine.packed_ipc_producer is packed_tensor.packed_ipc_producer
         yield
+    assert segments[-1] == "expandable_segments:True"
     assert not races.races and not races.borrowed, [*races.races[:3], *races.borrowed[:3]]
 
 
