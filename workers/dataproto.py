@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     import torch
     from tensordict import TensorDict
 
+ROUTED_EXPERTS = "routed_experts"
+"""Token column [T, L, k] of the experts that the engine chose in each layer. Only routers that replay them read it."""
 Array = Any  # np.ndarray in the object store, torch.Tensor in a worker
 
 

@@ -82,7 +82,8 @@ def dispatch(split: Split, join: Join = Join.LIST, *, returns: tuple[str, ...] =
 
     Split.PLAN methods take `(batch, plan, ...)`: the caller passes a RemoteBatch and a Plan. The method receives its
     rows, in the plan's order, and its RankPlan. Join.TOKENS methods return `(DataProto, Metrics)` with the columns
-    `returns`, a row for each row received. Join.ROWS methods return one number for each row.
+    `returns`, a row for each row received. Join.ROWS methods return one number for each row. Token columns in
+    a worker's attribute `unread` are left out.
     """
     if (join is Join.TOKENS) != bool(returns):
         raise ValueError("Join.TOKENS, and it alone, names the columns that it returns")
@@ -93,7 +94,7 @@ def dispatch(split: Split, join: Join = Join.LIST, *, returns: tuple[str, ...] =
         @functools.wraps(method)
         def receive(self: Any, *args: Any, **kwargs: Any) -> Any:
             if split is Split.PLAN and isinstance(args[0], RemoteBatch):
-                args = (args[0].gather(), *args[1:])
+                args = (args[0].gather(getattr(self, "unread", ())), *args[1:])
             return method(self, *args, **kwargs)
 
         setattr(receive, DISPATCH_ATTRIBUTE, DispatchMode(split, join, returns))

@@ -7,7 +7,7 @@
 The driver selects, reorders and joins rows by index arithmetic. It never reads a token.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
@@ -99,13 +99,16 @@ class RemoteBatch:
             batches[0].meta,
         )
 
-    def gather(self) -> DataProto:
-        """Fetch the rows as tensors, in the worker that needs them. Raises DataError if rows differ in length."""
+    def gather(self, unread: Collection[str] = ()) -> DataProto:
+        """Fetch the rows as tensors, in the worker that needs them, without the columns `unread`. Raises DataError if
+        rows differ in length.
+        """
         import ray
 
-        refs = list(dict.fromkeys(ref for column in self.tokens.values() for ref, _, _ in column))
+        read = {name: column for name, column in self.tokens.items() if name not in unread}
+        refs = list(dict.fromkeys(ref for column in read.values() for ref, _, _ in column))
         blocks = dict(zip(refs, ray.get(refs), strict=True))
-        rows = {name: _rows(column, blocks) for name, column in self.tokens.items()}
+        rows = {name: _rows(column, blocks) for name, column in read.items()}
         lengths = {name: np.array([len(row) for row in found], dtype=np.int64) for name, found in rows.items()}
         first = next(iter(lengths))
         for name, found in lengths.items():

@@ -20,8 +20,8 @@ import numpy as np
 import ray
 
 from controller.observability.run_folder import writing
-from controller.rollout.samples import ROUTED_EXPERTS, SAMPLED_COLUMNS, RolloutBatch
-from workers.dataproto import DataProto, object_column
+from controller.rollout.samples import SAMPLED_COLUMNS, RolloutBatch
+from workers.dataproto import ROUTED_EXPERTS, DataProto, object_column
 from workers.errors import DataError
 from workers.remote_batch import RemoteBatch, places
 from workers.rollout.episode import branches_of

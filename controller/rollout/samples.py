@@ -21,7 +21,7 @@ from controller.engines.router import Key
 from controller.observability.session_tree import as_recorded
 from controller.observability.shown_text import other_columns, shortened, shown_prompt
 from controller.observability.step_metrics import session_metrics
-from workers.dataproto import object_column, record_column
+from workers.dataproto import ROUTED_EXPERTS, object_column, record_column
 from workers.errors import RolloutError
 from workers.remote_batch import RemoteBatch, places
 from workers.rollout.requests import COUNTS, LENGTH, TURNS, Branch, SampleResult
@@ -32,7 +32,6 @@ SHOWN_TURNS = 10  # whose rewards are metrics
 LONGEST_TEXT = 2_000  # recorded characters of a prompt or a response
 LONGEST_SESSION = 10  # texts of that length that are recorded of an agent's session
 TOKEN_COLUMNS = ("input_ids", "loss_mask", "rollout_log_probs")
-ROUTED_EXPERTS = "routed_experts"
 BRANCH_COLUMNS = tuple(each.name for each in fields(Branch))
 SAMPLED_COLUMNS = (*TOKEN_COLUMNS, ROUTED_EXPERTS)
 

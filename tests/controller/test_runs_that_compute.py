@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import peft
@@ -28,6 +29,7 @@ from tests.workers.model.tiny import files_beside, tiny_config, unpacked_log_pro
 from tests.workers.rollout import stock_templates
 from workers.dataproto import DataProto
 from workers.errors import DataError, NonFiniteError, RolloutError
+from workers.model.engine import TrainingEngine
 from workers.remote_batch import RemoteBatch
 from workers.rollout.requests import sample_seed
 
@@ -306,19 +308,30 @@ def experts(folder: Path) -> str:
 
 
 def test_updates_go_through_the_experts_that_the_sampler_chose(
-    run: Run, stand_ins: StandIns, batches: list[RemoteBatch], experts: str
+    run: Run, stand_ins: StandIns, batches: list[RemoteBatch], experts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To compare changes nothing, to replay changes the update; both say how often the routers would choose others."""
-    weights, mismatch = {}, {}
+    """To compare changes nothing, to replay changes the update; both say how often the routers would choose others.
+    The reference does not get the choices.
+    """
+    weights, mismatch, given, log_probs = {}, {}, set(), TrainingEngine.log_probs
+
+    def watched(engine: TrainingEngine, sequences: DataProto, *rest: Any) -> Any:
+        given.add((engine.model_config.router_replay, "routed_experts" in sequences.tokens))
+        return log_probs(engine, sequences, *rest)
+
+    monkeypatch.setattr(TrainingEngine, "log_probs", watched)
     for setting in ("none", "compare", "replay"):
         chosen = np.array([[0, 1], [2, 3]], dtype=np.int16)
         stand_ins.world.routed_experts = None if setting == "none" else chosen
-        finished = run(experts, f"model.router_replay={setting}", f"run.name={setting}", "run.steps=1")
+        settings = (f"model.router_replay={setting}", f"run.name={setting}", "run.steps=1")
+        finished = run(experts, "algorithm.loss.kl_coefficient=0.1", *settings)
         weights[setting] = torch.cat([weight.flatten() for weight in weights_of(finished).values()])
         mismatch[setting] = finished.outcome.steps[0].get("policy/router_mismatch")
         rows = batches.pop().gather()
         assert ("routed_experts" in rows.tokens) == (setting != "none")
+    assert given == {("none", False), ("compare", True), ("replay", True)}
     read = int(rows.lengths[0]) - 1  # the engine never reads the last token
+    assert rows.tokens["routed_experts"].dtype == torch.uint8
     assert torch.equal(rows.tokens["routed_experts"][:read], torch.from_numpy(chosen).expand(read, -1, -1))
     assert torch.equal(weights["none"], weights["compare"])
     assert not torch.equal(weights["none"], weights["replay"])

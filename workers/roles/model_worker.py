@@ -10,7 +10,7 @@ import torch
 
 from balancing import RankPlan
 from workers.config import ModelConfig, OptimizerConfig, ParallelConfig
-from workers.dataproto import DataProto
+from workers.dataproto import ROUTED_EXPERTS, DataProto
 from workers.dispatch import Join, RankCoordinates, Split, dispatch
 from workers.metrics import Metric, Metrics, merge
 from workers.model.engine import TrainingEngine
@@ -55,6 +55,7 @@ class ModelWorker(Worker):
             "check_numerics": True,
         }
         self._model = model
+        self.unread = (ROUTED_EXPERTS,) if model.router_replay == "none" else ()
 
     @dispatch(Split.ALL)
     def build(self, checkpointing: Mapping[str, Any] = MappingProxyType({})) -> int:

@@ -179,7 +179,7 @@ class VllmEngineActor:
             while pending:
                 done, pending = await asyncio.wait(pending, timeout=FLUSH_SECONDS, return_when=asyncio.FIRST_EXCEPTION)
                 if done:
-                    block, results = flush([task.result() for task in done])
+                    block, results = flush([task.result() for task in done], self.engine.model_config.get_num_experts())
                     yield block
                     yield results
         finally:

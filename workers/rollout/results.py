@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from workers.dataproto import DataProto
+from workers.dataproto import ROUTED_EXPERTS, DataProto
 from workers.rollout.conversation import Conversation
 from workers.rollout.episode import Episode, branches_of
 from workers.rollout.prefix_hashes import prefix_hashes
@@ -20,14 +20,19 @@ Row = dict[str, np.ndarray]
 Sample = tuple[SampleResult, list[Row]]
 
 
-def flush(samples: Sequence[Sample]) -> tuple[DataProto, list[SampleResult]]:
-    """Join the rows, and number the results, sorted by (uid, sample)."""
+def flush(samples: Sequence[Sample], experts: int = 0) -> tuple[DataProto, list[SampleResult]]:
+    """Join the rows, and number the results, sorted by (uid, sample). experts: of a layer, for their numbers' type."""
     block: list[Row] = []
     results = []
     for result, rows in sorted(samples, key=lambda sample: sample[0].key):
         results.append(replace(result, row=len(block)) if rows else result)
-        block += rows
+        block += [_narrowed(row) for row in rows] if experts < 256 else rows
     return DataProto.from_rows(block), results
+
+
+def _narrowed(row: Row) -> Row:
+    """A byte for an expert's number: -1 becomes 255."""
+    return row | {ROUTED_EXPERTS: row[ROUTED_EXPERTS].astype(np.uint8)} if ROUTED_EXPERTS in row else row
 
 
 def played(

@@ -110,7 +110,8 @@ class StandInVllm:
         world.event("start")
         world.ledger.take(world.gpus, world.actor, "weights", beside=())
         world.ledger.take(world.gpus, world.actor, "kv_cache", beside=())
-        self.model_config, self.errored = SimpleNamespace(get_vocab_size=lambda: 1 << 30), False
+        self.model_config = SimpleNamespace(get_vocab_size=lambda: 1 << 30, get_num_experts=lambda: 4)
+        self.errored = False
         self.engine_core = self
 
     async def sleep(self, level: int) -> None:

@@ -147,11 +147,11 @@ class Outcome:
 
 
 def recorded_choices(sequences: DataProto, layers: int) -> Tensor:
-    """int16 [T, layers, 2]: two of four experts, the same where sequences begin alike; -1 for each last token."""
+    """uint8 [T, layers, 2]: two of four experts, the same where sequences begin alike; 255 for each last token."""
     ids, ends = sequences.tokens["input_ids"], sequences.lengths.cumsum(0)
     places = torch.arange(len(ids)) - torch.repeat_interleave(ends - sequences.lengths, sequences.lengths)
     mixed = (7 * ids + 3 * places)[:, None] + 5 * torch.arange(layers)
     first = mixed % 4
     chosen = torch.stack([first, (first + 1 + mixed // 4 % 3) % 4], dim=-1)
     chosen[ends - 1] = -1
-    return chosen.to(torch.int16)
+    return chosen.to(torch.uint8)

@@ -88,7 +88,7 @@ def replay_routers(model: torch.nn.Module, sequences: DataProto, setting: str) -
             logits, _, own = outputs
             choice = recorded[passes[layer]][:, layer]
             passes[layer] += 1
-            known = choice[:, :1] >= 0
+            known = choice[:, :1] < 255
             compared.append(2 * int(known.sum()))
             differing.append(sum(one not in mine for one, mine in expert_pairs(choice[known[:, 0]], own[known[:, 0]])))
             if setting == "compare":

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.dataproto import DataProto
+from workers.dataproto import ROUTED_EXPERTS, DataProto
 from workers.errors import DataError
 from workers.metrics import Metric, Metrics, Reduction, merge
 from workers.model.copies import to_device
@@ -111,7 +111,8 @@ def columns_at(sequences: DataProto, rows: ModelInput, device: torch.device) -> 
     """Return the fields of `PackedTokens`, on `device`."""
     owner = rows.sequence_index
     columns = {name: values[owner] for name, values in sequences.columns.items()}
-    columns |= {name: values[rows.loss_positions] for name, values in sequences.tokens.items()}
+    read = {name: values for name, values in sequences.tokens.items() if name != ROUTED_EXPERTS}
+    columns |= {name: values[rows.loss_positions] for name, values in read.items()}
     sequence_index, *sent = to_device(device, owner, *columns.values())
     return {
         "columns": dict(zip(columns, sent, strict=True)),

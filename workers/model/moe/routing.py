@@ -44,7 +44,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from workers.config import ModelConfig
-from workers.dataproto import DataProto
+from workers.dataproto import ROUTED_EXPERTS, DataProto
 from workers.errors import DataError, UnsupportedModelError
 from workers.metrics import Reduction
 from workers.model.copies import to_device
@@ -55,10 +55,6 @@ from workers.model.moe.experts import GroupedExperts
 from workers.model.rows.packing import ModelInput
 from workers.model.sharding.parallel import Parallel
 from workers.model.sharding.tensor_parallel import blocks_with_experts, find_experts, own_cells
-
-COLUMN = "routed_experts"
-"""int16 [T, L, k], per token: the experts that the sampler chose in each layer. Rows of dense layers are not read."""
-UNKNOWN = -1
 
 
 class RouterReplay(RouterHook):
@@ -81,26 +77,28 @@ class RouterReplay(RouterHook):
             block.forward = self._forward_of(block, layer, packed.name)  # type: ignore[method-assign]
 
     def cells(self, micro_batch: DataProto, rows: ModelInput) -> Tensor | None:
-        """Return the sampler's choices by cell, int16 [C, L, k], UNKNOWN if missing, or None if nothing is replayed.
+        """Return the sampler's choices by cell, [C, L, k], the type's largest number if missing, or None if nothing is
+        replayed. Those of dense layers are not read.
 
         Raises DataError for a batch without choices.
         """
         if not self.active or not len(micro_batch):
             return None
-        if COLUMN not in micro_batch.tokens:
+        if ROUTED_EXPERTS not in micro_batch.tokens:
             raise DataError(
-                f"model.router_replay needs the column {COLUMN!r}, which comes with samples of an engine. "
+                f"model.router_replay needs the column {ROUTED_EXPERTS!r}, which comes with samples of an engine. "
                 f"The batch has {sorted(micro_batch.tokens)}."
             )
-        choices, source = micro_batch.tokens[COLUMN].cpu(), own_cells(rows.source, self._tensor)
-        (found,) = to_device(self._counts.device, torch.where((source < 0)[:, None, None], UNKNOWN, choices[source]))
+        choices, source = micro_batch.tokens[ROUTED_EXPERTS].cpu(), own_cells(rows.source, self._tensor)
+        unknown = torch.iinfo(choices.dtype).max
+        (found,) = to_device(self._counts.device, choices[source].masked_fill_((source < 0)[:, None, None], unknown))
         return found
 
     def with_own_choices(self, sequences: DataProto) -> DataProto:
         if not self.active:
             return sequences
-        column = torch.full((sequences.num_tokens, self._layers, 1), UNKNOWN, dtype=torch.int16)
-        return replace(sequences, tokens=sequences.tokens | {COLUMN: column})
+        column = torch.full((sequences.num_tokens, self._layers, 1), 255, dtype=torch.uint8)
+        return replace(sequences, tokens=sequences.tokens | {ROUTED_EXPERTS: column})
 
     def take(self) -> Statistics:
         if not self.active:
@@ -127,8 +125,8 @@ class RouterReplay(RouterHook):
 
         return forward
 
-    def chosen(self, own: Tensor, choice: Tensor) -> Tensor:
-        known = (choice >= 0).all(-1, keepdim=True)
+    def chosen(self, own: Tensor, choice: Tensor, experts: int) -> Tensor:
+        known = ((choice >= 0) & (choice < experts)).all(-1, keepdim=True)
         if self.counting:
             different = (choice[:, :, None] != own[:, None, :]).all(-1) & known
             self._counts += torch.stack([known.sum() * choice.shape[-1], different.sum()])
@@ -153,7 +151,8 @@ class _TopK(TorchFunctionMode):
         if self._choice is None:
             return result
         own = result.indices
-        chosen = self._replay.chosen(own.reshape(len(self._choice), -1), self._choice).reshape(own.shape)
+        chosen = self._replay.chosen(own.reshape(len(self._choice), -1), self._choice, args[0].shape[-1])
+        chosen = chosen.reshape(own.shape)
         return torch.return_types.topk((args[0].gather(-1, chosen), chosen))
 
 
