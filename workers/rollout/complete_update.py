@@ -10,8 +10,10 @@ vLLM by itself keeps the old weights of omitted parameters, with a warning in a 
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
@@ -23,6 +25,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -108,6 +111,39 @@ def _gpt_oss(model: Any, name: str, weight: Tensor) -> Iterator[tuple[str, Tenso
         yield name, weight
 
 
+def _load_experts(layer: RoutedExperts, weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
+    """Load as `layer.load_weights`, but a projection of all experts in one call, stacked.
+
+    vLLM's bookkeeping takes 0.1 to 0.2 ms a call, and 128 experts in 48 layers have 18,432 weights.
+    """
+    shards = {layer.ckpt_gate_proj_name: "w1", layer.ckpt_up_proj_name: "w3", layer.ckpt_down_proj_name: "w2"}
+    found: dict[str | None, dict[str, Tensor]] = {}
+    for name, weight in weights:
+        expert, _, projection = name.partition(".")
+        shard = shards.get(projection.removesuffix(".weight")) if expert.isdecimal() else None
+        found.setdefault(shard, {})[name] = weight
+        if shard and len(found[shard]) == layer.global_num_experts:
+            stacked = torch.stack([each for _, each in sorted(found.pop(shard).items(), key=_number)])
+            name = "w2_weight" if shard == "w2" else "w13_weight"
+            parameter = getattr(layer, name)
+            parameter.weight_loader(parameter, stacked, name, shard, 0, return_success=True)
+            yield name
+    others = [item for items in found.values() for item in items.items()]  # and what a buffer holds in part
+    yield from RoutedExperts.load_weights(layer, others)
+
+
+def _number(expert: tuple[str, Tensor]) -> int:
+    return int(expert[0].partition(".")[0])
+
+
+def _stack_experts(model: nn.Module) -> None:
+    """Let layers load stacked experts, where the layer holds all of them and as they are sent."""
+    for layer in model.modules():
+        plain = isinstance(getattr(layer, "quant_method", None), UnquantizedFusedMoEMethod)
+        if plain and isinstance(layer, RoutedExperts) and layer.local_num_experts == layer.global_num_experts:
+            layer.load_weights = partial(_load_experts, layer)
+
+
 def _as_it_loads(model: nn.Module) -> Any:
     if isinstance(model, GptOssForCausalLM):
         return _Translated(model, _gpt_oss)
@@ -128,6 +164,7 @@ class CompleteUpdate(WeightTransferEngine[Any, Any]):
     def start_weight_update(self) -> None:
         super().start_weight_update()
         self._kernels = _take_kernels(self.model)
+        _stack_experts(self.model)
 
     def receive_weights(self, update_info: Any) -> None:
         """Load a chunk. Raises ValueError, naming missing weights, if an update in one call is incomplete."""
