@@ -17,7 +17,7 @@ OVERRIDES = (
     "model.dtype=bfloat16",
     "rollout.replicas=2",
     "rollout.threads=1",
-    "policy.optimizer.learning_rate=1e-5",
+    "policy.optimizer.learning_rate=2e-6",
     "run.steps=4",
     "tracking.tensorboard=false",
 )
