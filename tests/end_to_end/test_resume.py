@@ -114,8 +114,9 @@ def test_a_killed_run_that_generates_ahead_trains_every_prompt_once_on_the_token
     assert trained == dict.fromkeys(range(6 * PROMPTS), SAMPLES)
     later = {key: row for step in (4, 5, 6) for key, row in rows(folder, step)}
     for sample in cut.finished:
-        np.testing.assert_array_equal(later[sample.result.key]["input_ids"], sample.row["input_ids"])
-        np.testing.assert_array_equal(later[sample.result.key]["weight_versions"], sample.row["weight_versions"])
+        (row,) = sample.rows
+        for name in ("input_ids", "weight_versions"):
+            np.testing.assert_array_equal(later[sample.result.key][name], row[name])
     responses = [tuple(row["input_ids"][row["loss_mask"]]) for row in later.values()]
     for part in cut.partial.values():
         assert tuple(part.ids) in [response[: len(part.ids)] for response in responses]

@@ -41,7 +41,7 @@ class Served:
             replicas=1,
             threads=1,
             cpu_kv_cache_gib=0.25,
-            max_turns=200,
+            max_turns=10_000,  # for drawn bodies that are valid
             max_retries=0,
             sampling=SAMPLING,
             agent=FUNCTION,
