@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from controller import generate
+from controller import evaluate, generate
 from controller.observability.report import write_report
 from controller.show import main as show
 from tests.end_to_end.test_whole_loop import run_loop
@@ -44,6 +44,17 @@ def run(record, base_url, api_key):
     return {"reward": len(messages) / 10, "calls": calls}
 '''
 
+COUNTING = """
+import openai
+
+
+def run(record, base_url, api_key):
+    client = openai.OpenAI(base_url=base_url, api_key=api_key)
+    answer = client.chat.completions.create(model="any", messages=record["prompt"]).choices[0].message.content
+    with open(FILE, "a") as file:
+        print(reward := sum(map(ord, answer)) / 1000, file=file)
+    return reward
+"""
 COMMAND = """
 record=$(cat)
 body=$(printf '%s' "$record" | sed 's/^{"prompt"/{"messages"/; s/, "number".*/, "model": "any"}/')
@@ -107,12 +118,29 @@ def test_a_command_of_any_language_samples_from_a_configuration(agent: list[str]
     """The record's prompt is a file of its own that a shell reads; the reward is the last line that it prints."""
     (tmp_path / "agent.sh").write_text(COMMAND)
     settings = OmegaConf.from_dotlist([setting for setting in agent if not setting.startswith("rollout.agent=")])
+    settings.data.validation, settings.validation = settings.data.train, {"prompts": 4}
     OmegaConf.save(settings, tmp_path / "config.yaml")
-    given = ["--config", str(tmp_path / "config.yaml"), f"--output={tmp_path / 'samples'}", "--prompts=4"]
-    given += [f"rollout.agent_command=sh {tmp_path / 'agent.sh'}", "rollout.samples_per_prompt=1"]
+    given = ["--config", str(tmp_path / "config.yaml"), f"rollout.agent_command=sh {tmp_path / 'agent.sh'}"]
+    assert evaluate.main([*given, f"--output={tmp_path / 'evaluated'}"]) == 0
+    found = json.loads((tmp_path / "evaluated" / "metrics.json").read_text())
+    assert (found["samples"], found["failed_rewards"], found["metrics"]["reward"]["value"]) == (4, 0, 0.5)
+    given += [f"--output={tmp_path / 'samples'}", "--prompts=4", "rollout.samples_per_prompt=1"]
     assert generate.main(given) == 0
     lines = [json.loads(line) for line in (tmp_path / "samples" / "samples.jsonl").read_text().splitlines()]
     assert sorted((line["uid"], line["sample"]) for line in lines) == [(str(uid), 0) for uid in range(4)]
     for line in lines:
         assert (line["reward"], line["parts"]) == (0.5, {"asked": 1.0}) and "failure" not in line
         assert line["response_tokens"] == len(line["response_ids"]) > 0
+
+
+def test_remax_compares_with_a_greedy_session_of_the_same_agent(agent: list[str], tmp_path: Path) -> None:
+    """All prompts are alike, and so are their greedy sessions, which come after the samples."""
+    (tmp_path / "agent.py").write_text(f"FILE = {str(tmp_path / 'rewards')!r}\n{COUNTING}")
+    (tmp_path / "train.jsonl").write_text(8 * '{"prompt": [{"role": "user", "content": "Count."}]}\n')
+    settings = [*agent, f"data.train={tmp_path / 'train.jsonl'}", f"rollout.agent={tmp_path / 'agent.py'}:run"]
+    run = run_loop([*settings, "run.name=remax", "run.steps=1", "algorithm.advantage=remax"])
+    (step,) = run.outcome.steps
+    rewards = [float(line) for line in (tmp_path / "rewards").read_text().splitlines()]
+    assert step["reward/mean"] == pytest.approx(sum(rewards[:12]) / 12) and len(set(rewards[:12])) > 1
+    assert rewards[12:16] == pytest.approx([step["reward/greedy"]] * 4)
+    assert step["policy/rollout_mismatch_max"] < 1e-4
