@@ -53,12 +53,18 @@ def replayed(run: RunWithFaults, step: int) -> int:
     return sum(node["replayed"] for score in found.by_sample.values() for node in score.session)
 
 
+def to_kill(pids: list[int], what: str) -> list[int]:
+    """The actor, its engine's processes, or all below the actor: agents too."""
+    below = [pid for pid in pids[1:] if what == "all" or "VLLM" in Path(f"/proc/{pid}/cmdline").read_text()]
+    assert bool(below) == (what != "actor")
+    return below or pids[:1]
+
+
 @pytest.mark.soak
-@pytest.mark.parametrize("more", [(), OF_PROCESSES], ids=["actor", "engine"])
+@pytest.mark.parametrize(("what", "more"), [("actor", ()), ("engine", OF_PROCESSES), ("all", OF_PROCESSES)])
 def test_agents_start_again_and_get_the_turns_that_a_lost_engine_made(
-    ray_session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
+    ray_session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, more: tuple[str, ...]
 ) -> None:
-    """It is killed with its actor, or below it."""
     monkeypatch.setattr(engine_pool, "LOOK_SECONDS", 0.2)
 
     def kill(run) -> None:
@@ -67,7 +73,7 @@ def test_agents_start_again_and_get_the_turns_that_a_lost_engine_made(
         def when_a_turn_is_known() -> None:
             while not any(session.nodes for session in ray.get(actor.partial_responses.remote()).values()):
                 time.sleep(0.1)
-            faults.send(signal.SIGKILL, pids[1:] if more else pids[:1], after_s=2.5)  # the driver looks once a second
+            faults.send(signal.SIGKILL, to_kill(pids, what), after_s=2.5)  # the driver looks once a second
 
         threading.Thread(target=when_a_turn_is_known, daemon=True).start()
 

@@ -245,6 +245,7 @@ class VllmEngineActor:
                 given = await self._while_alive(self._ask_agent(request, access))
         except EpisodeError as error:
             failure = str(error)
+            await self._while_alive(self.weight_version())  # an engine that is dying takes agents with it
         finally:
             del self._sessions[request.seed]
             await gateway.close(session)

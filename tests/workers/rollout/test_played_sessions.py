@@ -1,12 +1,17 @@
 """What becomes of a session that its agent has left: reward, failure, finish reason and rows."""
 
+import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
+from workers.config import RolloutConfig, SamplingConfig
 from workers.errors import EpisodeError
-from workers.rollout.requests import Response, SampleRequest
+from workers.rollout.engine_actor import VllmEngineActor
+from workers.rollout.gateway import Access
+from workers.rollout.requests import EpisodeStart, Response, SampleRequest
 from workers.rollout.results import Sample, played
 from workers.rollout.session import Session
 from workers.score import Score
@@ -85,3 +90,36 @@ def test_a_limit_on_tokens_or_turns_is_the_finish_reason() -> None:
     with pytest.raises(EpisodeError), session.sampling():
         pass
     assert play(session, PARTS)[0].finish_reason == "turns"
+
+
+class Dying:
+    """An engine whose death is known when it is asked, gateway and agents of its actor."""
+
+    errored = False
+
+    async def get_weight_version(self) -> str:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        self.errored = True
+        raise EngineDeadError
+
+    def open(self, session: Session, *_: Any, **__: Any) -> Access:
+        session.nodes = session_of().nodes
+        return Access("", "", "")
+
+    async def close(self, session: Session) -> None:
+        pass
+
+    async def run(self, *_: Any) -> Score:
+        raise EpisodeError("ended its process")
+
+
+def test_an_agent_that_dies_with_its_engine_has_not_failed() -> None:
+    """The engine's request then goes to another one, with the session's record."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    actor, dying = VllmEngineActor.__new__(VllmEngineActor), Dying()
+    vars(actor).update(index=0, config=RolloutConfig(), _engine=dying, _agents=dying, _front=None, _sessions={})
+    request = SampleRequest("uid", 1, np.arange(3, dtype=np.int32), seed=5, start=EpisodeStart({}, ""))
+    with pytest.raises(EngineDeadError):
+        asyncio.run(actor._play_session(request, SamplingConfig(), dying))  # type: ignore[arg-type]
