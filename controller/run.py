@@ -136,8 +136,12 @@ class Run(TrainingRun[Config]):
 
     def measure(self) -> dict[str, float]:
         record, engines = self.record, self.roles.rollouts
-        record.timeline.weight_loads(self.roles.take_weight_loads())
+        loads = self.roles.take_weight_loads()
+        record.timeline.weight_loads(loads)
         found = record.times() | waiting(engines.take_idle_seconds(), engines.queued, record.seconds)
         if record.rollout is not None:
             found |= throughput(record.rollout.batch, record.trained, record.seconds, self.config.batch.epochs)
+        if self.config.rollout.max_staleness and loads:
+            recomputed = sum(load.recompute_seconds for of_engine in loads.values() for load in of_engine)
+            found["rollout/kv_recompute_seconds"] = recomputed / len(loads)
         return found | engines.fleet.budget.metrics() | {"rollout/weight_version": float(self.weight_version)}

@@ -315,11 +315,11 @@ class RolloutConfig:
         maximum=1,
     )
     kv_cache_after_update: str = setting(
-        "recompute",
-        "KV cache of requests that continue after a weight update. `recompute` makes it anew, so log-probs match the "
-        "weights that sampled the token. `keep` saves that time, but prompts with a cached prefix also reuse old "
-        "values.",
-        choices=("recompute", "keep"),
+        "auto",
+        "KV cache of samples that continue after a weight update. `recompute` makes it anew, so log-probs match the "
+        "weights that sampled the token. `keep` saves that time, and log-probs are those of old and new weights "
+        "together. `auto` keeps it for rollout.max_staleness updates. Samples that begin later never read it.",
+        choices=("auto", "keep", "recompute"),
     )
     weight_sync: str = setting(
         "full",

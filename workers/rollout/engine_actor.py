@@ -12,6 +12,7 @@ On GPUs `AsyncLLM` runs its model in separate processes. On a CPU the model runs
 import asyncio
 import itertools
 import time
+from asyncio import sleep
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -29,6 +30,7 @@ from workers.rollout.conversation import Conversation
 from workers.rollout.episode import Episode, play
 from workers.rollout.front import Taken
 from workers.rollout.gateway import Access, Gateway
+from workers.rollout.kept_caches import KeptCaches
 from workers.rollout.parsing import TurnParser
 from workers.rollout.placement import check_placement
 from workers.rollout.requests import ERROR, LENGTH, Response, SampleRequest, SampleResult, WeightLoad, turn_seed
@@ -44,6 +46,7 @@ from workers.rollout.vllm_interface import (
     prepare_environment,
     sampling_parameters,
     unfinished_responses,
+    unfinished_tokens,
 )
 from workers.rollout.weight_delta import Payload, WeightFile
 from workers.rollout.weight_transfer import private_file
@@ -57,6 +60,7 @@ if TYPE_CHECKING:
 
 FLUSH_SECONDS = 0.25
 STOP_SECONDS = 10.0
+RECOMPUTE_SECONDS = 0.02  # between looks at requests whose keys and values are computed again
 ALIVE_SECONDS = 1.0  # between checks that a silent engine is alive
 T = TypeVar("T")
 
@@ -108,9 +112,11 @@ class VllmEngineActor:
         elif environment:
             self._environments = EnvironmentPool(environment, environment_timeout_s)
         self._renderer: Renderer | None = None
-        self._update_began = 0.0
+        self._caches = KeptCaches(rollout)
+        self._version, self._update_began, self._recomputes = 0, 0.0, False
         self._loads: list[WeightLoad] = []
         self._weights = WeightFile()  # empty unless rollout.weight_sync=delta
+        self._recomputing: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
         return f"rollout {self.index}"
@@ -135,7 +141,7 @@ class VllmEngineActor:
         if self.config.runs_agent:
             import ray
 
-            self._gateway = Gateway(engine, self.model, self.config)
+            self._gateway = Gateway(engine, self.model, self.config, self._caches)
             await self._gateway.start(LOOPBACK if self._front is None else ray.util.get_node_ip_address())
         elif self._environments is not None:
             tokenizer = await asyncio.to_thread(self._load_tokenizer)
@@ -189,7 +195,7 @@ class VllmEngineActor:
     async def _sample(self, request: SampleRequest, sampling: SamplingConfig) -> Sample:
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        start, engine = time.time(), self.engine
+        start, engine, began = time.time(), self.engine, self._version
         rows: list[Row] = []
         try:
             vocabulary = engine.model_config.get_vocab_size()
@@ -201,6 +207,10 @@ class VllmEngineActor:
             reason = f"{type(error).__name__}: {error.__cause__ or error}"
             tokens = len(request.prompt_ids)
             result = SampleResult(request.uid, request.sample, tokens, 0, ERROR, weight_version=-1, error=reason)
+        finally:
+            self._caches.end(request.seed)
+        if self._caches.oldest:  # the weights at the start may have computed keys and values that all tokens read
+            result = replace(result, weight_version=min(result.weight_version, began))
         return replace(result, replica=self.index, start=start, seconds=time.time() - start), rows
 
     async def _play(self, request: SampleRequest, sampling: SamplingConfig) -> Sample:
@@ -324,8 +334,10 @@ class VllmEngineActor:
         if sampling.may_continue:
             self._under_way[name] = request
         try:
-            outputs = self.engine.generate(tokens_input(ids.tolist()), parameters, name, priority=request.priority)
-            (output,) = [output async for output in outputs]
+            with self._caches.request(request.seed) as salt:
+                prompt = tokens_input(ids.tolist(), cache_salt=salt)
+                outputs = self.engine.generate(prompt, parameters, name, priority=request.priority)
+                (output,) = [output async for output in outputs]
         finally:
             self._under_way.pop(name, None)
         return as_response(output).after(begun)
@@ -378,8 +390,8 @@ class VllmEngineActor:
 
     async def begin_update(self) -> None:
         self._update_began = time.time()
-        clear = self.config.kv_cache_after_update == "recompute"
-        await self._answer("hold its requests", hold_requests(self.engine, clear_cache=clear))
+        self._recomputes = self._caches.begin_update()
+        await self._answer("hold its requests", hold_requests(self.engine, clear_cache=self._recomputes))
         await self._answer("prepare for new weights", self.engine.start_weight_update())
 
     async def receive_update(self, update_info: dict[str, Any]) -> None:
@@ -391,8 +403,21 @@ class VllmEngineActor:
     async def finish_update(self, version: int) -> None:
         """Put the weights in place under `version` and resume requests, which stay paused after an error."""
         await self._answer(f"take version {version}", self.engine.finish_weight_update(str(version)))
+        held = unfinished_tokens(self.engine) if self._recomputes else {}
         await self._answer("resume", self.engine.resume_generation())
-        self._loads.append(WeightLoad(version, self._update_began, time.time() - self._update_began))
+        self._version = version
+        load = WeightLoad(version, self._update_began, time.time() - self._update_began)
+        if held:
+            self._recomputing = asyncio.create_task(self._recompute(load, held))
+        else:
+            self._loads.append(load)
+
+    async def _recompute(self, load: WeightLoad, held: dict[str, int]) -> None:
+        """Record the update when all requests that were held have sampled a token more, or have ended."""
+        began = time.time()
+        while not self.engine.errored and held.items() & unfinished_tokens(self.engine).items():
+            await sleep(RECOMPUTE_SECONDS)
+        self._loads.append(replace(load, recompute_seconds=time.time() - began))
 
     async def _answer(self, doing: str, call: Awaitable[None]) -> None:
         """Wait for the engine. Raises LostError if it dies meanwhile, RolloutError for other errors."""

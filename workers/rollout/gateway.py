@@ -25,6 +25,7 @@ from workers.config import ModelConfig, RolloutConfig, SamplingConfig
 from workers.errors import DataError, named
 from workers.rendering import Options
 from workers.rollout.api_forms import answers_in, error_body
+from workers.rollout.kept_caches import KeptCaches
 from workers.rollout.session import Node, Session
 
 if TYPE_CHECKING:
@@ -137,8 +138,11 @@ class Opened:
 class Gateway:
     """Serve the sessions that are open. Also vLLM's server of HTTP, as an application of ASGI."""
 
-    def __init__(self, engine: "AsyncLLM", model: ModelConfig, rollout: RolloutConfig) -> None:
+    def __init__(
+        self, engine: "AsyncLLM", model: ModelConfig, rollout: RolloutConfig, caches: KeptCaches | None = None
+    ) -> None:
         self._engine, self._model, self._rollout = engine, model, rollout
+        self._caches = caches or KeptCaches(rollout)
         self._limits = rollout.gateway
         self._open: dict[str, Opened] = {}
         self._closed: dict[str, str] = {}  # keys of the last sessions
@@ -154,7 +158,7 @@ class Gateway:
         from workers.rollout.serving import build
 
         tokenizer = await asyncio.to_thread(AutoTokenizer.from_pretrained, self._model.path, trust_remote_code=False)
-        self._app = await build(self._engine, self._model, self._rollout, tokenizer)
+        self._app = await build(self._engine, self._model, self._rollout, tokenizer, self._caches)
         await self.listen(self, host)
 
     async def listen(self, app: Any, host: str = "127.0.0.1") -> None:

@@ -192,11 +192,15 @@ class SampleResult:
 
 @dataclass(frozen=True)
 class WeightLoad:
-    """One weight update of an engine, including its pause. start: seconds since 1970 by its clock."""
+    """One weight update of an engine, including its pause. start: seconds since 1970 by its clock.
+
+    recompute_seconds: from there until all requests sample again, if their keys and values are computed again.
+    """
 
     version: int
     start: float
     seconds: float
+    recompute_seconds: float = 0.0
 
 
 def sample_seed(run_seed: int, step: int, uid: str, sample: int) -> int:

@@ -25,6 +25,7 @@ from workers.environment import Turn
 from workers.errors import DataError, EpisodeError
 from workers.rendering import CONTROLS, RESERVED, Messages, Options, Renderer, cleaned, variables_of
 from workers.rollout.conversation import Conversation
+from workers.rollout.kept_caches import KeptCaches
 from workers.rollout.parsing import TurnParser
 from workers.rollout.requests import STOP, Response, turn_seed
 from workers.rollout.session import Asked, Node, Session
@@ -296,8 +297,8 @@ def _parser_class(base: Any, marks: tuple[str, str]) -> Any:
 class RecordingClient:
     """An engine client for vLLM's serving classes, which keeps what the engine samples."""
 
-    def __init__(self, engine: "AsyncLLM") -> None:
-        self._engine, self._count = engine, 0
+    def __init__(self, engine: "AsyncLLM", caches: KeptCaches) -> None:
+        self._engine, self._caches, self._count = engine, caches, 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -322,8 +323,11 @@ class RecordingClient:
         parameters = _parameters(call, prompt, wanted)
         collected: dict[int, _Collected] = {}
         call.engine_names.add(name)
-        try:
-            outputs = self._engine.generate(tokens_input(prompt.ids.tolist()), parameters, name, priority=call.priority)
+        with ExitStack() as request:
+            request.callback(call.engine_names.discard, name)
+            salt = request.enter_context(self._caches.request(call.seed))
+            ids = tokens_input(prompt.ids.tolist(), cache_salt=salt)
+            outputs = self._engine.generate(ids, parameters, name, priority=call.priority)
             async for output in outputs:
                 _forget_tokenizer(self._engine, name, wanted)
                 for each in output.outputs:
@@ -337,8 +341,6 @@ class RecordingClient:
                 if not delta:
                     output.outputs = [*recorded, *output.outputs]
                 yield output
-        finally:
-            call.engine_names.discard(name)
 
     def _text(self, prompt: Prompt, completion: Any, wanted: Any) -> str:
         """Decode a whole answer behind the prompt's end, without its end token."""
@@ -414,14 +416,16 @@ def _output_of(node: Node, index: int, wanted: Any) -> Any:
     return CompletionOutput(index, node.text, response.ids.tolist(), None, found, finish_reason=response.finish_reason)
 
 
-async def build(engine: "AsyncLLM", model: ModelConfig, rollout: RolloutConfig, tokenizer: Any) -> Any:
+async def build(
+    engine: "AsyncLLM", model: ModelConfig, rollout: RolloutConfig, tokenizer: Any, caches: KeptCaches
+) -> Any:
     """Return vLLM's application over the engine, for calls in `CALL`."""
     # Errors of clients, and texts of the policy that no parser can read.
     for quiet in ("vllm.tool_parsers", "vllm.parser", "vllm.reasoning", "vllm.entrypoints.anthropic"):
         logging.getLogger(quiet).setLevel(logging.CRITICAL)
     renderer = Renderer.with_template(tokenizer, model.chat_template)
     parser = TurnParser(tokenizer, rollout.tool_parser, rollout.reasoning_parser, {})
-    app = await application(RecordingClient(engine), model.path, *parser.names)
+    app = await application(RecordingClient(engine, caches), model.path, *parser.names)
     app.state.openai_serving_models.is_base_model = lambda _: True  # agents name any model
     for name in ("openai_serving_chat", "openai_serving_responses", "anthropic_serving_messages"):
         serving, kind = getattr(app.state, name), "parser" if name == "openai_serving_responses" else "parser_cls"

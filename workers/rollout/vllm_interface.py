@@ -221,5 +221,11 @@ def unfinished_responses(engine: "AsyncLLM") -> dict[str, Response]:
     }
 
 
+def unfinished_tokens(engine: "AsyncLLM") -> dict[str, int]:
+    """Return the sampled tokens of unfinished requests that have some, by vLLM's inner name of the request."""
+    states = engine.output_processor.request_states.items()
+    return {name: tokens for name, state in states if (tokens := state.detokenizer.num_output_tokens())}
+
+
 def _versions(spans: Sequence[Any]) -> np.ndarray:
     return np.repeat([int(span.version) for span in spans], [span.end - span.start for span in spans]).astype(np.int32)

@@ -107,12 +107,13 @@ class StandInVllm:
     def __init__(self, world: World) -> None:
         self._world, self.version, self._name, self._updating = world, 0, "0", False
         self._sleeps, self._log_prob = False, FIRST_LOG_PROB
+        self._cached: dict[str, int] = {}  # versions of keys and values, by salt
         world.event("start")
         world.ledger.take(world.gpus, world.actor, "weights", beside=())
         world.ledger.take(world.gpus, world.actor, "kv_cache", beside=())
         self.model_config = SimpleNamespace(get_vocab_size=lambda: 1 << 30, get_num_experts=lambda: 4)
         self.errored = False
-        self.engine_core = self
+        self.engine_core, self.output_processor = self, SimpleNamespace(request_states={})
 
     async def sleep(self, level: int) -> None:
         self._world.event(f"sleep {level}")
@@ -129,7 +130,9 @@ class StandInVllm:
         pass
 
     async def pause_scheduler_async(self, *, mode: str, clear_cache: bool) -> None:
-        assert mode == "keep" and clear_cache
+        assert mode == "keep"
+        if clear_cache:
+            self._cached.clear()
         self._world.event("pause")
 
     async def start_weight_update(self) -> None:
@@ -163,6 +166,7 @@ class StandInVllm:
         self._world.event("generate")
         assert self._owned() >= {"weights", "kv_cache"} and not self._sleeps, "the engine sleeps"
         assert self.version == int(self._name), f"weights {self.version} serve as version {self._name}"
+        assert self._cached.setdefault(prompt["cache_salt"], self.version) == self.version, "keys of older weights"
         answer, reason = self._world.answer(parameters.seed)
         if isinstance(answer, int):
             answer = [1 + (parameters.seed + i) % 30 for i in range(min(answer, parameters.max_tokens))]

@@ -14,6 +14,10 @@ class ProbedActor(VllmEngineActor):
     def core(self) -> Any:
         return self.engine.engine_core._core  # type: ignore[attr-defined]
 
+    async def keep_caches(self, updates: int) -> None:
+        """Keep keys and values for so many updates."""
+        self._caches.oldest = updates
+
     async def prefill_tokens(self) -> int:
         """The engine's `max_num_batched_tokens`."""
         return self.engine.vllm_config.scheduler_config.max_num_batched_tokens

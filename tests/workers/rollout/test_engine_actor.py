@@ -185,6 +185,35 @@ def test_every_token_has_the_log_prob_of_the_weights_that_sampled_it(engines: En
             np.testing.assert_allclose(row["rollout_log_probs"][sampled], expected, atol=LOG_PROB_TOLERANCE)
 
 
+def test_a_kept_cache_is_read_with_new_weights_until_it_is_too_old(engines: Engines) -> None:
+    """One update keeps it, the second computes it again. What begins later reads none of it."""
+    models = {engines.load(tiny.random_model(7)): tiny.random_model(7)}
+    (first,), waiting = models, [8, 9]
+    engines.call("keep_caches", 1)
+
+    def update(*_: object) -> None:
+        if waiting:
+            seed = waiting.pop(0)
+            models[engines.load(tiny.random_model(seed))] = tiny.random_model(seed)
+
+    engines.call("take_weight_loads")
+    finished = engines.sample(requests_for(32, samples=4), update, max_new_tokens=LONG.max_new_tokens)
+    assert max(len(result.version_tokens) for result, _ in finished) == 3
+    for result, row in rows_of(finished):
+        assert result.weight_version == first
+        for version, _ in result.version_tokens:
+            sampled = np.flatnonzero(row["weight_versions"] == version)
+            kept = models[version - 1] if version == first + 1 else models[version]
+            expected = tiny.log_probs_behind(kept, models[version], row["input_ids"], sampled)
+            np.testing.assert_allclose(row["rollout_log_probs"][sampled], expected, atol=LOG_PROB_TOLERANCE)
+    later = engines.sample(requests_for(32, samples=4, step=1))
+    assert largest_difference(later, models[first + 2]) < LOG_PROB_TOLERANCE
+    assert sum(result.cached_tokens for result, _ in later) > 0
+    loads = engines.call("take_weight_loads")
+    assert [load.recompute_seconds > 0 for load in loads] == [False, True]
+    engines.call("keep_caches", 0)
+
+
 def test_a_response_that_was_begun_goes_on_after_its_first_tokens(engines: Engines) -> None:
     new, before = tiny.random_model(8), engines.load(tiny.random_model(7))
     parts: dict[int, Response] = {}

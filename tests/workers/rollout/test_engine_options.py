@@ -12,6 +12,7 @@ from tests.refusals import refused
 from workers.config import ModelConfig, RolloutConfig
 from workers.rollout.engine_actor import VllmEngineActor
 from workers.rollout.engine_options import ALLOWED, OWNED, REFUSED, check_engine_options
+from workers.rollout.kept_caches import KeptCaches
 from workers.rollout.vllm_interface import PREFILL_TOKENS, engine_arguments
 
 REQUIRED = ["model.path=model", "data.train=train.jsonl", "reward.function=reward.py:reward"]
@@ -87,13 +88,25 @@ class PausedEngine:
         pass
 
 
-@pytest.mark.parametrize(("setting", "cleared"), [("recompute", True), ("keep", False)])
-def test_an_update_keeps_keys_and_values_where_the_configuration_says_so(setting: str, cleared: bool) -> None:
-    config = load(None, [*REQUIRED, "rollout.max_staleness=1", f"rollout.kv_cache_after_update={setting}"])
+@pytest.mark.parametrize(
+    ("setting", "cleared"),
+    [("recompute", [1, 1, 1, 1, 1, 0]), ("keep", [0, 0, 0, 0, 0, 0]), ("auto", [0, 0, 1, 0, 0, 0])],
+)
+def test_an_update_keeps_keys_and_values_where_the_configuration_says_so(setting: str, cleared: list[int]) -> None:
+    """Six updates, of which five find a request under way that began before the first."""
+    config = load(None, [*REQUIRED, "rollout.max_staleness=2", f"rollout.kv_cache_after_update={setting}"])
     worker, engine = VllmEngineActor.__new__(VllmEngineActor), PausedEngine()
     worker.index, worker.config, worker._engine = 0, config.rollout, engine
+    caches = worker._caches = KeptCaches(config.rollout)
+    with caches.request(7) as begun:
+        for _ in range(5):
+            asyncio.run(worker.begin_update())
+            with caches.request(8 + len(engine.held)) as later:
+                assert later == str(len(engine.held)) != begun
     asyncio.run(worker.begin_update())
-    assert engine.held == [("keep", cleared)]
+    with caches.request(7) as continued:  # after an update while nothing ran
+        assert (continued == begun) == (setting == "keep")
+    assert engine.held == [("keep", bool(each)) for each in cleared]
 
 
 @pytest.mark.parametrize(

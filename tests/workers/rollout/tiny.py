@@ -60,6 +60,18 @@ def log_probs(model: Qwen2ForCausalLM, input_ids: np.ndarray, temperature: float
     return np.concatenate([[0.0], picked.numpy()]).astype(np.float32)
 
 
+def log_probs_behind(
+    kept: Qwen2ForCausalLM, model: Qwen2ForCausalLM, input_ids: np.ndarray, sampled: np.ndarray
+) -> np.ndarray:
+    """log p of the tokens at `sampled`, one after another, behind keys and values of another model."""
+    ids, begin = torch.from_numpy(input_ids.astype(np.int64))[None], int(sampled[0])
+    with torch.no_grad():
+        cache = kept(ids[:, : begin - 1], use_cache=True).past_key_values
+        logits = model(ids[:, begin - 1 : int(sampled[-1])], past_key_values=cache).logits[0]
+    picked = logits.log_softmax(-1).gather(1, ids[0, sampled, None])[:, 0]
+    return picked.numpy().astype(np.float32)
+
+
 class Echo:
     """An environment of two turns: says the first character of the first turn again, between brackets."""
 
