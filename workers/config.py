@@ -338,7 +338,11 @@ class RolloutConfig:
         256, "Requests that one engine processes at the same time. Others wait in the router.", minimum=1, maximum=10**6
     )
     gpu_memory_utilization: float = setting(
-        0.5, "Share of a GPU's memory for an engine (weights and KV cache).", above=0, maximum=1
+        0.0,
+        "Share of a GPU's memory for an engine (weights and KV cache). 0 is 0.5 for colocated engines, and 0.9 for "
+        "engines with their own GPUs.",
+        minimum=0,
+        maximum=1,
     )
     cpu_kv_cache_gib: float = setting(1.0, "KV cache of an engine on CPU, in GiB.", above=0)
     enforce_eager: bool = setting(False, "Disable CUDA graphs. On CPU, vLLM always runs eagerly here.")
@@ -417,6 +421,10 @@ class RolloutConfig:
         "(see docs/conversations.md).",
         choices=("auto", "keep", "template"),
     )
+
+    def gpu_share(self, placement: str) -> float:
+        """Return `gpu_memory_utilization` for engines that are `colocated` or `apart`."""
+        return self.gpu_memory_utilization or (0.9 if placement == "apart" else 0.5)
 
     @property
     def code(self) -> list[str]:

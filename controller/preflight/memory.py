@@ -251,7 +251,7 @@ class Engine:
     @classmethod
     def of(cls, config: Config, memory: Memory, gpu_gib: float) -> "Engine":
         """Of the policy's model in half precision."""
-        share, gpus = config.rollout.gpu_memory_utilization * gpu_gib, config.rollout.tensor_parallel
+        share, gpus = config.rollout.gpu_share(config.rollout_placement) * gpu_gib, config.rollout.tensor_parallel
         size = memory.roles["policy"]["sizes"]
         weights = 2 * size["parameters"] / gpus / GIB
         return cls(share, weights, max(0, int((share - weights) * GIB * gpus / (size["kv_bytes"] or 1))))
@@ -293,7 +293,7 @@ def check_memory(config: Config, memory: Memory, host: Parts, cluster: Cluster) 
         )
     if engine.kv_tokens < config.max_model_tokens:
         raise ConfigError(
-            f"rollout.gpu_memory_utilization={config.rollout.gpu_memory_utilization} gives an engine "
+            f"rollout.gpu_memory_utilization={config.rollout.gpu_share(config.rollout_placement)} gives an engine "
             f"{engine.share:.1f} GiB of a GPU, its weights take {engine.weights:.1f}, and the rest holds "
             f"{engine.kv_tokens:,} tokens of the {config.max_model_tokens:,} of one sequence. Raise it, or "
             "rollout.tensor_parallel."

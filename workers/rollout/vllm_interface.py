@@ -135,7 +135,7 @@ def _cpu_arguments(config: RolloutConfig) -> dict[str, Any]:
 def _gpu_arguments(config: RolloutConfig, placement: str) -> dict[str, Any]:
     return {
         "enforce_eager": config.enforce_eager,
-        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "gpu_memory_utilization": config.gpu_share(placement),
         "enable_sleep_mode": placement == "colocated",
     }
 

@@ -10,6 +10,7 @@ from controller.actors.layout import pools, role_requests
 from controller.config import Config
 from controller.fit import main
 from controller.preflight.cluster import Cluster, groups_across_nodes, parse_cluster, place, roles_on_node
+from controller.preflight.describe_cluster import placement_lines
 from tests.refusals import refused
 from workers.errors import ConfigError
 
@@ -103,6 +104,25 @@ def test_an_engine_that_shares_gpus_stays_on_one_node() -> None:
     config.rollout.replicas = 2
     placed = place(config, Cluster(nodes=2, cpus=8, gpus=3, gpu_gib=80))
     assert placed.pools["training"] == (0, 0, 1, 1, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("changed", "nodes", "named"),
+    [
+        ({"expert_parallel": 4}, 1, {"expert_parallel=4"}),
+        ({"expert_parallel": 4}, 2, {"replicate=1"}),
+        ({"expert_parallel": 4, "replicate": 2}, 2, set()),
+        ({"pipeline_parallel": 2}, 2, {"replicate=1", "reshard_after_forward=true"}),
+        ({}, 1, set()),
+    ],
+)
+def test_notes_say_what_sharding_costs_where_ranks_lie(changed: dict[str, int], nodes: int, named: set[str]) -> None:
+    config = gpu_config(data_parallel=8 // changed.get("pipeline_parallel", 1))
+    for name, value in changed.items():
+        setattr(config.policy.parallel, name, value)
+    cluster = Cluster(nodes=nodes, cpus=64, gpus=8 // nodes, gpu_gib=80)
+    lines = placement_lines(config, cluster, place(config, cluster))
+    assert {line.split(" ")[1].rpartition(".")[2] for line in lines if "note: " in line} == named
 
 
 def test_groups_that_cross_the_network_are_counted() -> None:

@@ -101,6 +101,8 @@ def test_type_and_weight_transfer_follow_the_placement(placement: str, dtype: st
     assert arguments.trust_remote_code is False
     if placement != "shared_memory":
         assert arguments.gpu_memory_utilization == 0.3
+        default = engine_arguments(model, RolloutConfig(), placement=placement, max_model_tokens=99, seed=1)
+        assert default.gpu_memory_utilization == (0.9 if placement == "apart" else 0.5)
 
 
 @pytest.mark.parametrize("setting", ["none", "compare", "replay"])
