@@ -102,8 +102,11 @@ class ModelConfig:
     activation_offload: bool = setting(
         False, "Keep the layer inputs of gradient checkpointing in host memory until the backward pass (GPU)."
     )
-    compile: bool = setting(
-        False, "Compile each decoder layer (torch.compile): fewer, larger kernels. The first step takes minutes (GPU)."
+    compile: str = setting(
+        "auto",
+        "Compile each decoder layer around its attention (torch.compile): fewer, larger kernels. The first step takes "
+        "half a minute longer. `auto` does so on GPUs, without tensor parallelism.",
+        choices=("auto", "always", "never"),
     )
     logprob_chunk_tokens: int = setting(
         0,

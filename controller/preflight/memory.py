@@ -156,11 +156,13 @@ def request(config: TrainingConfig, layers: tuple[int, ...] = LAYERS) -> dict[st
 
 
 def _role(config: TrainingConfig, role: str) -> dict[str, Any]:
+    from workers.model.rules.model_rules import compiles
+
     key, model = "model.path" if role == "policy" else f"{SECTIONS[role]}.path", config.model_of(role)
     settings = asdict(model) | {"path": "", "logprob_chunk_tokens": model.chunk_tokens("cuda")}
-    if model.compile:  # a compiled layer keeps of itself what `selective` keeps
+    if compiles(model, config.policy.parallel, cuda=True):  # a compiled layer keeps of itself what `selective` keeps
         kept = {"none": "selective", "selective": ATTENTION_KEPT}
-        settings |= {"compile": False, "gradient_checkpointing": kept.get(model.gradient_checkpointing, "full")}
+        settings |= {"compile": "never", "gradient_checkpointing": kept.get(model.gradient_checkpointing, "full")}
     sharing = config.policy.parallel.context_parallel
     return {
         "description": dict(read_model_files(model.path, key).description),

@@ -190,7 +190,7 @@ def build_engine(folder: Path, way: Way, device: str, checkpointing: bool) -> Tr
         gradient_checkpointing="full" if checkpointing or way.context > 0 or way.group is not None else "none",
         share_prefixes="auto" if way.shares else "never",
         activation_offload=way.offloaded,
-        compile=way.compiled,
+        compile="auto" if way.compiled else "never",
         logprob_chunk_tokens=way.chunk_tokens,
         lora=LoraConfig(rank=way.lora_rank),
     )

@@ -34,7 +34,7 @@ def test_compiled_by_inductor_layers_compute_the_same(path, settings, cuda):
     One step: three steps of AdamW at the test's learning rate make 3.5e-4 of rounding errors of 1e-7.
     """
     settings = settings | {"device": cuda, "dtype": "float32", "steps": 1}
-    assert largest_error(trained(path, compile=True, **settings), trained(path, **settings)) < 1e-4
+    assert largest_error(trained(path, **settings), trained(path, compile="never", **settings)) < 1e-4
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])

@@ -60,7 +60,7 @@ from workers.model.rows.packing import (
     check_tokenizer,
     max_positions,
 )
-from workers.model.rules.model_rules import check_model
+from workers.model.rules.model_rules import check_model, compiles
 from workers.model.sharding.parallel import make_parallel, prepare_backward, reshard, shard_model
 from workers.model.sharding.stage_layers import Part, Passing
 from workers.model.sharding.tensor_parallel import share_model
@@ -161,8 +161,10 @@ class TrainingEngine:
         if self.parallel.tensor.size() > 1:
             share_model(self.module.model, self.parallel.tensor)
         self.stage.keep(self.module)
-        checkpoint_layers(self.module.model, self.module.layers, self.model_config)
-        if self.model_config.compile:
+        experts = share_experts(self.module.model, self.parallel, self.routing.grouped)
+        compiled = compiles(self.model_config, self.parallel.config, cuda=self.device.type == "cuda")
+        checkpoint_layers(self.module.model, self.module.layers, self.model_config, compiled=compiled)
+        if compiled:
             compile_layers(self.module.layers)
         shard_model(
             self.module,
@@ -171,7 +173,7 @@ class TrainingEngine:
             compute_dtype=self.dtype,
             cpu_offload=cpu_offload,
             reshard_after_forward=self.reshard_after_forward,
-            experts=share_experts(self.module.model, self.parallel, self.routing.grouped),
+            experts=experts,
         )
 
     @property

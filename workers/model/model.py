@@ -6,11 +6,13 @@ config.json --check_layout--> safetensors --> HF model + ballast_packed --> Pack
 torch.compile of each decoder layer, before FSDP wraps it:
 
     layer.__call__ --gradient checkpointing--> FSDP gathers --> [compiled: norm, q k v, rotary] --> attention, as it is
-                                                            --> [compiled: o, norm, MLP] --> FSDP frees
+                                       --> [compiled: o, norm, MLP] --> FSDP frees
+                                       --> [compiled: o, norm] --> router, exchange --> [compiled: experts] --> ...
 
 Only `forward` is compiled, so that FSDP's hooks and checkpointing run around it unchanged. Attention is a graph break
 on purpose: traced, it would recompile for every layer and every list of segment lengths. So all layers of one kind and
-rows of any length share graphs.
+rows of any length share graphs. A router and the exchange of tokens are breaks too: hooks replace choices, add losses
+and count, and ranks receive as many tokens as the data says.
 
 Shapes: R rows of W cells (R = 1 when packed), N predicted tokens.
 """
@@ -19,6 +21,7 @@ import inspect
 import logging
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -43,7 +46,7 @@ from workers.model.rules.model_rules import check_kernel_features, check_layout
 from workers.model.rules.recurrent import check_mixers, find_mixers, split_by_segment
 from workers.model.sharding.parallel import full_tensor
 from workers.model.sharding.stage_layers import Part, Passing, carried
-from workers.model.sharding.tensor_parallel import own_vocabulary
+from workers.model.sharding.tensor_parallel import blocks_with_experts, find_experts, own_vocabulary
 
 log = logging.getLogger(__name__)
 
@@ -346,6 +349,13 @@ BACKEND = "inductor"  # CPU tests use a backend that only traces
 
 def compile_layers(layers: Iterable[nn.Module]) -> None:
     """Compile the forward pass of each layer, in place, on its first run. Call before `shard_model`."""
+    compiled = partial(torch.compile, dynamic=True, backend=BACKEND, recompile_limit=MOST_GRAPHS)
     AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(ballast_packed))
     for layer in layers:
-        layer.forward = torch.compile(layer.forward, dynamic=True, backend=BACKEND, recompile_limit=MOST_GRAPHS)
+        experts = find_experts(layer)
+        for block in blocks_with_experts(layer):
+            for part in block.children():
+                if part in experts or any(part.children()):  # experts, shared ones, but no router
+                    part.forward = compiled(part.forward)
+            block.forward = torch.compiler.disable(block.forward)
+        layer.forward = compiled(layer.forward)

@@ -22,7 +22,7 @@ from workers.model_config import ATTENTION_KEPT
 PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._grouped_mm.default}
 
 
-def checkpoint_layers(model: PreTrainedModel, layers: Sequence[nn.Module], config: ModelConfig) -> None:
+def checkpoint_layers(model: PreTrainedModel, layers: Sequence[nn.Module], config: ModelConfig, *, compiled: bool) -> None:
     """Set each layer of this stage to its mode of `config.checkpointing_of`, in place."""
     modes = config.checkpointing_of(len(layers))
     if set(modes) == {"none"}:
@@ -32,7 +32,7 @@ def checkpoint_layers(model: PreTrainedModel, layers: Sequence[nn.Module], confi
         # A layer reads `training` only to decide on checkpointing, and its children stay in eval.
         layer.training = mode != "none"
         if mode in ("selective", ATTENTION_KEPT):
-            products = mode == "selective" and not config.compile
+            products = mode == "selective" and not compiled
             policy = partial(_policy, _kept_products(layer) if products else set())
             contexts = partial(create_selective_checkpoint_contexts, policy)
             layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, context_fn=contexts)

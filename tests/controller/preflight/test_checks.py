@@ -127,12 +127,13 @@ policy.max_tokens_per_micro_batch=96 model.length_multiple=64
 policy.max_tokens_per_micro_batch=47 policy.parallel.context_parallel=2
 policy.parallel.replicate=3
 balance.order=makespan
-model.compile=true resources.device=cuda policy.parallel.pipeline_parallel=2
+model.compile=always
+model.compile=never
 model.attention=sdpa policy.parallel.context_parallel=2 policy.parallel.context_parallel_method=ring
 policy.parallel.context_parallel_method=ring policy.parallel.context_parallel=2 resources.device=cuda FLOAT32
 model.attention=eager policy.parallel.tensor_parallel=2 model.layout=padded
 adapters policy.parallel.tensor_parallel=2 model.lora.rank=8
-model.compile=true policy.parallel.tensor_parallel=2 resources.device=cuda
+model.compile=always policy.parallel.tensor_parallel=2 resources.device=cuda
 policy.forward_max_tokens_per_micro_batch=95
 policy.forward_max_tokens_per_micro_batch model.forward_length_multiple=64 policy.max_tokens_per_micro_batch=96
 reference.forward_max_tokens_per_micro_batch=95 KL

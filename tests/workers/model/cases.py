@@ -40,6 +40,7 @@ class Case:
     router_replay: str = "none"
     router_losses: tuple[float, float] = (0.0, 0.0)  # coefficients of load-balancing and z-loss
     lora: tuple[tuple[str, Any], ...] = ()
+    compiled: bool = False  # by a backend that only traces
 
     @property
     def tolerance(self) -> float:

@@ -17,6 +17,7 @@ from tests.workers.model.reference import LOAD, keep_float64, reference_outcome
 from tests.workers.model.tiny import relative_error
 from workers.config import ModelConfig, ParallelConfig, ValueLossConfig
 from workers.metrics import Metrics, merge, results
+from workers.model import model as compiling
 from workers.model.attention.shared_attention import SharedAttention
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, make_policy_loss, make_value_loss
@@ -40,6 +41,7 @@ def build_engine(case: Case, path: str, parallel: ParallelConfig) -> TrainingEng
             router_aux_loss_coefficient=case.router_losses[0],
             router_z_loss_coefficient=case.router_losses[1],
             lora=case.adapters,
+            compile="always" if case.compiled else "never",
         ),
         optimizer=OPTIMIZER,
         total_steps=10,
@@ -49,7 +51,8 @@ def build_engine(case: Case, path: str, parallel: ParallelConfig) -> TrainingEng
         parallel=parallel,
         head=case.head,
     )
-    keep_float64(case, engine.module.model)
+    if case.dtype == "float64" or not case.compiled:  # compiled experts take the grouped product, in float32
+        keep_float64(case, engine.module.model)
     return engine
 
 
@@ -58,6 +61,8 @@ def engine_outcomes(cases: list[Case], paths: list[str], way: Way, seeds: list[i
     for case, path, seed in zip(cases, paths, seeds, strict=True):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(SharedAttention, "_way", lambda *_, case=case: case.shared_by)
+            patch.setattr(compiling, "BACKEND", "aot_eager")
+            torch._dynamo.reset()
             found.append(step_outcome(case, path, way, seed))
     return found
 

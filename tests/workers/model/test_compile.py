@@ -12,13 +12,16 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from tests.workers.model.ranks import RankPool
+from controller.actors.launch import worker_arguments
+from controller.config import load
+from tests.controller.config_workspace import write_workspace
 from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model
 from workers.config import LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from workers.metrics import results
 from workers.model import model as compiling
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, sft
+from workers.model.rules.model_rules import compiles
 from workers.model.sharding.parallel import full_tensor
 
 GRAPHS_OF_A_LAYER = 4
@@ -72,7 +75,7 @@ def largest_error(actual: list[Tensor], expected: list[Tensor]) -> float:
 def compiled(monkeypatch: pytest.MonkeyPatch, backend: str, path: str, **model: Any) -> tuple[list[Tensor], list[int]]:
     counter, graphs = CompileCounterWithBackend(backend), []
     monkeypatch.setattr(compiling, "BACKEND", counter)
-    return trained(path, compile=True, after_step=lambda: graphs.append(counter.frame_count), **model), graphs
+    return trained(path, compile="always", after_step=lambda: graphs.append(counter.frame_count), **model), graphs
 
 
 @pytest.mark.slow
@@ -95,7 +98,7 @@ def test_all_layers_and_all_lengths_share_their_graphs(tmp_path: Path, monkeypat
         ("gemma3", {}, 2),  # windowed and not
         ("qwen2", {"share_prefixes": "always", "min_shared_tokens": 1}, 1),
         ("qwen2", {"layout": "padded"}, 2),  # one row and several
-        ("qwen3_moe", {"dtype": "float32"}, 2),  # experts break the graph once more
+        ("qwen3_moe", {"dtype": "float32"}, 2),  # and the experts
     ],
 )
 def test_traced_by_autograd_too_it_computes_the_same(tmp_path, monkeypatch, family, settings, kinds_of_layer):
@@ -107,22 +110,17 @@ def test_traced_by_autograd_too_it_computes_the_same(tmp_path, monkeypatch, fami
     assert graphs[-1] <= kinds_of_layer * GRAPHS_OF_A_LAYER * KINDS_OF_PASS
 
 
-def on_ranks(path: str, compile_layers: bool, parallel: ParallelConfig) -> list[Tensor]:
-    compiling.BACKEND = "aot_eager"
-    return trained(path, parallel, steps=2, dtype="float64", compile=compile_layers)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "parallel",
+    ("overrides", "expected"),
     [
-        ParallelConfig(),
-        ParallelConfig(context_parallel=2),
-        ParallelConfig(context_parallel=2, context_parallel_method="ring"),
+        ([], False),
+        (["resources.device=cuda"], True),
+        (["resources.device=cuda", "policy.parallel.pipeline_parallel=2"], True),
+        (["resources.device=cuda", "policy.parallel.tensor_parallel=2"], False),
+        (["resources.device=cuda", "model.compile=false"], False),  # as the version before wrote it
     ],
 )
-def test_sharded_over_ranks_it_computes_the_same(tmp_path, ranks: RankPool, parallel):
-    path = save_tiny_model(tmp_path)
-    expected = ranks.run(on_ranks, 2, path, False, parallel)
-    for actual, whole in zip(ranks.run(on_ranks, 2, path, True, parallel), expected, strict=True):
-        assert largest_error(actual, whole) < 1e-9
+def test_a_configuration_compiles_on_gpus(tmp_path, overrides, expected):
+    config = load(write_workspace(tmp_path), ["model.share_prefixes=never", *overrides])
+    settings = worker_arguments(config, "policy")
+    assert compiles(settings["model"], settings["parallel"], cuda=settings["device"] == "cuda") is expected

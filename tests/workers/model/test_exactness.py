@@ -4,6 +4,7 @@ Every case learns what transformers' own forward pass does, one unpadded sequenc
 shuffled order with empty micro-batches, on every kind of mesh. Cases of one mesh share a group of ranks.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ def critic(**settings: Any) -> Case:
     return Case(head="value", tied=False, **settings)
 
 
+PLAIN = Case()
 PADDED = Case(layout="padded", length_multiple=8, aggregation="sequence_mean_token_sum")
 FLOAT32 = Case(dtype="float32", reshard_after_forward=False)
 GATHERED = Case(reshard_after_forward=False, aggregation="sequence_mean_token_mean")
@@ -139,12 +141,25 @@ CASES: dict[str, list[Case]] = {
 }
 
 
+def compiled(case: Case = PLAIN, **settings: Any) -> Case:
+    """Mixtures in float32, whose grouped product is compiled."""
+    kept = {"dtype": "float32"} if case.family in ("qwen3_moe", "gpt_oss", "qwen2_moe") else {}
+    return replace(case, compiled=True, **{**kept, **settings})
+
+
+COMPILED: dict[str, list[Case]] = {
+    "dp 1": [compiled(REPLAYED_CHECKPOINTED, share_prefixes="always")],
+    "pp 2, virtual 2, dp 2, ep 2": [compiled(REPLAYED_CHECKPOINTED, share_prefixes="always")],
+    "dp 2, ep 2": [compiled(moe("gpt_oss", router_losses=BOTH)), compiled(moe("qwen2_moe"))],
+    "ulysses 2": [compiled(PADDED), compiled(Case("mistral windowed"))],
+    "ring 2": [compiled(GATHERED), compiled(SHARED)],
+    "pp 2": [compiled(OFFLOADED), compiled(adapted(layers=3)), compiled(critic(layers=3))],
+}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("models")
-
-
-PLAIN = Case()
 
 
 def model(folder: Path, case: Case = PLAIN) -> str:
@@ -163,6 +178,13 @@ def model(folder: Path, case: Case = PLAIN) -> str:
 )
 def test_p7_c1_ranks_learn_what_one_unpadded_sequence_at_a_time_does(ranks: RankPool, folder, text):
     check(ranks, text, CASES[text], [model(folder, case) for case in CASES[text]])
+
+
+@pytest.mark.parametrize(
+    "text", [pytest.param(text, marks=pytest.mark.slow if text != "dp 1" else ()) for text in COMPILED]
+)
+def test_compiled_layers_change_nothing(ranks: RankPool, folder, text):
+    check(ranks, text, COMPILED[text], [model(folder, case) for case in COMPILED[text]])
 
 
 def gradients_of_plans(case: Case, path: str, way: Way, seeds: range) -> list[dict[str, Tensor]]:

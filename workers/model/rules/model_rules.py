@@ -44,7 +44,7 @@ def check_model(
     check_tensor_parallel(parallel, settings, name, whole.model_type, whole.to_dict())
     check_experts(parallel, settings, name, expert_count(text))
     _check_router_losses(settings, name, whole.model_type)
-    _check_compile(settings, parallel)
+    compiles(settings, parallel, cuda=cuda)
 
 
 def check_layout(features: Mapping[str, Any], layout: str, model: str, *, shared: bool = False) -> None:
@@ -186,20 +186,17 @@ def _check_router_losses(settings: ModelConfig, model: str, family: str) -> None
         )
 
 
-def _check_compile(settings: ModelConfig, parallel: ParallelConfig) -> None:
-    conflicts = {
-        # Compiled layers do not call their routers one by one.
-        f"model.router_replay={settings.router_replay}": settings.router_replay != "none",
-        "model.router_aux_loss_coefficient and model.router_z_loss_coefficient": settings.has_router_losses,
-        # The number of received tokens is unknown.
-        "policy.parallel.expert_parallel above 1": parallel.expert_parallel > 1,
-        # With torch 2.13, tracing a layer of DTensors ends in a RecursionError.
-        "policy.parallel.tensor_parallel above 1": parallel.tensor_parallel > 1,
-        "policy.parallel.pipeline_parallel above 1": parallel.pipeline_parallel > 1,  # not tested
-    }
-    for setting, conflict in conflicts.items():
-        if conflict and settings.compile:
-            raise ConfigError(f"model.compile=true: does not work with {setting}. Set model.compile=false.")
+def compiles(settings: ModelConfig, parallel: ParallelConfig, *, cuda: bool) -> bool:
+    """Return whether layers are compiled. Raises ConfigError for compile=always with tensor parallelism.
+
+    With torch 2.13, graphs end inside DTensor's hooks, and the gradient of a DTensor comes back as a plain tensor.
+    """
+    shared = parallel.tensor_parallel > 1
+    if settings.compile == "always" and shared:
+        raise ConfigError(
+            "model.compile=always: does not work with policy.parallel.tensor_parallel above 1. Set auto or never."
+        )
+    return settings.compile == "always" or (settings.compile == "auto" and cuda and not shared)
 
 
 def _check_pipeline_parallel(parallel: ParallelConfig, model: str, layers: int) -> None:
