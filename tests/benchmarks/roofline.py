@@ -181,6 +181,7 @@ def counting() -> Iterator[Work]:
     from workers.model.fake_gpu import DEVICE, FakeGpu
 
     plain, work = FakeGpu.__torch_dispatch__, Work()
+    _counted.append(work)
 
     def tensors(value: Any, device: str = DEVICE) -> list[Tensor]:
         return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.device.type == device]
@@ -191,7 +192,7 @@ def counting() -> Iterator[Work]:
         result = plain(mode, operator, types, args, kwargs)
         space, _, name = operator._schema.name.partition("::")
         inputs, outputs = tensors((args, kwargs)), tensors(result)
-        if not inputs and not outputs:
+        if _is_fused[0] or (not inputs and not outputs):
             return result
         if name in ("_to_copy", "copy_"):
             from_host, to_host = tensors((args, kwargs), "cpu"), tensors(result, "cpu")
@@ -216,7 +217,35 @@ def counting() -> Iterator[Work]:
     try:
         yield work
     finally:
+        _counted.pop()
         FakeGpu.__torch_dispatch__ = plain  # type: ignore[method-assign]
+
+
+_counted: list[Work] = []
+_is_fused = [False]
+
+
+def compile_on_the_simulated_gpu(layers: bool) -> None:
+    """Compile log-probs, and layers, by a backend that counts groups of operators as kernels."""
+    import torch
+
+    from tests.benchmarks.fusion import backend
+    from workers.model import engine, logprobs, model
+    from workers.model.fake_gpu import FakeGpu
+
+    def count(moved: int) -> None:
+        for work in _counted:
+            work.kernels["fused"] += 1
+            work.bytes["fused"] += moved
+
+    def alone(is_alone: bool) -> None:
+        _is_fused[0] = not is_alone
+
+    model.BACKEND = backend(count, alone)
+    FakeGpu.ignore_compile_internals = classmethod(lambda _: True)  # otherwise dynamo skips what runs under a mode
+    passes = [torch.compile(each, backend=model.BACKEND) for each in (logprobs._predict, logprobs._differentiate)]
+    logprobs._chunk_functions = lambda *_: passes
+    engine.compiles = lambda *_, **__: layers
 
 
 def is_view(operator: Any, inputs: list[Any], outputs: list[Any]) -> bool:
@@ -251,10 +280,12 @@ def micro_batch(layers: int, description: Description, checkpointing: str) -> Wo
     return found[1].plus(found[0], -1)
 
 
-def measure(description: Description, checkpointing: str, answer: Any) -> None:
+def measure(description: Description, checkpointing: str, compiled: str, answer: Any) -> None:
     """In a separate process: the work of all layers."""
     from workers.model.fake_gpu import fake_gpus
 
+    if compiled != "nothing":
+        compile_on_the_simulated_gpu(layers=compiled == "layers")
     with fake_gpus(RANKS):
         few, many = (micro_batch(layers, description, checkpointing) for layers in (FEW, MANY))
     answer.put(many.plus(many.plus(few, -1), (description["num_hidden_layers"] - MANY) / (MANY - FEW)))
