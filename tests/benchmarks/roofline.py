@@ -7,7 +7,7 @@ layers. Each operator on the device that is not a view counts as one kernel:
 
     seconds = max(bytes read and written / bandwidth, FLOPs / peak of its kind)
 
-Kernels that a compiler fuses are counted one by one, so the predictions are for layers that are not compiled.
+What is compiled counts as `tests.benchmarks.fusion` says.
 """
 
 import argparse
@@ -27,18 +27,52 @@ HEADER = """# Roofline of a training micro-batch
 Written by `python -m tests.benchmarks.roofline`, without a GPU: one micro-batch of {tokens:,} tokens in sequences of
 {longest:,}, bf16, the PPO loss, {ranks} ranks with FSDP2, forward and backward. The engine runs on the simulated GPU,
 and each operator takes the longer of its bytes at {bandwidth} TB/s and its FLOPs at {matmul} TFLOP/s (attention
-{attention}). Collectives count as hidden behind the computation. Layers are not compiled.
+{attention}). Collectives count as hidden behind the computation. Of a compiled graph, each group of connected operators
+between products and attention is one kernel, which reads and writes what enters and leaves the group.
 
 The constants are what an H100 reaches: about 69 % of its data sheet's 989 TFLOP/s in large matrix products, 78 % of
-3.35 TB/s. [Measured on a card](gpu-benchmark.md): 1.5B with checkpointing, before its log-probs were compiled, took
-656 ms on an H200: 326 of matrix products and attention, 310 of elementwise kernels, 5,931 kernels.
+3.35 TB/s. [Measured on a card](gpu-benchmark.md), 1.5B with full checkpointing on an H200, in ms:
+
+| compiled | products and attention | elementwise | kernels |
+| --- | --- | --- | --- |
+| nothing | 326 | 310 | 5,931 |
+| log-probs | 325 | 223 | 5,716 |
+| layers too | 340 | 128 | 3,252 |
+
+Log-probs are compiled on GPUs, always, and layers by default. The predictions:
 """
 MATMUL_TFLOPS, ATTENTION_TFLOPS, BANDWIDTH_TBPS = 680, 380, 2.6
 CARD = "H100"
-DONE = ["model", "checkpointing", "kernels", "TB", "TFLOPs", "waits", "copies to the card", "GB in collectives"]
-TOOK = ["model", "checkpointing", "products and attention, ms", "elementwise, ms", "tokens/s", "utilisation"]
+DONE = [
+    "model",
+    "checkpointing",
+    "compiled",
+    "kernels",
+    "TB",
+    "TFLOPs",
+    "waits",
+    "copies to the card",
+    "GB in collectives",
+]
+TOOK = [
+    "model",
+    "checkpointing",
+    "compiled",
+    "products and attention, ms",
+    "elementwise, ms",
+    "tokens/s",
+    "utilisation",
+]
 TOOK += ["slowest elementwise, ms"]
 TOKENS, LONGEST, RANKS = 16_384, 4_096, 8
+WAYS = (
+    ("full", "nothing"),
+    ("full", "log-probs"),
+    ("full", "layers too"),
+    ("selective", "layers too"),
+    ("none", "nothing"),
+    ("none", "layers too"),
+)
 FEW, MANY = 2, 3
 Description = dict[str, Any]
 QWEN2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 131_072}
@@ -254,9 +288,9 @@ def is_view(operator: Any, inputs: list[Any], outputs: list[Any]) -> bool:
     return bool(shared) and not operator._schema.is_mutable
 
 
-def micro_batch(layers: int, description: Description, checkpointing: str) -> Work:
+def micro_batch(layers: int, description: Description, checkpointing: str, experts: int = 1) -> Work:
     """Return the work of one more micro-batch of an update. Runs inside `fake_gpus`."""
-    from workers.config import LossConfig, ModelConfig, OptimizerConfig
+    from workers.config import LossConfig, ModelConfig, OptimizerConfig, ParallelConfig
     from workers.model import memory_trace
     from workers.model.engine import TrainingEngine
     from workers.model.fake_gpu import DEVICE
@@ -264,7 +298,13 @@ def micro_batch(layers: int, description: Description, checkpointing: str) -> Wo
 
     with memory_trace._folder(description, layers) as path:
         model = ModelConfig(path=path, dtype="bfloat16", gradient_checkpointing=checkpointing)
-        engine = TrainingEngine(model, optimizer=OptimizerConfig(), total_steps=1, device=f"{DEVICE}:0")
+        engine = TrainingEngine(
+            model,
+            optimizer=OptimizerConfig(),
+            total_steps=1,
+            device=f"{DEVICE}:0",
+            parallel=ParallelConfig(expert_parallel=experts),
+        )
     sequences, cuts = memory_trace.full_micro_batches(TOKENS, LONGEST, engine.vocabulary, 2, padded=False)
 
     def update(count: int) -> None:
@@ -280,14 +320,14 @@ def micro_batch(layers: int, description: Description, checkpointing: str) -> Wo
     return found[1].plus(found[0], -1)
 
 
-def measure(description: Description, checkpointing: str, compiled: str, answer: Any) -> None:
+def measure(description: Description, checkpointing: str, compiled: str, experts: int, answer: Any) -> None:
     """In a separate process: the work of all layers."""
     from workers.model.fake_gpu import fake_gpus
 
     if compiled != "nothing":
-        compile_on_the_simulated_gpu(layers=compiled == "layers")
+        compile_on_the_simulated_gpu(layers=compiled == "layers too")
     with fake_gpus(RANKS):
-        few, many = (micro_batch(layers, description, checkpointing) for layers in (FEW, MANY))
+        few, many = (micro_batch(layers, description, checkpointing, experts) for layers in (FEW, MANY))
     answer.put(many.plus(many.plus(few, -1), (description["num_hidden_layers"] - MANY) / (MANY - FEW)))
     answer.close()
     answer.join_thread()
@@ -308,11 +348,11 @@ def model_flops(description: Description) -> float:
     return TOKENS * (6 * weights + 6 * layers * heads * size * LONGEST)
 
 
-def row(name: str, checkpointing: str) -> tuple[list[str], list[str]]:
+def row(name: str, checkpointing: str, compiled: str, experts: int) -> tuple[list[str], list[str]]:
     """Return cells of DONE and of TOOK."""
     context = multiprocessing.get_context("spawn")
     answer = context.Queue()
-    process = context.Process(target=measure, args=(SIZES[name], checkpointing, answer))
+    process = context.Process(target=measure, args=(SIZES[name], checkpointing, compiled, experts, answer))
     process.start()
     work = answer.get()
     process.join()
@@ -321,7 +361,7 @@ def row(name: str, checkpointing: str) -> tuple[list[str], list[str]]:
     total = sum(times.values())
     slowest = sorted((operator for operator in times if not work.flops[operator]), key=lambda each: -times[each])[:3]
     share = model_flops(SIZES[name]) / total / PEAK_TFLOPS[CARD] / 1e12
-    names = [name, checkpointing]
+    names = [f"{name}, ep {experts}" if experts > 1 else name, checkpointing, compiled]
     done = [
         f"{work.kernels.total():,.0f}",
         f"{work.bytes.total() / 1e12:.2f}",
@@ -345,7 +385,8 @@ def table(titles: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def page(sizes: list[str]) -> str:
-    rows = [row(name, checkpointing) for name in sizes for checkpointing in ("full", "selective", "none")]
+    ways = [(name, *way, experts) for name in sizes for experts in (1, RANKS)[: 1 + ("A3B" in name)] for way in WAYS]
+    rows = [row(*way) for way in ways if way[-1] == 1 or way[1:3] == WAYS[2]]
     lines = [
         HEADER.format(
             tokens=TOKENS,
