@@ -22,7 +22,9 @@ from workers.model_config import ATTENTION_KEPT
 PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._grouped_mm.default}
 
 
-def checkpoint_layers(model: PreTrainedModel, layers: Sequence[nn.Module], config: ModelConfig, *, compiled: bool) -> None:
+def checkpoint_layers(
+    model: PreTrainedModel, layers: Sequence[nn.Module], config: ModelConfig, *, compiled: bool
+) -> None:
     """Set each layer of this stage to its mode of `config.checkpointing_of`, in place."""
     modes = config.checkpointing_of(len(layers))
     if set(modes) == {"none"}:
