@@ -76,7 +76,7 @@ def test_a_pass_has_what_the_other_roles_keep_and_generation_all_of_it() -> None
     assert lines[4] == "generation: policy 12.0 + critic 3.0 + engine 40.0 = 55.0 of 72.0 usable"
     assert lines[6] == "host memory of node 0: model as it is read 30.0 = 30.0 of 512"
     apart = memory_lines(eight_gpus("rollout.placement=apart"), memory, {}, EIGHT)
-    assert apart[4] == "generation: engine 40.0 = 40.0 of 72.0 usable"
+    assert apart[4] == "generation: engine 72.0 = 72.0 of 72.0 usable"
 
 
 def test_of_the_stages_of_a_pipeline_the_fullest_counts() -> None:
