@@ -240,14 +240,14 @@ class VllmEngineActor:
 
         assert request.start is not None
         start, name = request.start, request.session
-        taken, on_turn = Taken(request.begun or SessionRecord()), None
+        taken = Taken(request.begun or SessionRecord())
         if self._front is not None:
             taken = await self._at_front("offer", name, start.record, taken.record)
-            on_turn = partial(self._tell_front, request)
         session = Session(name, max_turns=self.config.max_turns, record=taken.record, goes_on=taken.goes_on)
         self._sessions[request.seed] = session
+        on_turns = partial(self._tell_front, session) if self._front is not None else None
         access = gateway.open(
-            session, sampling, request.seed, start.options, on_turn=on_turn, priority=request.priority
+            session, sampling, request.seed, start.options, on_turns=on_turns, priority=request.priority
         )
         given, failure = None, ""
         try:
@@ -279,8 +279,10 @@ class VllmEngineActor:
             raise EpisodeError(f"took more than rollout.agent_timeout_s={limit_s:g} s") from None
         return None  # the gateway has told the session
 
-    async def _tell_front(self, request: SampleRequest, node: Node) -> None:
-        await self._at_front("turn", request.session, self._sessions[request.seed].snapshot())
+    async def _tell_front(self, session: Session, nodes: Sequence[Node]) -> None:
+        """Send new turns, or all if the front was restarted and lacks the earlier ones."""
+        if not await self._at_front("turn", session.name, session.snapshot(nodes), session.known):
+            await self._at_front("turn", session.name, session.snapshot(), session.known)
 
     async def _at_front(self, method: str, *arguments: Any) -> Any:
         from ray.exceptions import RayTaskError

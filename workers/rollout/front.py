@@ -145,10 +145,18 @@ class SessionFront:
         held.placed.set()
         await held.ended.wait()
 
-    async def turn(self, name: str, record: SessionRecord) -> None:
-        """Keep what is known of the session, with the answer that goes out next."""
-        if held := self._held.get(name):
-            held.record = record
+    async def turn(self, name: str, news: SessionRecord, known: int) -> bool:
+        """Keep turns whose answers go out next. Returns False if the front then has others than the `known` ones.
+
+        News of all turns replace what it has.
+        """
+        held = self._held.get(name)
+        if held is None:
+            return True
+        before = () if len(news.nodes) == known else held.record.nodes
+        nodes = {node.number: node for node in (*before, *news.nodes)}
+        held.record = SessionRecord(tuple(nodes.values()), news.rewards)
+        return len(nodes) == known
 
     async def forget(self, names: Sequence[str]) -> None:
         """Drop sessions whose sample has reached the driver, or failed."""

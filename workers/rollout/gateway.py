@@ -15,7 +15,7 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -26,25 +26,23 @@ from workers.errors import DataError, named
 from workers.rendering import Options
 from workers.rollout.api_forms import answers_in, error_body
 from workers.rollout.kept_caches import KeptCaches
+from workers.rollout.serving import CALL, Call, Opened, build
 from workers.rollout.session import Node, Session
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from workers.rollout.serving import Call
-
 SAMPLED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
-ROUTES = {("POST", path) for path in (*SAMPLED, "/v1/messages/count_tokens", "/reward")}
-ROUTES |= {("GET", "/v1/models"), ("GET", "")}
+ROUTES = {("GET", "/v1/models"), *(("POST", path) for path in (*SAMPLED, "/v1/messages/count_tokens", "/reward"))}
 BODY_SECONDS = 60.0  # for a client to send a request
 CLOSE_SECONDS = 5.0
-CLOSED_KEPT = 10_000
 # vLLM streams so a call that was cut; clients that send it back are refused. In texts, quotes are escaped.
 CALL_WITHOUT_ARGUMENTS = re.compile(rb'("function":\{"name":"(?:[^"\\]|\\.)*")\}')
 KEEP_ALIVE_SECONDS = 600  # clients keep connections: with a short time, they write to one that closes
 Event = dict[str, Any]
 Receive = Callable[[], Awaitable[Event]]
 Send = Callable[[Event], Awaitable[None]]
+OnTurns = Callable[[Sequence[Node]], Awaitable[None]]
 
 
 @dataclass(frozen=True)
@@ -111,21 +109,15 @@ class Exchange:
             left.cancel()
 
 
-@dataclass(eq=False)
-class Opened:
+@dataclass(eq=False, kw_only=True)
+class Served(Opened):
     """A session at the gateway."""
 
-    session: Session
     key: str
-    sampling: SamplingConfig
-    seed: int
-    options: Options
-    on_turn: Callable[[Node], Awaitable[None]] | None
-    priority: int
+    on_turns: OnTurns | None
     began: float = field(default_factory=time.monotonic)
     exchanges: set[Exchange] = field(default_factory=set)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    engine_names: set[str] = field(default_factory=set)
 
     def joined(self, request: bytes, idempotency: bytes, retried: bool) -> Exchange | None:
         """Return the exchange that a request repeats: of its key, one that a client left, or for a retry any."""
@@ -144,8 +136,7 @@ class Gateway:
         self._engine, self._model, self._rollout = engine, model, rollout
         self._caches = caches or KeptCaches(rollout)
         self._limits = rollout.gateway
-        self._open: dict[str, Opened] = {}
-        self._closed: dict[str, str] = {}  # keys of the last sessions
+        self._open: dict[str, Served] = {}
         self._app: Any = None
         self._server: Any = None
         self._serving: asyncio.Task[None] | None = None
@@ -154,8 +145,6 @@ class Gateway:
     async def start(self, host: str = "127.0.0.1") -> None:
         """Listen on a free port of `host`. Raises OSError if the address cannot be used."""
         from transformers import AutoTokenizer
-
-        from workers.rollout.serving import build
 
         tokenizer = await asyncio.to_thread(AutoTokenizer.from_pretrained, self._model.path, trust_remote_code=False)
         self._app = await build(self._engine, self._model, self._rollout, tokenizer, self._caches)
@@ -189,13 +178,12 @@ class Gateway:
         seed: int,
         options: Options,
         *,
-        on_turn: Callable[[Node], Awaitable[None]] | None = None,
+        on_turns: OnTurns | None = None,
         priority: int = 0,
     ) -> Access:
-        """Let an agent play the session. on_turn: awaited with each turn before its answer's last bytes go out."""
+        """Let an agent play the session. on_turns: awaited with new turns before their answer's last bytes go out."""
         name, key = quote(session.name, safe=""), secrets.token_urlsafe(32)
-        self._closed.pop(name, None)
-        self._open[name] = Opened(session, key, sampling, seed, options, on_turn, priority)
+        self._open[name] = Served(session, sampling, seed, options, priority, key=key, on_turns=on_turns)
         return Access(f"{self.url}/s/{name}/v1", f"{self.url}/s/{name}", key)
 
     async def close(self, session: Session) -> None:
@@ -204,9 +192,6 @@ class Gateway:
         opened = self._open.pop(name, None)
         if opened is None:
             return
-        self._closed[name] = opened.key
-        if len(self._closed) > CLOSED_KEPT:
-            self._closed.pop(next(iter(self._closed)))
         for exchange in opened.exchanges:
             exchange.cancelled.set()
         if opened.engine_names:
@@ -236,10 +221,9 @@ class Gateway:
         body = await self._body(headers, receive)
         if body is None:  # the client has left
             return
-        if route in ("", "/reward"):
-            if route:
-                _reward(opened.session, body)
-            await _send(send, 200, json.dumps(_state(opened.session)).encode())
+        if route == "/reward":
+            _reward(opened.session, body)
+            await _send(send, 200, b"{}")
             return
         exchange = self._exchange(opened, scope, route, headers, body)
         delivered = await exchange.deliver(receive, send)
@@ -249,15 +233,12 @@ class Gateway:
         if exchange.done and not exchange.nodes:  # a retry is another try
             opened.exchanges.discard(exchange)
 
-    def _allowed(self, name: str, headers: dict[bytes, bytes]) -> Opened:
+    def _allowed(self, name: str, headers: dict[bytes, bytes]) -> Served:
         """Return the session. Raises RefusedError for a wrong key, and for one that is not open."""
         given = headers.get(b"x-api-key") or headers.get(b"authorization", b"").removeprefix(b"Bearer ")
         opened = self._open.get(name)
-        key = opened.key if opened else self._closed.get(name, "")
-        if not key or not hmac.compare_digest(given, key.encode()):
+        if opened is None or not hmac.compare_digest(given, opened.key.encode()):
             raise RefusedError(401, "the key does not belong to an open session. Use the session's URL and key.")
-        if opened is None:
-            raise RefusedError(410, "the session is closed.")
         return opened
 
     async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
@@ -280,7 +261,7 @@ class Gateway:
             raise RefusedError(408, f"the body did not arrive within {BODY_SECONDS:g} s.") from None
         return None
 
-    def _exchange(self, opened: Opened, scope: Event, route: str, headers: dict[bytes, bytes], body: bytes) -> Exchange:
+    def _exchange(self, opened: Served, scope: Event, route: str, headers: dict[bytes, bytes], body: bytes) -> Exchange:
         """Return the exchange that a request repeats, or begin one. Raises RefusedError above the session's limit."""
         request, idempotency = hashlib.blake2b(route.encode() + body).digest(), headers.get(b"idempotency-key", b"")
         exchange = opened.joined(request, idempotency, headers.get(b"x-stainless-retry-count", b"0") != b"0")
@@ -299,16 +280,11 @@ class Gateway:
         task.add_done_callback(opened.tasks.discard)
         return exchange
 
-    async def _run(self, opened: Opened, exchange: Exchange, scope: Event, route: str, body: bytes) -> None:
+    async def _run(self, opened: Served, exchange: Exchange, scope: Event, route: str, body: bytes) -> None:
         """Answer a request, whether or not its client stays. vLLM gets no header of the client's: some change it."""
-        from workers.rollout.serving import CALL, Call
-
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         scope = {**scope, "path": route, "raw_path": route.encode(), "query_string": b"", "headers": headers}
-        call = Call(
-            opened.session, opened.sampling, opened.seed, opened.options, opened.priority, route in SAMPLED, len(body),
-            opened.engine_names,
-        )  # fmt: skip
+        call = Call(opened, route in SAMPLED, len(body))
         CALL.set(call)
         given: list[Event] = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -337,7 +313,7 @@ class Gateway:
             call.reserved.close()
             exchange.tell(*last, done=True)
 
-    async def _ended(self, opened: Opened, exchange: Exchange, call: "Call", route: str) -> list[Event]:
+    async def _ended(self, opened: Served, exchange: Exchange, call: Call, route: str) -> list[Event]:
         """Add the answer's turns to the session, and return the answer's last events."""
         if exchange.cancelled.is_set():
             return [] if exchange.events else _events(410, error_body(route, 410, "the session is closed."))
@@ -350,14 +326,14 @@ class Gateway:
             for node in exchange.nodes:
                 node.joined += exchange.joined
                 node.began, node.seconds = exchange.began - opened.began, time.monotonic() - exchange.began
-                if opened.on_turn is not None:
-                    await opened.on_turn(node)
+            if opened.on_turns is not None:
+                await opened.on_turns(exchange.nodes)
         if status >= 400 and not exchange.events:
             return _events(status, error_body(route, status, _message(body)))
         return exchange.held
 
 
-def _nodes(session: Session, call: "Call", name: str, said: dict[int, dict[str, Any]]) -> Iterator[Node]:
+def _nodes(session: Session, call: Call, name: str, said: dict[int, dict[str, Any]]) -> Iterator[Node]:
     """Add the answers to the session, in the order of their choices."""
     messages = (said.get(index) for index in itertools.count())
     for prompt in call.prompts:
@@ -396,10 +372,6 @@ def _events(status: int, body: bytes) -> list[Event]:
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     start = {"type": "http.response.start", "status": status, "headers": headers}
     return [start, {"type": "http.response.body", "body": body}]
-
-
-def _state(session: Session) -> dict[str, Any]:
-    return {"id": session.name, "turns": len(session.nodes), "max_turns": session.max_turns}
 
 
 def _reward(session: Session, body: bytes) -> None:

@@ -9,7 +9,7 @@ vLLM's templates and sampling options are not used: prompts are rendered by `Ren
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -63,18 +63,25 @@ class Prompt:
     turns: dict[int, tuple[Response, str]] = field(default_factory=dict)
 
 
-@dataclass
-class Call:
-    """A request of a session. samples: whether it asks for answers, not for a count of tokens. size: in bytes."""
+@dataclass(eq=False)
+class Opened:
+    """A session, as it is asked. engine_names: of its requests, as vLLM calls them."""
 
     session: Session
     sampling: SamplingConfig
     seed: int
     options: Options
     priority: int
+    engine_names: set[str] = field(default_factory=set)
+
+
+@dataclass
+class Call:
+    """A request of a session. samples: whether it asks for answers, not for a count of tokens. size: in bytes."""
+
+    opened: Opened
     samples: bool
     size: int
-    engine_names: set[str]
     reserved: ExitStack = field(default_factory=ExitStack)
     prompts: list[Prompt] = field(default_factory=list)
     begun: int = 0
@@ -84,14 +91,18 @@ class Call:
         """Whether the engine has given all answers."""
         return bool(self.prompts) and all(len(each.turns) == len(each.numbers) for each in self.prompts)
 
+    async def rendered(self, render: Callable[[], tuple[Asked, np.ndarray]]) -> tuple[Asked, np.ndarray]:
+        """Render a prompt, for a large request in a thread."""
+        return await asyncio.to_thread(render) if self.size > LARGE else render()
+
     def take(self, asked: Asked, ids: np.ndarray, choices: int) -> None:
         """Add a prompt, and reserve its turns. Raises EpisodeError if the session has none left."""
         if not self.samples:
             return
-        found = (self.session.recorded(asked, ids) for _ in range(choices))
+        found = (self.opened.session.recorded(asked, ids) for _ in range(choices))
         replayed = [node for node in takewhile(bool, found) if node]
         left = range(choices - len(replayed))
-        numbers = [self.reserved.enter_context(self.session.sampling()) for _ in left]
+        numbers = [self.reserved.enter_context(self.opened.session.sampling()) for _ in left]
         self.prompts.append(Prompt(asked, ids, numbers, replayed))
 
 
@@ -150,7 +161,7 @@ def refusal(request: Any, *, may_force: bool) -> tuple[str, str] | None:
     """Return an option of a request that a session cannot have, and why, or None."""
     if any(getattr(tool, "type", "function") != "function" for tool in getattr(request, "tools", None) or ()):
         return "tools", "tools: the policy calls functions alone. Leave out other tools."
-    if name := next((name for name in OTHERS if getattr(request, name, None)), ""):
+    if name := next((name for name in OTHERS & request.model_fields_set if getattr(request, name)), ""):
         return name, f"{name}: a session samples with rollout.sampling alone. Leave it out."
     if not may_force and (name := next((each for each in FORCED if _forces(each, getattr(request, each, None))), "")):
         return name, (
@@ -199,9 +210,9 @@ def _online_renderer(base: type, prompts: PromptRenderer) -> type:
             call = CALL.get()
             self._check(request, call)
             try:
-                options = prompts.options(call.options, request, tool_dicts)
-                render = partial(prompts.ids, call.session, [chat_message(each) for each in messages], options)
-                asked, ids = await asyncio.to_thread(render) if call.size > LARGE else render()
+                options = prompts.options(call.opened.options, request, tool_dicts)
+                messages = [chat_message(each) for each in messages]
+                asked, ids = await call.rendered(partial(prompts.ids, call.opened.session, messages, options))
                 call.take(asked, ids, getattr(request, "n", None) or 1)
             except (DataError, EpisodeError) as error:
                 raise VLLMValidationError(str(error), parameter="messages") from None
@@ -226,7 +237,7 @@ def _online_renderer(base: type, prompts: PromptRenderer) -> type:
             }
             for prompt in [prompt_input] if one else prompt_input:
                 try:
-                    asked, ids = prompts.text_ids(call.session, prompt)
+                    asked, ids = await call.rendered(partial(prompts.text_ids, call.opened.session, prompt))
                     check_prompt(ids, **limits)
                     call.take(asked, ids, request.n or 1)
                 except (DataError, EpisodeError) as error:
@@ -234,12 +245,13 @@ def _online_renderer(base: type, prompts: PromptRenderer) -> type:
             return [tokens_input(prompt.ids.tolist()) for prompt in call.prompts]
 
         def _check(self, request: Any, call: Call) -> None:
-            if call.samples and (found := refusal(request, may_force=bool(call.sampling.changes))):
+            may_force = bool(call.opened.sampling.changes)
+            if call.samples and (found := refusal(request, may_force=may_force)):
                 raise VLLMValidationError(found[1], parameter=found[0])
-            if getattr(request, "tool_choice", None) == REQUIRED and not call.sampling.changes:
+            if getattr(request, "tool_choice", None) == REQUIRED and not may_force:
                 request.tool_choice = "auto"
                 self._taken_out("tool_choice=required")
-            if any(_strict(tool) for tool in getattr(request, "tools", None) or ()) and not call.sampling.changes:
+            if any(_strict(tool) for tool in getattr(request, "tools", None) or ()) and not may_force:
                 self._taken_out("strict of tools")
             longest = self.model_config.max_model_len
             if call.size > LARGE + CHARACTERS * longest:  # known without a tokenizer, which takes seconds
@@ -310,7 +322,7 @@ class RecordingClient:
         from vllm.sampling_params import RequestOutputKind
 
         call = CALL.get()
-        prompt = call.prompts[call.begun]
+        prompt, opened = call.prompts[call.begun], call.opened
         call.begun += 1
         delta = wanted.output_kind == RequestOutputKind.DELTA
         recorded = [_output_of(node, index, wanted) for index, node in enumerate(prompt.replayed)]
@@ -319,17 +331,18 @@ class RecordingClient:
         if not prompt.numbers:
             return
         self._count += 1
-        name = f"{call.session.name}/{prompt.numbers[0]}/{self._count}"
+        name = f"{opened.session.name}/{prompt.numbers[0]}/{self._count}"
         parameters = _parameters(call, prompt, wanted)
         collected: dict[int, _Collected] = {}
-        call.engine_names.add(name)
+        opened.engine_names.add(name)
         with ExitStack() as request:
-            request.callback(call.engine_names.discard, name)
-            salt = request.enter_context(self._caches.request(call.seed))
+            request.callback(opened.engine_names.discard, name)
+            salt = request.enter_context(self._caches.request(opened.seed))
             ids = tokens_input(prompt.ids.tolist(), cache_salt=salt)
-            outputs = self._engine.generate(ids, parameters, name, priority=call.priority)
+            outputs = self._engine.generate(ids, parameters, name, priority=opened.priority)
             async for output in outputs:
-                _forget_tokenizer(self._engine, name, wanted)
+                if not collected:
+                    _forget_tokenizer(self._engine, name, wanted)
                 for each in output.outputs:
                     if not parameters.detokenize:
                         each.text = self._text(prompt, each, wanted)
@@ -384,7 +397,7 @@ def _parameters(call: Call, prompt: Prompt, wanted: Any) -> Any:
     """Return the run's sampling parameters, with the client's limit, stop texts and form of the answer."""
     from vllm.sampling_params import RequestOutputKind
 
-    sampling = call.sampling
+    sampling = call.opened.sampling
     limit = min(wanted.max_tokens, sampling.max_new_tokens)
     ours = replace(
         sampling,
@@ -393,7 +406,7 @@ def _parameters(call: Call, prompt: Prompt, wanted: Any) -> Any:
         stop=list(dict.fromkeys([*sampling.stop, *wanted.stop])),
         stop_token_ids=list(dict.fromkeys([*sampling.stop_token_ids, *wanted.stop_token_ids])),
     )
-    found = sampling_parameters(ours, turn_seed(call.seed, prompt.numbers[0]))
+    found = sampling_parameters(ours, turn_seed(call.opened.seed, prompt.numbers[0]))
     found.n, found.output_kind = len(prompt.numbers), wanted.output_kind
     # A whole answer is decoded at once.
     found.detokenize = bool(ours.stop or wanted.logprobs is not None) or wanted.output_kind == RequestOutputKind.DELTA

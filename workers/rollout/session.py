@@ -164,7 +164,7 @@ class Session(SampledTurns):
         parent, rest = None, prompt
         while True:
             above = parent.number if parent else -1
-            below = {node: begun(node) for node in self._by_number.values() if node.parent == above}
+            below = {node: begun(node) for node in [*self._by_number.values()] if node.parent == above}
             node = self._newest([node for node, text in below.items() if text and rest.startswith(text)])
             if node is None:
                 return parent, rest
@@ -340,9 +340,14 @@ class Session(SampledTurns):
 
     # --- records ------------------------------------------------------------------------------------------------------
 
-    def snapshot(self) -> SessionRecord:
-        """Return all turns, with those of the record that nobody reached yet."""
-        return SessionRecord(tuple(map(replace, self._by_number.values())), dict(self._rewards))
+    @property
+    def known(self) -> int:
+        """Number of turns, with those of the record that nobody reached yet."""
+        return len(self._by_number)
+
+    def snapshot(self, nodes: Sequence[Node] | None = None) -> SessionRecord:
+        """Return these turns, or all known ones."""
+        return SessionRecord(tuple(map(replace, nodes or self._by_number.values())), dict(self._rewards))
 
     def told(self) -> list[dict[str, Any]]:
         """Return the turns for the run's files, as JSON, in order of completion, and then those that nobody reached.

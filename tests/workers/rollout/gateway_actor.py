@@ -1,7 +1,7 @@
 """A rollout actor with a gateway, for tests: opens sessions, and tells what its engine sampled for them."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,10 +48,10 @@ class GatewayActor(ProbedActor):
         session = self.sessions[name] = Session(name, max_turns=max_turns, record=record)
         given = SamplingConfig(**{"max_new_tokens": 60} | sampling)
 
-        async def on_turn(node: Node) -> None:
-            self.heard.append((node.number, node.received))
+        async def on_turns(nodes: Sequence[Node]) -> None:
+            self.heard += [(node.number, node.received) for node in nodes]
 
-        return self.gateway.open(session, given, seed, options or {}, on_turn=on_turn)
+        return self.gateway.open(session, given, seed, options or {}, on_turns=on_turns)
 
     async def close(self, name: str) -> None:
         await self.gateway.close(self.sessions[name])

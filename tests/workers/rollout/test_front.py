@@ -35,7 +35,7 @@ class Gateway:
     hang: asyncio.Event = field(default_factory=asyncio.Event)
     heard: list[tuple[str, str, str]] = field(default_factory=list)
     numbers: Any = field(default_factory=itertools.count)
-    before: Callable[[], Awaitable[None]] | None = None
+    before: Callable[[], Awaitable[Any]] | None = None
     broken: bool = False
     left: int = 0  # clients that went away
 
@@ -145,7 +145,9 @@ def test_an_agent_gets_a_session_plays_it_and_ends_it_once() -> None:
             assert (status, given["record"]) == (200, {"prompt": "ü", "n": 3})
             assert given["base_url"] == f"{given['session_url']}/v1" == f"{stage.url}/sessions/s/v1"
             assert await offer == Taken(NOTHING, goes_on=False, ended=False)
-            await stage.front.turn("s", SessionRecord((node(0), node(1), node(9))))
+            assert not await stage.front.turn("s", SessionRecord((node(1),)), 2)  # it was restarted and lacks one
+            assert await stage.front.turn("s", SessionRecord((node(0), node(1))), 2)
+            assert await stage.front.turn("s", SessionRecord((node(9),)), 3)
             early = stage.begin(stage.call("s", "/sessions/s/v1/chat?a=1", {"x": 1}, key=given["api_key"]))
             gateway = await stage.gateway("a")
             played = stage.begin(stage.front.play("s", f"{gateway.url}/s/inner", "secret"))
@@ -188,9 +190,9 @@ def test_a_session_moves_with_its_turns_and_its_request_when_an_engine_is_lost(h
             await offer
             first, second = await stage.gateway("a"), await stage.gateway("b")
             lost = stage.begin(stage.front.play("s", first.url, "1"))
-            first.before = lambda: stage.front.turn("s", SessionRecord((node(0),)))
+            first.before = lambda: stage.front.turn("s", SessionRecord((node(0),)), 1)
             assert (await stage.call("s", "/sessions/s/v1/chat"))[1]["of"] == "a"
-            await stage.front.turn("s", SessionRecord((node(0), node(1))))
+            await stage.front.turn("s", SessionRecord((node(1),)), 2)
             first.before = None
             first.broken = how == "answers 500"
             if not first.broken:

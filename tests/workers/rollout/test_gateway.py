@@ -130,7 +130,7 @@ def test_a_wrong_key_another_session_and_unlisted_routes_are_refused(served: Ser
     with httpx.Client(headers={"authorization": f"Bearer {mine.key}"}) as client:
         for path, status in {
             f"{mine.session_url}/v1/models": 200,
-            f"{mine.session_url}": 200,
+            f"{mine.session_url}": 404,
             f"{other.session_url}/v1/models": 401,
             f"{served.url}/s/unknown/v1/models": 401,
             f"{mine.session_url}/metrics": 404,
@@ -141,7 +141,7 @@ def test_a_wrong_key_another_session_and_unlisted_routes_are_refused(served: Ser
             assert answer.status_code == status, path
             assert status == 200 or answer.json()["error"]["message"]
         served.call("close", "mine")
-        assert client.get(f"{mine.session_url}/v1/models").status_code == 410
+        assert client.get(f"{mine.session_url}/v1/models").status_code == 401
 
 
 async def use_responses(access: Access, stream: bool) -> None:
@@ -330,7 +330,7 @@ def test_closing_a_session_aborts_its_requests(served: Served) -> None:
         assert any("error" in line for line in lines)
     assert served.call("nodes", "closed") == [] and served.call("of_engine", "closed") == []
     assert served.call("left")[0] == 0
-    assert httpx.post(url, json=ASKED, headers=key).status_code == 410
+    assert httpx.post(url, json=ASKED, headers=key).status_code == 401
 
 
 def test_weights_that_change_within_a_turn_are_told_by_token(served: Served) -> None:
