@@ -1,6 +1,6 @@
 """A step of reinforcement learning, and its parts, from which you can build other steps.
 
-    prompts -> samples, rewards -> keep groups with signal -> plan -> old, reference log-probs -> advantages
+    prompts -> samples, rewards -> keep groups with signal -> plan -> old, reference, teacher log-probs -> advantages
             -> update, mini-batch by mini-batch: critic, policy -> weights to the engines
 
 With rollout.max_staleness, samples are made ahead during training, and `collect` takes the ready ones. Otherwise
@@ -55,6 +55,7 @@ def learn(run: Run, batch: RemoteBatch) -> None:
     epochs = plan_updates(run, batch)
     batch = with_old_log_probs(run, batch)
     batch = with_reference_log_probs(run, batch)
+    batch = with_teacher(run, batch)
     batch = with_advantages(run, batch)
     update_critic(run, batch, epochs)
     if run.number > run.config.critic.warmup_steps:
@@ -146,6 +147,20 @@ def with_reference_log_probs(run: Run, batch: RemoteBatch) -> RemoteBatch:
     with on_training_roles(run, "log_probs"):
         found = run.roles.of_reference("log_probs")(batch, run.planner.forward_plan(batch, "reference.log_probs"))
     return batch.with_tokens(reference_log_probs=found.tokens["log_probs"])
+
+
+def with_teacher(run: Run, batch: RemoteBatch) -> RemoteBatch:
+    """Add the teacher's tokens that algorithm.loss.distillation reads, if there is a teacher."""
+    teacher, settings = run.roles.teacher, run.config.algorithm.loss.distillation
+    if teacher is None:
+        return batch
+    with on_training_roles(run, "log_probs"):
+        plan = run.planner.forward_plan(batch, "teacher.log_probs")
+        if settings.over == "token":
+            return batch.with_tokens(teacher_log_probs=teacher.log_probs(batch, plan).tokens["log_probs"])
+        if settings.over == "vocabulary":
+            return batch.with_tokens(**teacher.hidden_states(batch, plan).tokens)
+        return batch.with_tokens(**teacher.top_tokens(batch, plan, settings.top_k, run.config.vocabulary).tokens)
 
 
 def with_advantages(run: Run, batch: RemoteBatch) -> RemoteBatch:

@@ -177,6 +177,23 @@ class ReferenceConfig:
 
 
 @dataclass
+class TeacherConfig:
+    """Frozen model that the policy learns from (algorithm.loss.distillation). It uses the policy's ranks, parallelism,
+    threads and model settings, without adapters."""
+
+    only_with = (("GPUs", "cpu_offload"),)
+
+    path: str = setting("", "Model of the teacher. Its tokenizer gives the policy's tokens the same ids.")
+    forward_max_tokens_per_micro_batch: int = setting(
+        0, "Cap on packed tokens of a micro-batch. 0 uses policy.max_tokens_per_micro_batch.", minimum=0
+    )
+    forward_max_sequences_per_micro_batch: int = setting(
+        0, "Cap on sequences of a micro-batch. 0 uses policy.max_sequences_per_micro_batch.", minimum=0
+    )
+    cpu_offload: bool = setting(False, "Keep parameters in host memory (FSDP2).")
+
+
+@dataclass
 class SamplingConfig:
     """As vLLM's SamplingParams. docs/conversations.md says which settings need algorithm.loss.rollout_correction."""
 

@@ -58,6 +58,43 @@ class RolloutCorrectionConfig:
 
 
 @dataclass
+class DistillationConfig:
+    """Learn from a teacher, a frozen model that reads the policy's own samples (on-policy distillation).
+
+    Formulas: `workers.model.divergence`.
+    """
+
+    only_with = (
+        (".coefficient above 0", "over"),
+        (".over=top_k or vocabulary", "divergence"),
+        (".over=top_k", "top_k"),
+    )
+
+    coefficient: float = setting(
+        0.0, "Weight of the divergence from the teacher in the loss. 0 starts no teacher.", minimum=0
+    )
+    over: str = setting(
+        "top_k",
+        "What is compared at each token. `token`: only the sampled token, whose log-ratio is its advantage, an "
+        "unbiased estimate of the reverse KL's gradient. `top_k`: the teacher's likeliest tokens, and all others as "
+        "one. `vocabulary`: all tokens. The teacher's hidden states then travel to the policy.",
+        choices=("token", "top_k", "vocabulary"),
+    )
+    divergence: str = setting(
+        "reverse_kl",
+        "`reverse_kl`: KL of the policy to the teacher. `forward_kl`: the opposite. `jsd`: the mean of both to their "
+        "mixture.",
+        choices=("reverse_kl", "forward_kl", "jsd"),
+    )
+    top_k: int = setting(64, "Number of the teacher's likeliest tokens.", minimum=1, maximum=4096)
+
+    @property
+    def compares_distributions(self) -> bool:
+        """Whether the student's output layer computes a divergence."""
+        return self.coefficient > 0 and self.over != "token"
+
+
+@dataclass
 class LossConfig:
     """The policy loss. Formulas: the functions in `workers.model.losses`."""
 
@@ -140,6 +177,7 @@ class LossConfig:
         choices=("none", "straight_through", "importance"),
     )
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
 
 
 @dataclass

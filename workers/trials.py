@@ -3,14 +3,14 @@
 import resource
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from inspect import isfunction
 from typing import Any
 
 from workers.config import LossConfig
 from workers.errors import BallastError, ConfigError, clause, named
-from workers.loss_config import undecorated
+from workers.loss_config import DistillationConfig, undecorated
 from workers.rendering import Messages, Options, check_read, check_size, forms, in_form, variables_of
 from workers.template_findings import template_findings
 from workers.user_code.functions import load, load_module, packed_text
@@ -32,7 +32,7 @@ def try_loss(
     from workers.model.losses import Denominators, Predictions, make_policy_loss, prepare, to_metrics
     from workers.model.rows.packing import pack, with_work
 
-    loss = make_policy_loss(config)
+    loss = make_policy_loss(replace(config, distillation=DistillationConfig()))  # it needs a model
     mask = torch.tensor([False, True, True, False, True, True, True])
     made: dict[str, torch.Tensor] = dict.fromkeys(tokens, -torch.ones(len(mask)))
     made |= {"input_ids": torch.arange(len(mask)), "loss_mask": mask}
@@ -45,7 +45,7 @@ def try_loss(
             (part,) = prepare(loss, [part], denominators)
             row = pack(with_work(part))
             log_probs = -torch.ones(len(row.loss_positions)).requires_grad_()
-            value, statistics = loss(Predictions.gather(log_probs, log_probs**2, part, row), denominators)
+            value, statistics = loss(Predictions.gather((log_probs, log_probs**2), part, row), denominators)
             value.backward()
             to_metrics([statistics])
         except BallastError as error:

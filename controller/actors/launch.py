@@ -35,7 +35,7 @@ from workers.model.timing import MicroStepTime
 from workers.model_config import checkpointing_words
 from workers.roles.base import Worker
 from workers.roles.critic import CriticWorker
-from workers.roles.model_worker import ReferenceWorker, RewardModelWorker
+from workers.roles.model_worker import ReferenceWorker, RewardModelWorker, TeacherWorker
 from workers.roles.policy import OfflinePolicyWorker, PolicyWorker
 from workers.rollout.engine_actor import VllmEngineActor
 from workers.rollout.front import SessionFront
@@ -47,6 +47,7 @@ ANSWER_SECONDS = 5.0  # wait for facts that are only recorded
 CLASSES: dict[str, type[Worker]] = {
     "policy": PolicyWorker,
     "reference": ReferenceWorker,
+    "teacher": TeacherWorker,
     "critic": CriticWorker,
     "reward_model": RewardModelWorker,
 }
@@ -71,6 +72,10 @@ class WorkerGroups:
     @property
     def reference(self) -> WorkerGroup | None:
         return self.groups.get("reference")
+
+    @property
+    def teacher(self) -> WorkerGroup | None:
+        return self.groups.get("teacher")
 
     @property
     def critic(self) -> WorkerGroup | None:
@@ -218,6 +223,8 @@ def launch(
                 rollouts.wait_started(timeout_s)
             rollouts.sleep()
         groups = start.load_models()
+        if config.uses_teacher and config.algorithm.loss.distillation.over == "vocabulary":
+            groups["policy"].take_teacher_layer(groups["teacher"].output_layer()[0])
         with start.waiting("reward workers"):
             reward_pool.wait_ready(timeout_s)
         with start.waiting("engines, which load the model"):

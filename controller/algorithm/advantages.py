@@ -108,6 +108,12 @@ def grpo(
     return centred / (_deviation(rewards, groups) + epsilon) if normalize_by_std else centred
 
 
+@estimator("none")
+def none(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """Return 0: the loss has other terms, such as distillation."""
+    return np.zeros(len(rewards))
+
+
 @estimator("dr_grpo", slope=_one)
 def dr_grpo(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """GRPO done right (Liu et al. 2025, "Understanding R1-Zero-Like Training", section 3.2).

@@ -63,8 +63,8 @@ CONDITIONS: Conditions = {
         lambda c: c.has_forward_pass,
     ),
     "forward pass": (
-        "a forward-only pass: batch.mini_batches or batch.epochs above 1, a KL, a critic or a reward model",
-        lambda c: c.has_forward_pass or c.uses_reference or c.uses_critic or c.uses_reward_model,
+        "a forward-only pass: batch.mini_batches or batch.epochs above 1, a KL, a teacher, a critic or a reward model",
+        lambda c: c.has_forward_pass or len(c.training_roles) > 1 or c.uses_reference,
     ),
 }
 """Conditions by name, which a command's schema may replace."""

@@ -33,6 +33,7 @@ from workers.config import (
     PolicyConfig,
     ReferenceConfig,
     RolloutConfig,
+    TeacherConfig,
 )
 
 Schema = TypeVar("Schema", bound=TrainingConfig)
@@ -42,7 +43,12 @@ Schema = TypeVar("Schema", bound=TrainingConfig)
 class Config(TrainingConfig):
     """All settings of a run, and values derived from them."""
 
-    only_with = (("reference", "reference"), ("algorithm.advantage=gae", "critic"), ("data.validation", "validation"))
+    only_with = (
+        ("reference", "reference"),
+        ("algorithm.loss.distillation.coefficient above 0", "teacher"),
+        ("algorithm.advantage=gae", "critic"),
+        ("data.validation", "validation"),
+    )
 
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -53,6 +59,7 @@ class Config(TrainingConfig):
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     balance: BalanceConfig = field(default_factory=BalanceConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
@@ -188,6 +195,14 @@ class Config(TrainingConfig):
     @property
     def uses_reference(self) -> bool:
         return self.algorithm.loss.kl_coefficient > 0 or self.algorithm.kl_in_reward.coefficient > 0
+
+    @property
+    def uses_teacher(self) -> bool:
+        return self.algorithm.loss.distillation.coefficient > 0
+
+    @property
+    def teacher_model(self) -> ModelConfig:
+        return self.model.of_another_role(self.teacher.path)
 
     @property
     def uses_critic(self) -> bool:

@@ -228,7 +228,8 @@ class AlgorithmConfig:
 
     advantage: str = setting(
         "grpo",
-        "Advantage estimator. Formulas: `controller.algorithm.advantages`. `gae` is PPO with a critic.",
+        "Advantage estimator. Formulas: `controller.algorithm.advantages`. `gae` is PPO with a critic. `none`: "
+        "nothing is learned from rewards, which then are optional (algorithm.loss.distillation).",
         choices=(
             "gae",
             "grpo",
@@ -241,6 +242,7 @@ class AlgorithmConfig:
             "pass_at_k",
             "maxrl",
             "gigpo",
+            "none",
         ),
     )
     credit: str = setting(
@@ -284,7 +286,8 @@ class AlgorithmConfig:
     @property
     def compares_groups(self) -> bool:
         """Whether advantages are 0 in a group of equal rewards."""
-        return self.advantage not in ("reinforce_plus_plus", "gae", "remax", "gigpo") and self.credit == "episode"
+        others = ("reinforce_plus_plus", "gae", "remax", "gigpo", "none")
+        return self.advantage not in others and self.credit == "episode"
 
     @property
     def reads_turns(self) -> bool:

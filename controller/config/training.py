@@ -27,6 +27,7 @@ PASSES = {
     "policy.update": ("policy.max",),
     "policy.log_probs": ("policy.forward_max", "policy.max"),
     "reference.log_probs": ("reference.forward_max", "policy.max"),
+    "teacher.log_probs": ("teacher.forward_max", "policy.max"),
     "critic.update": ("critic.max", "policy.max"),
     "critic.values": ("critic.forward_max", "critic.max", "policy.max"),
     "reward_model.scores": ("reward.model.max", "policy.max"),
@@ -106,8 +107,8 @@ class TrainingConfig:
 
     @property
     def _used_roles(self) -> list[str]:
-        reference, critic, reward_model = self.uses_reference, self.uses_critic, self.uses_reward_model
-        used = {"policy": True, "reference": reference, "critic": critic, "reward_model": reward_model}
+        used = {"policy": True, "reference": self.uses_reference, "teacher": self.uses_teacher}
+        used |= {"critic": self.uses_critic, "reward_model": self.uses_reward_model}
         return [role for role in used if used[role]]
 
     def _limits(self, name: str, keys: tuple[str, ...]) -> Limits:
@@ -122,6 +123,11 @@ class TrainingConfig:
 
     @property
     def uses_reference(self) -> bool:
+        return False
+
+    @property
+    def uses_teacher(self) -> bool:
+        """Whether the policy learns from a teacher's distributions."""
         return False
 
     @property
@@ -202,6 +208,11 @@ class TrainingConfig:
     def model_description(self) -> dict[str, Any]:
         """Read config.json of model.path. Raises ConfigError if it is missing."""
         return read_model_files(self.model.path, "model.path").description
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens of the policy's embedding by its config.json, 0 if it does not say."""
+        return int(read_model_files(self.model.path, "model.path").text.get("vocab_size") or 0)
 
     def decided(self, model: ModelConfig) -> ModelConfig:
         """Resolve model.share_prefixes of a training role's model to `always` or `never`.

@@ -54,14 +54,7 @@ def check_this_machine(config: Config, report: Report) -> None:
 
 def check_nodes(config: Config, report: Report, nodes: Sequence[Node], of_a_run: bool) -> int:
     """Add findings about all nodes, and return the number of GPUs on nodes that answered."""
-    on_gpus, paths = config.uses_gpus, {}
-    if of_a_run:
-        paths = {
-            "model.path": config.model.path,
-            "reference.path": config.reference.path,
-            "critic.path": config.critic.path,
-            "reward.model.path": config.reward.model.path,
-        }
+    on_gpus, paths = config.uses_gpus, config.model_paths if of_a_run else {}
     with marked_folder(config.run.dir, report) if of_a_run else nullcontext("") as marker:
         found = look_at(nodes, requirements(on_gpus), on_gpus=on_gpus, marker=marker, paths=paths)
     report.add(*joined({address: findings for address, (findings, _) in found.items()}))

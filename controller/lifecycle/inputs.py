@@ -178,6 +178,7 @@ def loss_trial(config: Config, records: Sequence[Record]) -> tuple[Any, ...]:
         "old_log_probs": config.old_log_probs != "update",
         "old_entropies": config.algorithm.loss.old_entropies,
         "reference_log_probs": config.uses_reference,
+        "teacher_log_probs": config.uses_teacher and config.algorithm.loss.distillation.over == "token",
     }
     tokens = tuple(name for name, there in given.items() if there)
     return config.policy_loss, columns, tokens, {"step": 1, "steps": config.run.steps, "epoch": 0}
@@ -463,7 +464,7 @@ def load_renderer(config: TrainingConfig, log: Log = print) -> Renderer:
         from workers.model.model import load_tokenizer
 
         tokenizer = load_tokenizer(config.model.path)
-    vocabulary = read_model_files(config.model.path, "model.path").text.get("vocab_size") or 0
+    vocabulary = config.vocabulary
     timeout_s = config.resources.user_code_timeout_s
     renderer = Renderer.with_template(tokenizer, config.model.chat_template, vocabulary, timeout_s)
     if tokenizer.eos_token_id is not None:

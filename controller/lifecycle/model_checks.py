@@ -47,6 +47,7 @@ def _roles(config: TrainingConfig) -> list[Role]:
     kinds = {
         "policy": ("model.path", "lm", True),
         "reference": ("reference.path", "lm", True),
+        "teacher": ("teacher.path", "lm", True),
         "critic": ("critic.path", "value", True),
         "reward_model": ("reward.model.path", "value", False),
     }
@@ -73,7 +74,9 @@ def check_models(config: TrainingConfig) -> None:
         if role.key == "model.path":
             continue
         model = _model(config, role)
-        if (found := _vocabulary(model)) != (expected := _vocabulary(policy)):
+        if role.key == "teacher.path":
+            _check_tokens(config, role)
+        elif (found := _vocabulary(model)) != (expected := _vocabulary(policy)):
             raise ConfigError(
                 f"{role.key}={role.model.path}: it has {found} tokens and model.path={config.model.path} {expected}. "
                 "Take a model that reads the policy's tokens."
@@ -105,6 +108,20 @@ def _model(config: TrainingConfig, role: Role) -> "PreTrainedModel":
 
 def _vocabulary(model: "PreTrainedModel") -> int:
     return int(model.get_input_embeddings().num_embeddings)
+
+
+def _check_tokens(config: TrainingConfig, role: Role) -> None:
+    """Raise ConfigError unless the tokenizer of `role` gives every token of the policy's the same id."""
+    from workers.model.model import load_tokenizer
+
+    policy, other = (load_tokenizer(path).get_vocab() for path in (config.model.path, role.model.path))
+    different = [token for token, number in policy.items() if other.get(token) != number]
+    if different:
+        first = min(different, key=policy.__getitem__)
+        raise ConfigError(
+            f"{role.key}={role.model.path}: its tokenizer gives {len(different):,} of the policy's {len(policy):,} "
+            f"tokens other ids, such as {first!r}. Take a teacher with the tokenizer of model.path={config.model.path}."
+        )
 
 
 def _check_ends(config: TrainingConfig, model: "PreTrainedModel") -> None:

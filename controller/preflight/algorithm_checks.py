@@ -28,13 +28,19 @@ def check_advantage(config: Config) -> None:
             f"algorithm.pass_k={algorithm.pass_k}: every advantage is 0 unless it is below "
             f"rollout.samples_per_prompt={samples}. Lower it, or sample more."
         )
-    penalty = algorithm.kl_in_reward
-    if algorithm.zero_variance_groups != "keep" and (penalty.coefficient or not algorithm.compares_groups):
+    penalty, taught = algorithm.kl_in_reward, config.uses_teacher
+    if algorithm.zero_variance_groups != "keep" and (penalty.coefficient or taught or not algorithm.compares_groups):
         estimator = f"algorithm.advantage={algorithm.advantage} with algorithm.credit={algorithm.credit}"
-        by = "algorithm.kl_in_reward" if penalty.coefficient else estimator
+        others = {"algorithm.kl_in_reward": penalty.coefficient, "algorithm.loss.distillation": taught, estimator: True}
+        by = next(name for name, there in others.items() if there)
         raise ConfigError(
-            f"algorithm.zero_variance_groups={algorithm.zero_variance_groups}: it leaves out sequences to which {by} "
-            "gives an advantage. Remove it."
+            f"algorithm.zero_variance_groups={algorithm.zero_variance_groups}: it leaves out sequences from which the "
+            f"policy learns by {by}. Remove it."
+        )
+    if algorithm.advantage == "none" and not taught:
+        raise ConfigError(
+            "algorithm.advantage=none: nothing is learned from rewards. Set algorithm.loss.distillation.coefficient, "
+            "or another estimator such as grpo."
         )
     if algorithm.advantage == "maxrl" and (penalty.coefficient or config.reward.overlong_tokens):
         by = "algorithm.kl_in_reward" if penalty.coefficient else "reward.overlong_tokens"
@@ -64,6 +70,11 @@ def check_loss(config: Config) -> None:
         raise ConfigError(
             "algorithm.loss.name=reinforce: it needs samples of the current policy, and "
             f"batch.epochs={config.batch.epochs} trains on older ones. Set epochs to 1, or another loss."
+        )
+    if config.uses_teacher and not config.teacher.path:
+        raise ConfigError(
+            f"teacher.path is empty, and algorithm.loss.distillation.coefficient={loss.distillation.coefficient} needs "
+            "a teacher. Name a model."
         )
     _check_staleness(config)
     _check_sampled_ratios(config)

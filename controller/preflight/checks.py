@@ -123,10 +123,10 @@ def _check_devices(config: Config) -> None:
 def check_rewards(config: Config, given: GivenFunctions = NONE_GIVEN) -> None:
     ways = bool(config.reward.function) + bool(config.reward.functions)
     played = config.rollout.environment or config.rollout.runs_agent
-    if ways > 1 or not (ways or played or config.uses_reward_model):
+    if ways > 1 or not (ways or played or config.uses_reward_model or config.algorithm.advantage == "none"):
         raise ConfigError(
             "one of reward.function and reward.functions (several, by weight) must be set, and not both. "
-            "rollout.environment, an agent and reward.model.path need none."
+            "rollout.environment, an agent, reward.model.path and algorithm.advantage=none need none."
         )
     if config.uses_reward_model and config.reward.model.weight == 0:
         raise ConfigError(f"reward.model.weight={config.reward.model.weight}: the model has no effect. Remove it.")

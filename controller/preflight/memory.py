@@ -35,7 +35,7 @@ USABLE_SHARE = 0.9
 LAYERS = (3, 4)
 """Layers of the measured model. With two, none is gathered ahead. From three on, each adds the same."""
 TIMEOUT_S = 600
-SECTIONS = {"policy": "policy", "reference": "reference", "critic": "critic", "reward_model": "reward.model"}
+SECTIONS = {role: role for role in ("policy", "reference", "teacher", "critic")} | {"reward_model": "reward.model"}
 WORKERS = Path(__file__).parents[2] / "workers"
 
 Parts = dict[str, float]
@@ -167,7 +167,7 @@ def _role(config: TrainingConfig, role: str) -> dict[str, Any]:
     return {
         "description": dict(read_model_files(model.path, key).description),
         "model": settings | {"dtype": "bfloat16" if model.dtype == "auto" else model.dtype},
-        "head": "lm" if role in ("policy", "reference") else "value",
+        "head": "lm" if role in ("policy", "reference", "teacher") else "value",
         "trains": role in ("policy", "critic"),
         "tokens": {
             call: limits.max_tokens * sharing

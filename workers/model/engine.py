@@ -18,6 +18,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -31,6 +32,7 @@ from workers.model.checkpoint.checkpoint_weights import CheckpointWeights, Shard
 from workers.model.checkpoint.export import FILE_BYTES, stored_dtype, write_folder, write_model
 from workers.model.checkpoint.loading import Source
 from workers.model.checkpoint.lora import adapter_weights, add_adapters, merged_shards, without_adapters, write_adapters
+from workers.model.distillation import WholeLayer, as_numpy, distilled
 from workers.model.forward_backward import EnginePass, MicroBatchRunner
 from workers.model.layout import RowLayout
 from workers.model.losses import (
@@ -45,7 +47,7 @@ from workers.model.losses import (
     rollout_mismatch,
     to_metrics,
 )
-from workers.model.model import PackedModel, compile_layers, compute_dtype, load_tokenizer
+from workers.model.model import PackedModel, Read, compile_layers, compute_dtype, load_tokenizer
 from workers.model.moe.expert_parallel import share_experts
 from workers.model.moe.routing import Routing
 from workers.model.nonfinite_guard import NonfiniteGuard
@@ -113,6 +115,10 @@ class TrainingEngine:
         self.vocabulary = self.module.model.get_input_embeddings().num_embeddings
         self.positions = max_positions(self.module.model.config)
         self._check_model()
+        # Kept by name, because only a pipeline's last stage keeps the layer.
+        output = self.module.model.get_output_embeddings() if head == "lm" else None
+        self._output_name = next((name for name, part in self.module.model.named_modules() if part is output), "")
+        self.teacher_layer: WholeLayer | None = None
         self.layout = RowLayout(model_config, self.parallel, self.module, self.device, self.dtype)
         recomputed = RECOMPUTED[model_config.gradient_checkpointing]
         self.stage = Stage(self.module, self.parallel, recomputed=recomputed)
@@ -219,6 +225,33 @@ class TrainingEngine:
         return self.stage.from_last(result.cpu())
 
     @torch.no_grad()
+    def read_outputs(self, sequences: DataProto, micro_batches: Sequence[MicroBatch], read: Read) -> list[Any]:
+        """Return what `read` makes of every token with `loss_mask`, forward only: NumPy [T, ...] each, 0 elsewhere."""
+        self._check_head("lm")
+        found: list[Any] = []
+
+        def finish(start: int, stop: int, rows: ModelInput, outputs: Any) -> None:
+            positions = int(sequences.offsets[start]) + rows.loss_positions.numpy()
+            parts = [as_numpy(rows.whole(output)) for output in outputs]
+            found.extend(np.zeros((sequences.num_tokens, *part.shape[1:]), part.dtype) for part in parts[len(found) :])
+            for column, part in zip(found, parts, strict=True):
+                column[positions] = part
+
+        self._forward_passes("log_probs", sequences, micro_batches, finish, read=read)
+        return self.stage.from_last(found)
+
+    def output_layer(self) -> WholeLayer:
+        """Return the whole output layer, on the host of every rank. Collective."""
+        self._check_head("lm")
+        reshard(self.module)
+        weights = self.checkpoint_weights
+        weight, bias = (
+            as_numpy(weights.whole(name, self.dtype)) if weights.has(name) else None
+            for name in (f"{self._output_name}.weight", f"{self._output_name}.bias")
+        )
+        return WholeLayer(weight, bias, self.module.softcap, self.module.logit_factor, self.dtype)
+
+    @torch.no_grad()
     def values(self, sequences: DataProto, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Metrics]:
         """Return the value of the state before every token with `loss_mask`, like `log_probs`. The metric `values` is
         their mean.
@@ -273,6 +306,7 @@ class TrainingEngine:
         finish: Callable[[int, int, ModelInput, Any], None],
         *,
         last: bool = False,
+        read: Read | None = None,
     ) -> None:
         check_sequences(sequences, self.vocabulary, self.positions)
         check_micro_batches(micro_batches, len(sequences), complete=True)
@@ -282,7 +316,7 @@ class TrainingEngine:
         def finish_slice(index: int, rows: ModelInput, outputs: Any) -> None:
             finish(*rounds[index], rows, outputs)
 
-        work = EnginePass(name, slices, self._compute, finish_slice, forward=True, last=last)
+        work = EnginePass(name, slices, self._computed(read), finish_slice, forward=True, last=last)
         self.runner.run(work)
         reshard(self.module)  # without a backward pass nothing else frees the gathered parameters
 
@@ -326,7 +360,8 @@ class TrainingEngine:
             return loss
 
         self.routing.begin(parts, self.data_parallel_groups)
-        self.runner.run(EnginePass("update", parts, self._compute, finish, trains=True))
+        read = distilled(loss_function, self.teacher_layer)
+        self.runner.run(EnginePass("update", parts, self._computed(read), finish, trains=True))
         return self.stage.from_last(to_metrics([*statistics, *self.routing.take()]))
 
     def optimizer_step(self) -> Metrics:
@@ -433,15 +468,15 @@ class TrainingEngine:
         settings, layers = self.parallel.config, self.module.layers_of(part)
         prepare_backward(self.module, layers, last, reshard_after_forward=self.reshard_after_forward, config=settings)
 
-    def _compute(self, rows: ModelInput, passing: Passing) -> Any:
-        return self.module(rows, self.temperature, passing)
+    def _computed(self, read: Read | None) -> Callable[[ModelInput, Passing], Any]:
+        more = () if read is None else (read,)  # a value head's model takes none
+        return lambda rows, passing: self.module(rows, self.temperature, passing, *more)
 
     def _predictions(self, micro_batch: DataProto, rows: ModelInput, outputs: Any) -> Any:
         """Return (Value)Predictions of the whole micro-batch, on every rank of a context-parallel group."""
         if self.head == "value":
             return ValuePredictions.gather(rows.whole(outputs), micro_batch, rows)
-        log_probs, entropy = rows.whole(torch.stack(outputs, dim=-1)).unbind(-1)
-        return Predictions.gather(log_probs, entropy, micro_batch, rows)
+        return Predictions.gather(rows.whole(torch.stack(outputs, dim=-1)).unbind(-1), micro_batch, rows)
 
 
 def _measure(predictions: Any) -> Statistics:

@@ -90,7 +90,9 @@ class RowLayout:
             rows = replace(rows, attention=attention)
         names = ("input_ids", "position_ids", "predicting", "targets", "attention_mask")
         read = {name: value for name in names if (value := getattr(rows, name)) is not None}
-        return replace(rows, **dict(zip(read, to_device(self._device, *read.values()), strict=True)))
+        sent = to_device(self._device, *read.values(), *rows.teacher.values())
+        teacher = dict(zip(rows.teacher, sent[len(read) :], strict=True))
+        return replace(rows, teacher=teacher, **dict(zip(read, sent, strict=False)))
 
     def _row(self, micro_batch: DataProto, multiple: int, *, to_longest: bool) -> PackedRow:
         if self.shared_from:

@@ -9,7 +9,7 @@ the target's log-probability and the entropy, [n] each, and the gradient of hidd
 N predicted tokens, H hidden size, V vocabulary (of this rank, if shared).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -49,12 +49,19 @@ def linear_log_probs(
     group: the ranks that share the vocabulary. Weight and bias are then the rows from `first_id` on. Hidden, targets,
     results and the gradient of hidden are the same on all ranks, if all use the results in the same way.
     """
-    head = _Head(float(temperature), softcap or None, factor, group, first_id)
-    return _LinearLogProbs.apply(hidden, weight, bias, targets, head, chunk_tokens)
+    head = Head(float(temperature), softcap or None, factor, group, first_id)
+    return log_probs_of(OutputLayer(hidden, weight, bias, head, chunk_tokens), targets)
+
+
+def log_probs_of(layer: "OutputLayer", targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (log-probs [N], entropy [N]), see `linear_log_probs`."""
+    return _LinearLogProbs.apply(layer.hidden, layer.weight, layer.bias, targets, layer.head, layer.chunk_tokens)
 
 
 @dataclass(frozen=True)
-class _Head:
+class Head:
+    """What turns raw logits into log-probs, and the ranks that share the vocabulary, see `linear_log_probs`."""
+
     temperature: float
     softcap: float | None
     factor: float
@@ -94,6 +101,17 @@ class _Head:
         return rows.where(mine, 0), mine
 
 
+@dataclass(frozen=True)
+class OutputLayer:
+    """The output layer and its input, see `linear_log_probs`. chunk_tokens: rows of logits that exist at a time."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    head: Head
+    chunk_tokens: int
+
+
 class _LinearLogProbs(torch.autograd.Function):
     """With z the scaled logits, p = softmax(z), Z = logsumexp(z), H = Z - sum_i p_i z_i:
 
@@ -107,14 +125,14 @@ class _LinearLogProbs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        head: _Head,
+        head: Head,
         chunk_tokens: int,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         normalizer = torch.empty(len(hidden), dtype=dtype, device=hidden.device)
         results = torch.empty(2, len(hidden), dtype=dtype, device=hidden.device)
         predict, _ = _chunk_functions(hidden.device.type, head.group is not None)
-        for rows in _chunks(len(hidden), chunk_tokens):
+        for rows in chunks(len(hidden), chunk_tokens):
             raw = F.linear(hidden[rows], weight, bias)
             normalizer[rows], results[0, rows], results[1, rows] = predict(
                 raw, *head.own(targets[rows], len(weight)), head, dtype
@@ -130,15 +148,11 @@ class _LinearLogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, normalizer, entropy = ctx.saved_tensors
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        head, dtype = ctx.head, normalizer.dtype
-        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=dtype) if needs_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=dtype) if needs_bias else None
+        head = ctx.head
         _, differentiate = _chunk_functions(hidden.device.type, head.group is not None)
-        for rows in _chunks(len(hidden), ctx.chunk_tokens):
-            raw = F.linear(hidden[rows], weight, bias)
-            grad_logits, bias_sum = differentiate(
+
+        def of_logits(rows: slice, raw: Tensor) -> tuple[Tensor, Tensor | None]:
+            found: tuple[Tensor, Tensor | None] = differentiate(
                 raw,
                 *head.own(targets[rows], len(weight)),
                 normalizer[rows],
@@ -146,21 +160,48 @@ class _LinearLogProbs(torch.autograd.Function):
                 None if grad_log_probs is None else grad_log_probs[rows],
                 None if grad_entropy is None else grad_entropy[rows],
                 head,
-                needs_bias,
+                ctx.needs_input_grad[2],
             )
-            if grad_bias is not None:
-                grad_bias += bias_sum
-            if grad_hidden is not None:
-                grad_hidden[rows] = grad_logits @ weight
-            if grad_weight is not None:
-                _add_product(grad_weight, grad_logits.T, hidden[rows])
-            del raw, grad_logits  # before the next chunk's exist
+            return found
+
+        layer = hidden, weight, bias
+        found = layer_gradients(layer, ctx.needs_input_grad[:3], normalizer.dtype, head, ctx.chunk_tokens, of_logits)
+        return *found, None, None, None
+
+
+def layer_gradients(
+    layer: tuple[Tensor, Tensor, Tensor | None],
+    needed: Sequence[bool],
+    dtype: torch.dtype,
+    head: Head,
+    chunk_tokens: int,
+    of_logits: Callable[[slice, Tensor], tuple[Tensor, Tensor | None]],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of an output layer (hidden, weight, bias), those that are `needed`, chunk by chunk.
+
+    dtype: of the sums over chunks. of_logits: given a chunk's rows and raw logits [n, V], which it may overwrite,
+    returns their gradient, and its sum over rows [V] if the bias needs it.
+    """
+    hidden, weight, bias = layer
+    grad_hidden = torch.empty_like(hidden) if needed[0] else None
+    grad_weight = torch.zeros_like(weight, dtype=dtype) if needed[1] else None
+    grad_bias = torch.zeros_like(bias, dtype=dtype) if needed[2] and bias is not None else None
+    for rows in chunks(len(hidden), chunk_tokens):
+        raw = F.linear(hidden[rows], weight, bias)
+        grad_logits, bias_sum = of_logits(rows, raw)
+        if grad_bias is not None:
+            grad_bias += bias_sum
         if grad_hidden is not None:
-            head.sum(grad_hidden)
-        return grad_hidden, _cast(grad_weight, weight), _cast(grad_bias, bias), None, None, None
+            grad_hidden[rows] = grad_logits @ weight
+        if grad_weight is not None:
+            _add_product(grad_weight, grad_logits.T, hidden[rows])
+        del raw, grad_logits  # before the next chunk's exist
+    if grad_hidden is not None:
+        head.sum(grad_hidden)
+    return grad_hidden, _cast(grad_weight, weight), _cast(grad_bias, bias)
 
 
-def _predict(raw: Tensor, ids: Tensor, mine: Tensor, head: _Head, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def _predict(raw: Tensor, ids: Tensor, mine: Tensor, head: Head, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Return logsumexp, log-prob of `ids` where `mine`, and entropy, [n] each. May overwrite raw logits [n, V]."""
     logits = head.scaled(raw, dtype)
     normalizer = head.logsumexp(logits)
@@ -177,7 +218,7 @@ def _differentiate(
     entropy: Tensor,
     grad_log_probs: Tensor | None,
     grad_entropy: Tensor | None,
-    head: _Head,
+    head: Head,
     needs_bias: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradient of raw logits [n, V], in their dtype, and its sum over rows [V] if needed."""
@@ -221,7 +262,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += left @ right
 
 
-def _chunks(size: int, chunk: int) -> list[slice]:
+def chunks(size: int, chunk: int) -> list[slice]:
     return [slice(start, min(start + chunk, size)) for start in range(0, size, chunk)]
 
 

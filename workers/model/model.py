@@ -19,7 +19,7 @@ Shapes: R rows of W cells (R = 1 when packed), N predicted tokens.
 
 import inspect
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar
@@ -39,7 +39,7 @@ from workers.config import ModelConfig
 from workers.errors import BallastError, ConfigError, UnsupportedModelError, clause, named
 from workers.model.activations import activations_on_host
 from workers.model.attention.attention import ATTENTION_NAME, ballast_packed
-from workers.model.logprobs import MOST_GRAPHS, linear_log_probs
+from workers.model.logprobs import MOST_GRAPHS, Head, OutputLayer, log_probs_of
 from workers.model.rows.packing import ModelInput
 from workers.model.rules.families import KERNEL_FEATURES, final_softcap, logit_factor, required_features
 from workers.model.rules.model_rules import check_kernel_features, check_layout
@@ -119,30 +119,32 @@ class PackedModel(nn.Module):
         return full_tensor(output.last_hidden_state).flatten(0, 1).index_select(0, rows.predicting)
 
 
+Read = Callable[[ModelInput, OutputLayer], tuple[Tensor, ...]]
+"""Makes a causal LM's outputs [N, ...] from its output layer and the hidden states of the cells `predicting`."""
+
+
+def read_log_probs(rows: ModelInput, layer: OutputLayer) -> tuple[Tensor, ...]:
+    return log_probs_of(layer, rows.targets)
+
+
 class PackedCausalLM(PackedModel):
     def __init__(self, model: PreTrainedModel, config: ModelConfig) -> None:
         super().__init__(model, config.activation_offload)
         self.chunk_tokens = config.chunk_tokens
 
     def forward(
-        self, rows: ModelInput, temperature: float, passing: Passing | None = None
-    ) -> tuple[Tensor, Tensor] | Tensor:
-        """Return (log_probs [N], entropy [N]) of the targets, see `linear_log_probs`.
+        self, rows: ModelInput, temperature: float, passing: Passing | None = None, read: Read | None = None
+    ) -> tuple[Tensor, ...] | Tensor:
+        """Return (log_probs [N], entropy [N]) of the targets, see `linear_log_probs`, or what `read` makes.
 
         On a non-final part: the hidden states for the next.
         """
         hidden = self.hidden_states(rows, passing)
         if passing is not None and not passing.part.last:
             return hidden
-        return linear_log_probs(
-            hidden,
-            targets=rows.targets,
-            temperature=temperature,
-            chunk_tokens=self.chunk_tokens(hidden.device.type),
-            softcap=self.softcap,
-            factor=self.logit_factor,
-            **own_vocabulary(self.model.get_output_embeddings()),
-        )
+        layer, shared = own_vocabulary(self.model.get_output_embeddings())
+        head = Head(temperature, self.softcap, self.logit_factor, *shared)
+        return (read or read_log_probs)(rows, OutputLayer(hidden, *layer, head, self.chunk_tokens(hidden.device.type)))
 
 
 def load_model(

@@ -13,9 +13,11 @@ from workers.config import ModelConfig, OptimizerConfig, ParallelConfig
 from workers.dataproto import ROUTED_EXPERTS, DataProto
 from workers.dispatch import Join, RankCoordinates, Split, dispatch
 from workers.metrics import Metric, Metrics, merge
+from workers.model.distillation import TopTokens, WholeLayer, hidden_states
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators
 from workers.model.losses.returns import sequence_kl
+from workers.model.model import Read
 from workers.model.timing import MicroStepTime
 from workers.roles.base import Worker
 
@@ -135,6 +137,31 @@ class TrainedWorker(ModelWorker):
 
 class ReferenceWorker(ModelWorker):
     """One rank of the reference, the frozen policy of a KL."""
+
+
+class TeacherWorker(ModelWorker):
+    """One rank of the frozen teacher. Columns are of the tokens with `loss_mask`, ragged like `input_ids`."""
+
+    @dispatch(Split.PLAN, Join.TOKENS, returns=("teacher_top_ids", "teacher_top_log_probs"))
+    def top_tokens(self, batch: DataProto, plan: RankPlan, count: int, tokens: int) -> tuple[DataProto, Metrics]:
+        """Return the likeliest of the first `tokens` tokens, and log-probs, see `top_log_probs`: [T, k], [T, k + 1]."""
+        return self._read(batch, plan, TopTokens(count, tokens), "teacher_top_ids", "teacher_top_log_probs")
+
+    @dispatch(Split.PLAN, Join.TOKENS, returns=("teacher_hidden",))
+    def hidden_states(self, batch: DataProto, plan: RankPlan) -> tuple[DataProto, Metrics]:
+        """Return the last hidden states [T, H], bfloat16 as int16."""
+        return self._read(batch, plan, hidden_states, "teacher_hidden")
+
+    @dispatch(Split.ALL, Join.RANK_ZERO_REFERENCE)
+    def output_layer(self) -> tuple[WholeLayer | None, Metrics]:
+        found = self.engine.output_layer()
+        return (found if self.coordinates.index == 0 else None), {}
+
+    def _read(self, batch: DataProto, plan: RankPlan, read: Read, *names: str) -> tuple[DataProto, Metrics]:
+        found = self.engine.read_outputs(batch, micro_batches_of(plan), read)
+        self.free_cached_memory()
+        found = found or [np.zeros(0, np.float32)] * len(names)  # of a rank without micro-batches
+        return DataProto(batch.lengths.numpy(), dict(zip(names, found, strict=True))), {}
 
 
 class RewardModelWorker(ModelWorker):

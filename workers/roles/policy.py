@@ -11,6 +11,7 @@ from workers.config import LossConfig, SupervisedLossConfig
 from workers.dataproto import DataProto
 from workers.dispatch import Join, Split, dispatch
 from workers.metrics import Metric, Metrics
+from workers.model.distillation import WholeLayer
 from workers.model.losses import make_policy_loss, make_sft_loss, weighted_log_probs
 from workers.model.losses.returns import KlPenalty, discounted_returns, discounts, token_rewards, turns_of, whiten
 from workers.roles.model_worker import TrainedWorker, micro_batches_of, token_block, token_column
@@ -50,6 +51,11 @@ class PolicyWorker(TrainedWorker):
         ends, numbers = turns_of(batch)
         advantages = numbers.repeat_interleave(ends.diff(prepend=ends.new_tensor([-1])))
         return token_block(batch, advantages=token_column(batch.tokens["loss_mask"], advantages)), {}
+
+    @dispatch(Split.ALL)
+    def take_teacher_layer(self, layer: WholeLayer) -> None:
+        """Keep the teacher's output layer, for divergences over the vocabulary."""
+        self.engine.teacher_layer = layer
 
     @dispatch(Split.ALL)
     def save_adapters(self, path: str) -> None:

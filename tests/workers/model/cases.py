@@ -11,11 +11,14 @@ from torch import Tensor
 from tests.workers.model.tiny import random_sequences
 from workers.config import LoraConfig, LossConfig, OptimizerConfig, ParallelConfig
 from workers.dataproto import DataProto
+from workers.loss_config import DistillationConfig
 from workers.model.losses import group_tokens
 
 CONSTANT_LENGTH = 40
 GROUPS = torch.arange(11) // 3  # of the sequences
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, max_grad_norm=0.1, warmup_steps=1, weight_decay=0.1)
+
+NOT_TAUGHT = DistillationConfig()
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,12 @@ class Case:
     router_losses: tuple[float, float] = (0.0, 0.0)  # coefficients of load-balancing and z-loss
     lora: tuple[tuple[str, Any], ...] = ()
     compiled: bool = False  # by a backend that only traces
+    distillation: tuple[str, str] = ("", "reverse_kl")  # over, divergence
+
+    @property
+    def taught(self) -> DistillationConfig:
+        over, divergence = self.distillation
+        return DistillationConfig(coefficient=0.7, over=over, divergence=divergence, top_k=3) if over else NOT_TAUGHT
 
     @property
     def tolerance(self) -> float:
@@ -73,6 +82,7 @@ class Case:
             clip_high=0.3,
             entropy_coefficient=0.02,
             kl_coefficient=0.1,
+            distillation=self.taught,
         )
 
 

@@ -4,6 +4,7 @@ Case + Way --engine, a random plan--> Outcome of each rank --join_ranks--> Outco
 """
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,11 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.workers.model.cases import GROUPS, OPTIMIZER, Case, Outcome, Way, random_plan, seed_with_gaps, way
 from tests.workers.model.ranks import RankPool, dp_rank
 from tests.workers.model.reference import LOAD, keep_float64, reference_outcome
-from tests.workers.model.tiny import relative_error
+from tests.workers.model.tiny import VOCABULARY, relative_error, teacher_of
 from workers.config import ModelConfig, ParallelConfig, ValueLossConfig
+from workers.dataproto import DataProto
 from workers.metrics import Metrics, merge, results
 from workers.model import model as compiling
 from workers.model.attention.shared_attention import SharedAttention
+from workers.model.distillation import TopTokens, hidden_states
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, make_policy_loss, make_value_loss
 from workers.model.sharding.parallel import full_tensor
@@ -71,12 +74,14 @@ def step_outcome(case: Case, path: str, way: Way, seed: int) -> dict[str, Any]:
     engine, whole = build_engine(case, path, way.parallel), case.sequences
     share = random_plan(way.dp, seed)[dp_rank(engine.parallel)]
     mine = whole.select_idxs(share.rows)
+    if case.distillation[0]:
+        mine = taught(engine, case, path, way, mine, share.micro_batches)
     if case.head == "lm":
         columns = list(engine.log_probs_and_entropies(mine, share.micro_batches)[:2])
     else:
         scores = engine.scores(mine, share.micro_batches)
         columns = [engine.values(mine, share.micro_batches)[0], torch.repeat_interleave(scores, mine.lengths)]
-    metrics = learn(engine, case, way, seed)
+    metrics = learn(engine, case, way, seed, mine)
     gradients = whole_gradients(engine)
     metrics |= engine.optimizer_step()
     outputs = torch.stack(columns, -1).split(mine.lengths.tolist())
@@ -89,10 +94,31 @@ def step_outcome(case: Case, path: str, way: Way, seed: int) -> dict[str, Any]:
     }
 
 
-def learn(engine: TrainingEngine, case: Case, way: Way, seed: int) -> Metrics:
+def taught(
+    engine: TrainingEngine, case: Case, path: str, way: Way, mine: DataProto, micro_batches: list[tuple[int, int]]
+) -> DataProto:
+    """Add the columns that another engine, the teacher's, gives these ranks."""
+    model = ModelConfig(path=teacher_of(path), dtype=case.dtype, share_prefixes=case.share_prefixes)
+    teacher = TrainingEngine(
+        model, optimizer=None, total_steps=1, device="cpu", temperature=case.temperature, parallel=way.parallel
+    )
+    keep_float64(case, teacher.module.model)
+    over = case.distillation[0]
+    if over == "token":
+        found = {"teacher_log_probs": teacher.log_probs(mine, micro_batches)[0].double()}
+    elif over == "top_k":
+        columns = teacher.read_outputs(mine, micro_batches, TopTokens(case.taught.top_k, VOCABULARY))
+        found = dict(zip(("teacher_top_ids", "teacher_top_log_probs"), map(torch.from_numpy, columns), strict=True))
+    else:
+        (column,) = teacher.read_outputs(mine, micro_batches, hidden_states)
+        engine.teacher_layer, found = teacher.output_layer(), {"teacher_hidden": torch.from_numpy(column)}
+    return replace(mine, tokens=mine.tokens | found)
+
+
+def learn(engine: TrainingEngine, case: Case, way: Way, seed: int, mine: DataProto | None = None) -> Metrics:
     share, whole = random_plan(way.dp, seed)[dp_rank(engine.parallel)], case.sequences
     loss = make_policy_loss(case.loss) if case.head == "lm" else make_value_loss(ValueLossConfig(clip=0.0))
-    mine = whole.select_idxs(share.rows)
+    mine = whole.select_idxs(share.rows) if mine is None else mine
     return engine.forward_backward(mine, share.micro_batches, loss, Denominators.of(whole, GROUPS))
 
 

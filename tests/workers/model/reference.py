@@ -14,7 +14,13 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.core_model_loading import revert_weight_conversion
 
 from tests.workers.model.cases import GROUPS, OPTIMIZER, Case, Outcome
-from tests.workers.model.tiny import compute_in_float64, unpacked_log_probs, unpacked_values
+from tests.workers.model.tiny import (
+    compute_in_float64,
+    log_probs_in,
+    teacher_of,
+    unpacked_distributions,
+    unpacked_values,
+)
 from workers.config import LoraConfig, LossConfig
 from workers.dataproto import DataProto
 from workers.model.checkpoint.lora import add_adapters
@@ -49,10 +55,46 @@ def reference_outcome(case: Case, path: str) -> Outcome:
 
 
 def policy_reference(case: Case, model: Any, sequences: DataProto) -> tuple[list[Tensor], Tensor, dict[str, float]]:
-    found = unpacked_log_probs(model, sequences, case.temperature)
+    distributions = list(unpacked_distributions(model, sequences, case.temperature))
+    found = log_probs_in(distributions, sequences)
     masks = sequences.tokens["loss_mask"].split(sequences.lengths.tolist())
     outputs = [(torch.stack(both, -1) * mask[:, None]).detach() for both, mask in zip(found, masks, strict=True)]
-    return outputs, *reference_loss(found, sequences, case.loss)
+    distances = None
+    if case.distillation[0]:
+        distances = divergences(case, teacher_of(model.name_or_path), sequences, distributions)
+    return outputs, *reference_loss(found, sequences, case.loss, distances=distances)
+
+
+def divergences(case: Case, path: str, sequences: DataProto, students: list[Tensor]) -> list[Tensor]:
+    """From the teacher at `path`, [L] of each sequence; position 0 holds 0."""
+    over, kind = case.distillation
+    teacher = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    keep_float64(case, teacher)
+    found, starts = [], sequences.offsets
+    with torch.no_grad():
+        teachers = list(unpacked_distributions(teacher, sequences, case.temperature))
+    for index, (log_p, log_q) in enumerate(zip(students, teachers, strict=True)):
+        if over == "token":
+            ids = sequences.tokens["input_ids"][starts[index] + 1 : starts[index + 1], None]
+            distance = (log_p - log_q[:, : log_p.shape[-1]].float()).gather(-1, ids).squeeze(-1)
+        elif over == "vocabulary":
+            distance = divergence(kind, log_p.exp(), log_q[:, : log_p.shape[-1]].softmax(-1))
+        else:
+            top = log_q[:, : log_p.shape[-1]].topk(case.taught.top_k).indices
+            parts = [each.exp().gather(-1, top) for each in (log_p, log_q)]
+            distance = divergence(kind, *(torch.cat([each, 1 - each.sum(-1, keepdim=True)], -1) for each in parts))
+        found.append(torch.cat([log_p.new_zeros(1), distance]))
+    return found
+
+
+def divergence(kind: str, p: Tensor, q: Tensor) -> Tensor:
+    """Of distributions over the last dimension, by the definitions."""
+
+    def kl(one: Tensor, other: Tensor) -> Tensor:
+        return (one * (one.log() - other.log())).sum(-1)
+
+    m = (p + q) / 2
+    return {"reverse_kl": kl(p, q), "forward_kl": kl(q, p), "jsd": (kl(p, m) + kl(q, m)) / 2}[kind]
 
 
 def value_reference(case: Case, model: Any, sequences: DataProto) -> tuple[list[Tensor], Tensor, dict[str, float]]:
@@ -156,9 +198,14 @@ def balance_loss(logits: Tensor, chosen: Tensor) -> Tensor:
 
 
 def reference_loss(
-    outputs: list, sequences: DataProto, config: LossConfig, groups: Tensor = GROUPS
+    outputs: list,
+    sequences: DataProto,
+    config: LossConfig,
+    groups: Tensor = GROUPS,
+    distances: list[Tensor] | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    by_sequence, watched, owners = [], [], []
+    """distances: to the teacher, [L] of each sequence."""
+    by_sequence, watched, owners, taught = [], [], [], []
     for index, (log_probs, entropy) in enumerate(outputs):
         part = sequences.slice(index, index + 1)
         mask = part.tokens["loss_mask"]
@@ -172,13 +219,21 @@ def reference_loss(
         kl = (reference - log_probs).exp() - 1 - (reference - log_probs)
         surrogate = torch.minimum(ratio * advantage, clipped * advantage)
         owners.append(int(groups[index]))
-        by_sequence.append(-surrogate - config.entropy_coefficient * entropy + config.kl_coefficient * kl)
+        losses = -surrogate - config.entropy_coefficient * entropy + config.kl_coefficient * kl
+        if distances is not None:
+            distance = distances[index][mask]
+            taught.append(distance.detach())
+            by_token = config.distillation.over == "token"
+            losses = losses + config.distillation.coefficient * (ratio * taught[-1] if by_token else distance)
+        by_sequence.append(losses)
         approximate_kl = ratio.log() - 1 + 1 / ratio
         was_clipped = (clipped * advantage < ratio * advantage).double()
         watched.append(torch.stack([was_clipped, approximate_kl, entropy, kl, (rollout - log_probs).abs()]).detach())
     every = torch.cat(watched, dim=1)
     names = ["clip_fraction", "approximate_kl", "entropy", "reference_kl", "rollout_mismatch_mean"]
     metrics = {**dict(zip(names, every.mean(1).tolist(), strict=True)), "rollout_mismatch_max": float(every[4].max())}
+    if distances is not None:
+        metrics["teacher_divergence"] = float(torch.cat(taught).mean())
     return aggregated(by_sequence, owners, config), metrics
 
 

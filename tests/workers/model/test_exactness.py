@@ -19,7 +19,14 @@ from tests.workers.model.cases import OPTIMIZER, Case, Way, random_plan, way
 from tests.workers.model.exact import CountedCalls, assert_gradients, build_engine, check, learn, whole_gradients
 from tests.workers.model.ranks import RankPool, dp_rank
 from tests.workers.model.reference import reference_outcome
-from tests.workers.model.tiny import random_sequences, relative_error, reward_model, save_tiny_model
+from tests.workers.model.tiny import (
+    TEACHERS_VOCABULARY,
+    random_sequences,
+    relative_error,
+    reward_model,
+    save_tiny_model,
+    teacher_of,
+)
 from workers.config import LossConfig, ModelConfig
 from workers.metrics import Metrics, merge, results
 from workers.model.engine import TrainingEngine
@@ -75,25 +82,57 @@ CASES: dict[str, list[Case]] = {
         moe(layout="padded", router_losses=(0.5, 0.0)),
         REPLAYED_SHARED,
         BALANCED_SHARED,
+        Case(distillation=("token", "reverse_kl")),
+        qwen3(share_prefixes="always", distillation=("vocabulary", "forward_kl")),
     ],
-    "dp 2": [FLOAT32, qwen3(), BY_PATH, BY_GROUP, moe(share_prefixes="always"), critic(), adapted()],
+    "dp 2": [
+        Case(distillation=("top_k", "jsd")),
+        FLOAT32,
+        qwen3(),
+        BY_PATH,
+        BY_GROUP,
+        moe(share_prefixes="always"),
+        critic(),
+        adapted(),
+    ],
     "dp 4": [PADDED, SHARED, adapted()],
     "dp 4, copies 2": [GATHERED, SHARED],
     "dp 4, copies 2, deferred": [GATHERED],
     "dp 2, deferred": [Case()],
     "ulysses 2": [PADDED, Case("mistral windowed"), moe("gpt_oss"), BY_GROUP, critic()],
     "ulysses 4": [Case(), qwen3(share_prefixes="always")],  # more than key-value heads
-    "ring 2": [PADDED, GATHERED, SHARED, moe(router_replay="replay"), critic(), adapted()],
+    "ring 2": [
+        Case(distillation=("vocabulary", "reverse_kl"), share_prefixes="always"),
+        PADDED,
+        GATHERED,
+        SHARED,
+        moe(router_replay="replay"),
+        critic(),
+        adapted(),
+    ],
     "ring 4": [qwen3(), BY_PATH],
     "dp 2, ulysses 2": [GATHERED, SHARED_CHECKPOINTED],
     "copies 2, ring 2": [CHECKPOINTED, SHARED_CHECKPOINTED],
     "copies 2, ring 2, deferred": [CHECKPOINTED],
-    "tp 2": [PADDED, SHARED, moe(tied=True, **MIXED)],
+    "tp 2": [
+        Case(distillation=("vocabulary", "jsd")),
+        Case(distillation=("top_k", "forward_kl")),
+        PADDED,
+        SHARED,
+        moe(tied=True, **MIXED),
+    ],
     "dp 2, tp 2": [CHECKPOINTED, SHARED_CHECKPOINTED],
     "copies 2, tp 2, deferred": [Case()],
     "ulysses 2, tp 2": [qwen3(share_prefixes="always"), OFFLOADED],
     "ring 2, tp 2": [FLOAT32, Case(layout="padded", forward_layout="packed"), qwen3(share_prefixes="always")],
-    "pp 2": [PADDED, OFFLOADED, critic(layers=3), adapted(layers=3, gradient_checkpointing="selective")],
+    "pp 2": [
+        Case(distillation=("vocabulary", "forward_kl")),
+        Case(distillation=("top_k", "reverse_kl")),
+        PADDED,
+        OFFLOADED,
+        critic(layers=3),
+        adapted(layers=3, gradient_checkpointing="selective"),
+    ],
     "pp 4": [DEEP, qwen3(layers=8)],
     "pp 2, dp 2": [moe(reshard_after_forward=False, share_prefixes="always", layers=3)],
     "pp 2, copies 2": [PADDED, CHECKPOINTED],
@@ -170,6 +209,9 @@ def model(folder: Path, case: Case = PLAIN) -> str:
         save_tiny_model(path, case.family, **settings)
         if case.head == "value":
             reward_model(num_hidden_layers=case.layers).save_pretrained(path)
+    if case.distillation[0] and not Path(teacher_of(str(path))).exists():
+        sizes = {"hidden_size": 24, "vocab_size": TEACHERS_VOCABULARY, "num_hidden_layers": case.layers}
+        save_tiny_model(Path(teacher_of(str(path))), case.family, **sizes)
     return str(path)
 
 

@@ -1,5 +1,6 @@
 """Tiny random models, their sequences, and the reference that packing must equal."""
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -91,6 +92,14 @@ def save_tiny_model(path: Path, family: str = "qwen2", **overrides: object) -> s
     return str(path)
 
 
+TEACHERS_VOCABULARY = 41  # its table is larger than the student's
+
+
+def teacher_of(path: str) -> str:
+    """The folder beside a student's with its teacher."""
+    return f"{path}-teacher"
+
+
 def save_tokenizer(path: Path, size: int) -> None:
     vocabulary = {f"t{index}": index for index in range(size)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="t0"))
@@ -153,16 +162,25 @@ def unpacked_log_probs(
     """(log_probs, entropy), each [L], of every sequence run alone by transformers' own forward pass; position 0 holds
     0.
     """
+    return log_probs_in(unpacked_distributions(model, sequences, temperature), sequences)
+
+
+def log_probs_in(distributions: Iterable[Tensor], sequences: DataProto) -> list[tuple[Tensor, Tensor]]:
+    """(log_probs, entropy) of the sequences' own tokens, from `unpacked_distributions`."""
     outputs = []
-    for index in range(len(sequences)):
-        ids = sequences.slice(index, index + 1).tokens["input_ids"]
-        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1] / temperature
-        all_log_probs = logits.log_softmax(-1)
+    each = sequences.tokens["input_ids"].split(sequences.lengths.tolist())
+    for ids, all_log_probs in zip(each, distributions, strict=True):
         log_probs = all_log_probs.gather(-1, ids[1:, None]).squeeze(-1)
         entropy = -(all_log_probs.exp() * all_log_probs).sum(-1)
-        zero = logits.new_zeros(1)
+        zero = log_probs.new_zeros(1)
         outputs.append((torch.cat([zero, log_probs]), torch.cat([zero, entropy])))
     return outputs
+
+
+def unpacked_distributions(model: PreTrainedModel, sequences: DataProto, temperature: float = 1.0) -> Iterator[Tensor]:
+    """Log-probs [L - 1, V] of every sequence's tokens from its second on."""
+    for ids in sequences.tokens["input_ids"].split(sequences.lengths.tolist()):
+        yield (model(input_ids=ids[None], use_cache=False).logits[0, :-1] / temperature).log_softmax(-1)
 
 
 def reward_model(**overrides: object) -> PreTrainedModel:

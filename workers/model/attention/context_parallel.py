@@ -47,6 +47,7 @@ def cut(row: PackedRow, group: ProcessGroup, device: torch.device) -> PackedRow:
         position_ids=row.position_ids[:, positions],
         predicting=predicting[mine],
         targets=row.targets[mine],
+        teacher={name: values[mine] for name, values in row.teacher.items()},
         cells=place[row.cells],
         source=row.source[positions],
         whole=lambda values: gather_tokens(values, selected, len(row.targets), group),

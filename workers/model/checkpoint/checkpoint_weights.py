@@ -112,10 +112,17 @@ class CheckpointWeights:
     def _converted(
         self, conversion: Conversion, shards: Mapping[str, Shard], dtype: torch.dtype | None, keeper: int | None
     ) -> dict[str, Tensor]:
-        whole = {name: self._whole(name, shards, dtype) for name in conversion}
+        whole = {name: self._gathered(name, shards, dtype) for name in conversion}
         return revert_weight_conversion(self.model, whole) if keeper in (None, dist.get_rank()) else {}
 
-    def _whole(self, name: str, shards: Mapping[str, Shard], dtype: torch.dtype | None) -> Tensor:
+    def has(self, name: str) -> bool:
+        return name in self._empty
+
+    def whole(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a weight by its name in memory, on every rank. Collective."""
+        return self._gathered(name, self._current_shards(), dtype)
+
+    def _gathered(self, name: str, shards: Mapping[str, Shard], dtype: torch.dtype | None) -> Tensor:
         holder = self._stage.holder_of(name)
         # Cast before: fewer bytes travel.
         mine = full_tensor(shards[name].on(self._device, dtype)) if holder == self._stage.index else None

@@ -6,7 +6,7 @@
 N predicted tokens (those with `loss_mask`), B sequences of the micro-batch.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -19,8 +19,9 @@ from workers.dataproto import ROUTED_EXPERTS, DataProto
 from workers.errors import DataError
 from workers.metrics import Metric, Metrics, Reduction, merge
 from workers.model.copies import to_device
-from workers.model.rows.packing import ModelInput
+from workers.model.rows.packing import TEACHER_COLUMNS, ModelInput
 
+NOT_OF_LOSSES = {ROUTED_EXPERTS, *TEACHER_COLUMNS}
 Tokens = TypeVar("Tokens", bound="PackedTokens")
 
 
@@ -91,27 +92,33 @@ class PackedTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class Predictions(PackedTokens):
-    """Predictions of a language model. log_probs, entropy: float32 [N] (float64 for a float64 model), with gradient."""
+    """Predictions of a language model. log_probs, entropy: float32 [N] (float64 for a float64 model), with gradient.
+
+    divergence: from a teacher, see `workers.model.divergence`, or None.
+    """
 
     log_probs: Tensor
     entropy: Tensor
+    divergence: Tensor | None = None
 
     @classmethod
-    def gather(cls, log_probs: Tensor, entropy: Tensor, sequences: DataProto, rows: ModelInput) -> "Predictions":
-        """Join the model's outputs [N] with the columns of the micro-batch."""
-        return cls(log_probs=log_probs, entropy=entropy, **columns_at(sequences, rows, log_probs.device))
+    def gather(cls, outputs: Sequence[Tensor], sequences: DataProto, rows: ModelInput) -> "Predictions":
+        """Join the model's outputs [N], in the order of the fields, with the columns of the micro-batch."""
+        names = ("log_probs", "entropy", "divergence")
+        return cls(**dict(zip(names, outputs, strict=False)), **columns_at(sequences, rows, outputs[0].device))
 
     def sequences(self) -> Iterator["Predictions"]:
         for sequence, start, stop in self._bounds():
-            outputs = {"log_probs": self.log_probs[start:stop], "entropy": self.entropy[start:stop]}
-            yield self._part(sequence, start, stop, **outputs)
+            outputs = {"log_probs": self.log_probs, "entropy": self.entropy, "divergence": self.divergence}
+            found = {name: values[start:stop] for name, values in outputs.items() if values is not None}
+            yield self._part(sequence, start, stop, **found)
 
 
 def columns_at(sequences: DataProto, rows: ModelInput, device: torch.device) -> dict[str, Any]:
     """Return the fields of `PackedTokens`, on `device`."""
     owner = rows.sequence_index
     columns = {name: values[owner] for name, values in sequences.columns.items()}
-    read = {name: values for name, values in sequences.tokens.items() if name != ROUTED_EXPERTS}
+    read = {name: values for name, values in sequences.tokens.items() if name not in NOT_OF_LOSSES}
     columns |= {name: values[rows.loss_positions] for name, values in read.items()}
     sequence_index, *sent = to_device(device, owner, *columns.values())
     return {

@@ -18,7 +18,7 @@ from torch import Tensor
 from workers.config import LossConfig
 from workers.dataproto import DataProto
 from workers.errors import ConfigError, DataError
-from workers.loss_config import check_policy_loss, undecorated
+from workers.loss_config import DistillationConfig, check_policy_loss, undecorated
 from workers.model.losses.aggregation import Denominators, aggregate
 from workers.model.losses.correction import correction_weights, rollout_mismatch
 from workers.model.losses.kl import bounded_exp, kl_estimate, kl_of_loss
@@ -118,16 +118,24 @@ def make_policy_loss(config: LossConfig) -> "PolicyObjective":
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """Combine a policy loss with rollout correction, KL to the reference, entropy and aggregation.
+    """Combine a policy loss with rollout correction, KL to the reference, entropy, distillation and aggregation.
 
-        loss = sum_t weight_t (c_t L_t + c_kl KL_t - c_entropy H_t)
+        loss = sum_t weight_t (c_t L_t + c_kl KL_t - c_entropy H_t + c_distillation D_t)
 
-    L_t: the registered loss, c_t: see `correction_weights`, KL_t: see `kl_of_loss`, H_t: entropy in nats, weight_t: see
-    `token_weights`. Needs `reference_log_probs` if kl_coefficient > 0, and the columns of the loss.
+    L_t: the registered loss, c_t: see `correction_weights`, KL_t: see `kl_of_loss`, H_t: entropy in nats, D_t: see
+    `linear_divergence`, weight_t: see `token_weights`. Over sampled tokens alone, L_t is the registered loss plus
+    c_distillation r_t (log pi(y_t) - log teacher(y_t)), whose second factor has no gradient (Lu et al. 2025,
+    thinkingmachines.ai/blog/on-policy-distillation).
+
+    Needs `reference_log_probs` if kl_coefficient > 0, and the columns of the loss.
     """
 
     loss: PolicyLoss
     config: LossConfig
+
+    @property
+    def distillation(self) -> DistillationConfig:
+        return self.config.distillation
 
     @property
     def aggregation(self) -> str:
@@ -148,6 +156,11 @@ class PolicyObjective:
                     f"{type(statistic).__name__}. Wrap it by mean(values) or total(value) of workers.model.losses."
                 )
         statistics = statistics | {"entropy": mean(predictions.entropy), **rollout_mismatch(predictions)}
+        taught = config.distillation
+        if taught.coefficient and taught.over == "token":
+            distance = (predictions.log_probs - predictions["teacher_log_probs"]).detach()
+            losses = losses + taught.coefficient * ratio_to_old(predictions) * distance
+            statistics["teacher_divergence"] = mean(distance)
         weights, corrections = correction_weights(predictions, config.rollout_correction)
         if weights is not None:
             losses = losses * weights
@@ -158,6 +171,10 @@ class PolicyObjective:
             kl = kl_of_loss(log_ratio, ratio_to_old(predictions), config.kl_estimator, config.kl_correction)
             losses = losses + config.kl_coefficient * kl
             statistics["reference_kl"] = mean(kl)
+        if taught.compares_distributions:
+            assert predictions.divergence is not None
+            losses = losses + taught.coefficient * predictions.divergence
+            statistics["teacher_divergence"] = mean(predictions.divergence)
         loss = aggregate(losses, predictions, denominators, self.aggregation, config.constant_length)
         return loss, {"loss": total(loss), **statistics, **corrections}
 

@@ -13,8 +13,8 @@ model would accept silently, or that would end in a CUDA assertion.
 Shapes: T tokens of all sequences, B sequences, N predicted tokens (those with `loss_mask`), R rows of W cells.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +23,9 @@ from torch import Tensor
 from balancing.alignment import zigzag_positions
 from workers.dataproto import DataProto
 from workers.errors import ConfigError, DataError
+
+TEACHER_COLUMNS = ("teacher_hidden", "teacher_top_ids", "teacher_top_log_probs")
+"""Token columns that the student's output layer reads, see `workers.model.distillation`."""
 
 
 def _same(values: Tensor) -> Tensor:
@@ -38,6 +41,8 @@ class ModelInput:
     the cell of each token, counted row by row, -1 on other ranks. Shared tokens have one cell. source: int64 [R * W],
     the token in each cell, along the ragged axis of the sequences, -1 for padding.
 
+    teacher: columns of a teacher at the targets, [n, ...] each, those of `TEACHER_COLUMNS` that the sequences have.
+
     loss_positions: int64 [N], every token with `loss_mask`, along the ragged axis. sequence_index: int64 [N], its
     sequence. whole: values [n, ...] of this part -> [N, ...], on every rank that shares the rows.
 
@@ -52,6 +57,7 @@ class ModelInput:
     source: Tensor
     loss_positions: Tensor
     sequence_index: Tensor
+    teacher: Mapping[str, Tensor] = field(default_factory=dict)
     whole: Callable[[Tensor], Tensor] = _same
     attention: Any = None
     attention_mask: Tensor | None = None
@@ -127,7 +133,7 @@ def sequence_cells(sequences: DataProto, first_cells: Tensor) -> Tensor:
     return torch.arange(sequences.num_tokens) + torch.repeat_interleave(shift, sequences.lengths)
 
 
-def place(sequences: DataProto, cells: Tensor, shape: tuple[int, int]) -> dict[str, Tensor]:
+def place(sequences: DataProto, cells: Tensor, shape: tuple[int, int]) -> dict[str, Any]:
     """Return the fields of a ModelInput of `shape` (R, W) with tokens in `cells` int64 [T]. Raises as `pack` does."""
     owner, starts = sequences.owner, cumulative(sequences.lengths)[:-1]
     tokens, loss_mask = sequences.tokens["input_ids"].cpu(), sequences.tokens["loss_mask"].cpu()
@@ -135,6 +141,7 @@ def place(sequences: DataProto, cells: Tensor, shape: tuple[int, int]) -> dict[s
         index = int(loss_mask[starts].nonzero()[0])
         raise DataError(f"loss_mask marks the first token of sequence {index}, which no token predicts")
     loss_positions = loss_mask.nonzero().squeeze(1)
+    columns = [name for name in TEACHER_COLUMNS if name in sequences.tokens]
     return {
         "input_ids": _fill(cells, tokens, shape),
         "position_ids": _fill(cells, torch.arange(len(owner)) - starts[owner], shape),
@@ -143,6 +150,7 @@ def place(sequences: DataProto, cells: Tensor, shape: tuple[int, int]) -> dict[s
         "loss_positions": loss_positions,
         "predicting": cells[loss_positions - 1],
         "targets": tokens[loss_positions],
+        "teacher": {name: sequences.tokens[name][loss_positions] for name in columns},
         "sequence_index": owner[loss_positions],
     }
 

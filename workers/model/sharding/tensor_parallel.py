@@ -11,8 +11,7 @@ torch's `parallelize_module` shards before FSDP2, which shards each part again (
 tp: `balancing.alignment.length_multiple`.
 """
 
-from typing import Any
-
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -68,18 +67,15 @@ def share_model(model: PreTrainedModel, mesh: DeviceMesh) -> None:
         _parallelize(model, mesh, {"lm_head": ColwiseParallel()})
 
 
-def own_vocabulary(head: nn.Module) -> dict[str, Any]:
+def own_vocabulary(head: nn.Module) -> tuple[tuple[Tensor, Tensor | None], tuple[dist.ProcessGroup | None, int]]:
+    """Return (weight, bias) of this rank's tokens, and (ranks that share the vocabulary, or None, the first's id)."""
     weight, bias = head.weight, head.bias
     if not isinstance(weight, DTensor):
-        return {"weight": weight, "bias": bias}
+        return (weight, bias), (None, 0)
     mesh, vocabulary = weight.device_mesh, weight.shape[0]
     rows = -(-vocabulary // mesh.size())  # on all ranks except the last ones, which get the rest
-    return {
-        "weight": weight.to_local(),
-        "bias": None if bias is None else bias.to_local(),
-        "group": mesh.get_group(),
-        "first_id": min(mesh.get_local_rank() * rows, vocabulary),
-    }
+    first = min(mesh.get_local_rank() * rows, vocabulary)
+    return (weight.to_local(), None if bias is None else bias.to_local()), (mesh.get_group(), first)
 
 
 def _layer_plan() -> dict[str, ParallelStyle]:

@@ -14,7 +14,7 @@ def predictions_of(sequences: DataProto, log_probs: Tensor) -> Predictions:
     """As if the model gave `log_probs` [T]; the entropy is made up from them."""
     row = pack(sequences)
     chosen = log_probs[row.loss_positions]
-    return Predictions.gather(chosen, 0.5 * chosen**2, sequences, row)
+    return Predictions.gather((chosen, 0.5 * chosen**2), sequences, row)
 
 
 def tokens_of(log_probs: list[float], lengths: list[int] | None = None, **columns: list[float]) -> Predictions:

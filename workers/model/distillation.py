@@ -1,0 +1,97 @@
+"""What teacher and student read at their output layers, for `algorithm.loss.distillation`.
+
+    teacher: TopTokens --> teacher_top_ids, teacher_top_log_probs     HiddenStates --> teacher_hidden
+             its layer, once, on the host --TeacherLayer.of--> every student's rank
+    student: Distilled --> log-probs, entropy and the divergence from these columns
+
+Logits exist for a chunk of tokens at a time, and never travel.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workers.loss_config import DistillationConfig
+from workers.model.divergence import TeacherLayer, linear_divergence, top_log_probs
+from workers.model.logprobs import Head, OutputLayer, log_probs_of
+from workers.model.rows.packing import ModelInput
+
+
+@dataclass(frozen=True)
+class WholeLayer:
+    """A teacher's output layer on the host. weight: [V, H'], bias: [V] or None, NumPy, bfloat16 as int16."""
+
+    weight: Any
+    bias: Any
+    softcap: float | None
+    factor: float
+    dtype: torch.dtype
+
+    def on(self, layer: OutputLayer) -> TeacherLayer:
+        """Return the part of the tokens that this rank has in the student's `layer`, on its device."""
+        head = layer.head
+        rows = slice(head.first_id, head.first_id + len(layer.weight))
+        weight, bias = (
+            None if each is None else as_tensor(np.array(each[rows]), self.dtype).to(layer.weight.device)
+            for each in (self.weight, self.bias)
+        )
+        return TeacherLayer(weight, bias, Head(head.temperature, self.softcap, self.factor, head.group, head.first_id))
+
+
+def as_numpy(values: Tensor) -> Any:
+    """Return a tensor as NumPy, bfloat16 as int16, which `as_tensor` reverses."""
+    return (values.view(torch.int16) if values.dtype == torch.bfloat16 else values).cpu().numpy()
+
+
+def as_tensor(values: Any, dtype: torch.dtype) -> Tensor:
+    found = torch.as_tensor(values)
+    return found.view(dtype) if dtype == torch.bfloat16 and found.dtype == torch.int16 else found
+
+
+@dataclass(frozen=True)
+class TopTokens:
+    """Read the `count` likeliest of the first `tokens` tokens."""
+
+    count: int
+    tokens: int
+
+    def __call__(self, rows: ModelInput, layer: OutputLayer) -> tuple[Tensor, ...]:
+        return top_log_probs(layer, count=self.count, tokens=self.tokens)
+
+
+def hidden_states(rows: ModelInput, layer: OutputLayer) -> tuple[Tensor, ...]:
+    return (layer.hidden.clone(),)  # FSDP needs outputs that are not views
+
+
+@dataclass
+class Distilled:
+    """Read log-probs, entropy and the divergence from a teacher. whole: its layer, over the vocabulary."""
+
+    divergence: str
+    whole: WholeLayer | None = None
+    own: TeacherLayer | None = None
+
+    def __call__(self, rows: ModelInput, layer: OutputLayer) -> tuple[Tensor, ...]:
+        found = log_probs_of(layer, rows.targets)
+        if not len(rows.targets):  # such as of a rank without sequences, which have no columns
+            return *found, found[0]
+        given = rows.teacher
+        if self.whole is None:
+            top = {"ids": given["teacher_top_ids"].long(), "log_probs": given["teacher_top_log_probs"]}
+            return *found, linear_divergence(layer, self.divergence, **top)
+        if self.own is None:
+            self.own = self.whole.on(layer)
+        hidden = as_tensor(given["teacher_hidden"], self.whole.dtype)
+        divergence = linear_divergence(layer, self.divergence, teacher=self.own, teacher_hidden=hidden)
+        return *found, divergence
+
+
+def distilled(loss_function: Any, whole: WholeLayer | None) -> Distilled | None:
+    """Return what a student with this loss reads, or None if its loss needs no divergence."""
+    settings: DistillationConfig | None = getattr(loss_function, "distillation", None)
+    if settings is None or not settings.compares_distributions:
+        return None
+    return Distilled(settings.divergence, whole if settings.over == "vocabulary" else None)
