@@ -245,6 +245,8 @@ def test_whole_gradients_are_measured_where_their_reduction_is_put_off(documenta
         (("policy.parallel.context_parallel=2", "policy.parallel.context_parallel_method=ring"), 0.3),
         (("policy.reshard_after_forward=false",), 1.01),
         (("model.gradient_checkpointing=none",), 1.5),
+        (("model.gradient_checkpointing=selective", "model.compile=never"), 1.2),
+        (("model.gradient_checkpointing=selective",), 1.01),
         (("policy.max_tokens_per_micro_batch=32768",), 1.2),
     ],
     ids=lambda given: given[0].partition("=")[0] if isinstance(given, tuple) else "",
