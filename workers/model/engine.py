@@ -171,7 +171,7 @@ class TrainingEngine:
         compiled = compiles(self.model_config, self.parallel.config, cuda=self.device.type == "cuda")
         checkpoint_layers(self.module.model, self.module.layers, self.model_config, compiled=compiled)
         if compiled:
-            compile_layers(self.module.layers)
+            compile_layers(self.module.layers, shares_experts=self.parallel.config.expert_parallel > 1)
         shard_model(
             self.module,
             self.module.layers,

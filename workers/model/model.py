@@ -349,15 +349,18 @@ def _check_path(path: str) -> None:
 BACKEND = "inductor"  # CPU tests use a backend that only traces
 
 
-def compile_layers(layers: Iterable[nn.Module]) -> None:
-    """Compile the forward pass of each layer, in place, on its first run. Call before `shard_model`."""
+def compile_layers(layers: Iterable[nn.Module], *, shares_experts: bool) -> None:
+    """Compile the forward pass of each layer, in place, on its first run. Call before `shard_model`.
+
+    shares_experts: whether ranks share the experts, which then run as they are: their sizes differ in every pass.
+    """
     compiled = partial(torch.compile, dynamic=True, backend=BACKEND, recompile_limit=MOST_GRAPHS)
     AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(ballast_packed))
     for layer in layers:
         experts = find_experts(layer)
         for block in blocks_with_experts(layer):
             for part in block.children():
-                if part in experts or any(part.children()):  # experts, shared ones, but no router
+                if not shares_experts if part in experts else any(part.children()):  # shared experts, but no router
                     part.forward = compiled(part.forward)
             block.forward = torch.compiler.disable(block.forward)
         layer.forward = compiled(layer.forward)
