@@ -110,6 +110,12 @@ class ParallelConfig:
     )
 
 
+CPU_OFFLOAD = (
+    "What host memory keeps. `optimizer`: the optimiser's state, which comes to the GPU by parts in each step. `all`: "
+    "parameters and gradients too (FSDP2), copied in every micro-batch."
+)
+
+
 @dataclass
 class PolicyConfig:
     only_with = (
@@ -142,10 +148,13 @@ class PolicyConfig:
     forward_min_micro_batches: int = setting(
         1, "Minimum micro-batches per rank in a forward-only pass of any training role.", minimum=1
     )
-    cpu_offload: bool = setting(False, "Keep parameters, gradients and optimiser state in host memory (FSDP2).")
+    cpu_offload: str = setting("none", CPU_OFFLOAD, choices=("none", "optimizer", "all"))
     reshard_after_forward: bool = setting(True, "Free gathered parameters after each layer's forward pass (FSDP2).")
     threads: int = setting(
-        0, "CPU threads of a worker. 0 divides the node's cores among the role's workers.", minimum=0, maximum=10_000
+        0,
+        "CPU threads of a worker. 0 divides a node's cores among the role's workers on it.",
+        minimum=0,
+        maximum=10_000,
     )
     max_mismatch: float = setting(
         0.5,
@@ -511,6 +520,6 @@ class CriticConfig:
         0, "Cap on sequences of a forward-only micro-batch. 0 uses critic.max_sequences_per_micro_batch.", minimum=0
     )
     warmup_steps: int = setting(0, "Steps at the start of a run that train only the critic.", minimum=0)
-    cpu_offload: bool = setting(False, "Keep parameters, gradients and optimiser state in host memory (FSDP2).")
+    cpu_offload: str = setting("none", CPU_OFFLOAD, choices=("none", "optimizer", "all"))
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(learning_rate=1e-5))
     loss: ValueLossConfig = field(default_factory=ValueLossConfig)

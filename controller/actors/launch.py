@@ -405,11 +405,12 @@ def worker_arguments(config: TrainingConfig, role: str, total_steps: int = 1) ->
         "temperature": config.temperature,
         "threads": config.policy.threads,
         "parallel": config.policy.parallel,
-        "cpu_offload": settings.cpu_offload,
+        "cpu_offload": settings.cpu_offload in (True, "all"),
     }
     if role in LEARNING:
         arguments |= {
             "optimizer": settings.optimizer,
+            "optimizer_offload": settings.cpu_offload == "optimizer",
             "total_steps": total_steps,
             "reshard_after_forward": config.policy.reshard_after_forward,
         }

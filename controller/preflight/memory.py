@@ -176,11 +176,16 @@ def _role(config: TrainingConfig, role: str) -> dict[str, Any]:
             if of == role
         },
         "cpu_offload": _is_offloaded(config, role),
+        "optimizer_offload": _offloads_optimizer(config, role),
     }
 
 
 def _is_offloaded(config: TrainingConfig, role: str) -> bool:
-    return bool(value_of(config, f"{SECTIONS[role]}.cpu_offload"))
+    return value_of(config, f"{SECTIONS[role]}.cpu_offload") in (True, "all")
+
+
+def _offloads_optimizer(config: TrainingConfig, role: str) -> bool:
+    return bool(value_of(config, f"{SECTIONS[role]}.cpu_offload") == "optimizer")
 
 
 def _cache_file(asked: Mapping[str, Any]) -> Path:
@@ -230,6 +235,8 @@ def host_memory(config: Config, memory: Memory, ranks: int) -> Parts:
     for role, size in sizes.items():
         if _is_offloaded(config, role):
             parts[role] = (4 * size["parameters"] + 12 * size["trained"]) * share / GIB
+        elif _offloads_optimizer(config, role):
+            parts[role] = 8 * size["trained"] * share / GIB
     if config.run.checkpoint_every:  # the copy being written, and a file of 1 GiB a rank
         parts["checkpoint"] = 12 * sum(size["trained"] for size in sizes.values()) * share / GIB + ranks
     if config.rollout.weight_sync == "delta":  # rank 0's copy, whole weights and deltas in the object store
@@ -316,7 +323,9 @@ def check_memory(config: Config, memory: Memory, host: Parts, cluster: Cluster) 
 
 def _advice(config: Config, largest: str, name: str) -> str:
     if largest != "the pass":
-        return f"raise policy.data_parallel, or set {SECTIONS[largest]}.cpu_offload=true"
+        key = f"{SECTIONS[largest]}.cpu_offload"
+        more = {"none": "optimizer", "optimizer": "all"}.get(value_of(config, key), "true")
+        return f"raise policy.data_parallel, or set {key}={more}"
     cap = config.limits[name].cap
     if name.endswith("update") and config.model.gradient_checkpointing == "none":
         return f"set model.gradient_checkpointing=auto or lower {cap}"

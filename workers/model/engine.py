@@ -79,6 +79,7 @@ class TrainingEngine:
     total_steps: optimiser steps of the run, for the schedule. temperature: divides the logits, as in the rollouts.
     parallel: how ranks share sequences and layers, or None to shard parameters over all. head: `lm` for log-probs,
     `value` for a critic's values (`value_head.py`). check_numerics: compare with the model's own forward pass.
+    cpu_offload: keep parameters, gradients and optimiser state in host memory. optimizer_offload: the state alone.
 
     Raises ConfigError or UnsupportedModelError, on every rank, if the model cannot be loaded or packed.
     """
@@ -91,6 +92,7 @@ class TrainingEngine:
         total_steps: int,
         device: torch.device | str,
         cpu_offload: bool = False,
+        optimizer_offload: bool = False,
         reshard_after_forward: bool = True,
         temperature: float = 1.0,
         parallel: ParallelConfig | None = None,
@@ -143,7 +145,7 @@ class TrainingEngine:
         )
         self.stored_dtype = stored_dtype(model_config.path, parameter_dtype)
         if optimizer is not None:
-            self.optimizer = make_optimizer(self.module.parameters(), optimizer)
+            self.optimizer = make_optimizer(self.module.parameters(), optimizer, offload=optimizer_offload)
             self.schedule = make_schedule(self.optimizer, optimizer, total_steps)
             self.nonfinite_guard = NonfiniteGuard(optimizer.max_skipped_steps)
         if check_numerics:

@@ -52,6 +52,7 @@ class Role:
     trains: bool
     tokens: dict[str, int]
     cpu_offload: bool
+    optimizer_offload: bool
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> "Role":
@@ -165,6 +166,7 @@ def _bytes_at(role: Role, layers: int, request: Mapping[str, Any]) -> dict[str, 
             total_steps=1,
             device=f"{DEVICE}:0",
             cpu_offload=role.cpu_offload,
+            optimizer_offload=role.optimizer_offload,
             reshard_after_forward=request["reshard_after_forward"],
             parallel=ParallelConfig(**request["parallel"]),
             head=role.head,

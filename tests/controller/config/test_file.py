@@ -227,6 +227,10 @@ def test_old_names_are_read_and_one_line_says_the_new_ones(tmp_path: Path, capsy
     assert (config.policy.data_parallel, config.policy.max_tokens_per_micro_batch) == (2, 96)
     assert (config.data.overlong_prompts, config.rollout.gpu_memory_utilization) == ("error", 0.75)
     assert config.run.on_data_change == "restart"
+    for given, read in (("true", "all"), ("false", "none"), ("optimizer", "optimizer")):  # a bool in 0.2
+        assert load(None, ["model.path=m", f"policy.cpu_offload={given}"]).policy.cpu_offload == read
+    with refused("policy.optimizer.schedule"):
+        load(None, ["model.path=m", "policy.optimizer.schedule=true"])
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 3 and said[0].startswith(f"{file}: policy.ranks is now policy.data_parallel, policy.max_tokens")
     assert load_as(SftConfig, None, ["model.path=m", "data.over_long=error"]).data.overlong_records == "error"

@@ -60,7 +60,7 @@ batch.mini_batches=1 batch.epochs=2 algorithm.loss.clip_low=0.1 policy.forward_m
 batch.mini_batches=1 batch.epochs=2 algorithm.loss.name=clip_cov
 CUSTOM algorithm.loss.columns=solution algorithm.loss.old_entropies=true
 CUSTOM batch.mini_batches=1 algorithm.loss.old_entropies=true policy.forward_max_tokens_per_micro_batch=96
-resources.device=cuda policy.cpu_offload=true rollout.replicas=2
+resources.device=cuda policy.cpu_offload=all rollout.replicas=2
 resources.device=cuda rollout.placement=apart rollout.replicas=3 rollout.tensor_parallel=4
 validation.sampling.temperature=0
 rollout.weight_sync=delta model.dtype=bfloat16 rollout.replicas=2

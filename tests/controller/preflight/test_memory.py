@@ -96,7 +96,8 @@ def test_what_does_not_fit_says_what_to_change() -> None:
     tight = replace(EIGHT, gpu_gib=20.0)
     refuse("lower policy.max_tokens_per_micro_batch", eight_gpus(), tight)
     refuse("model.gradient_checkpointing=auto", eight_gpus("model.gradient_checkpointing=none"), tight)
-    refuse("policy.cpu_offload=true", eight_gpus(), policy=of_role(states=60, update=75))
+    refuse("policy.cpu_offload=optimizer", eight_gpus(), policy=of_role(states=60, update=75))
+    refuse("policy.cpu_offload=all", eight_gpus("policy.cpu_offload=optimizer"), policy=of_role(states=60, update=75))
     scorer = {"reward_model": of_role(states=65, scores=70)}
     refuse("reward.model.cpu_offload=true", eight_gpus(), **scorer)
     refuse("rollout.gpu_memory_utilization=0.1", eight_gpus("rollout.gpu_memory_utilization=0.1"))
@@ -140,7 +141,7 @@ def test_host_memory_has_what_is_read_offloaded_and_written() -> None:
     memory = Memory({"policy": POLICY, "reference": of_role(2 * 10**9, states=1, log_probs=2)})
     billion = 10**9 / GIB
     assert host_memory(eight_gpus(), memory, ranks=8) == {"model as it is read": pytest.approx(32 * billion)}
-    offload = ("policy.cpu_offload=true", "reference.cpu_offload=true", "run.checkpoint_every=10")
+    offload = ("policy.cpu_offload=all", "reference.cpu_offload=true", "run.checkpoint_every=10")
     config = eight_gpus(*offload, "policy.parallel.replicate=2", "model.activation_offload=true")
     assert host_memory(config, memory, ranks=4) == pytest.approx(
         {
@@ -151,6 +152,7 @@ def test_host_memory_has_what_is_read_offloaded_and_written() -> None:
             "activations": 4 * 2 * 4096 * 32 * config.policy.max_tokens_per_micro_batch / GIB,
         }
     )
+    assert host_memory(eight_gpus("policy.cpu_offload=optimizer"), memory, ranks=8)["policy"] == 8 * 8 * billion
 
 
 def small(*overrides: str) -> Config:
@@ -259,7 +261,7 @@ def test_every_layout_is_measured(documentation_workspace: Path, overrides: tupl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overrides", ["model.lora.rank=16", "policy.cpu_offload=true"])
+@pytest.mark.parametrize("overrides", ["model.lora.rank=16", "policy.cpu_offload=optimizer", "policy.cpu_offload=all"])
 def test_less_is_kept_on_a_gpu(documentation_workspace: Path, overrides: str) -> None:
     memory, plain = measure(small("policy.data_parallel=4", overrides)), measure(small("policy.data_parallel=4"))
     assert memory.kept.get("policy", 0.0) < 0.4 * plain.kept["policy"]

@@ -35,6 +35,7 @@ class Case:
     gradient_checkpointing: str = "none"
     recompute_num_layers: int = 0
     activation_offload: bool = False
+    optimizer_offload: bool = False
     layout: str = "packed"
     forward_layout: str = "same"
     length_multiple: int = 1

@@ -47,6 +47,7 @@ def build_engine(case: Case, path: str, parallel: ParallelConfig) -> TrainingEng
             compile="always" if case.compiled else "never",
         ),
         optimizer=OPTIMIZER,
+        optimizer_offload=case.optimizer_offload,
         total_steps=10,
         device="cpu",
         reshard_after_forward=case.reshard_after_forward,

@@ -58,7 +58,7 @@ FLOAT32 = Case(dtype="float32", reshard_after_forward=False)
 GATHERED = Case(reshard_after_forward=False, aggregation="sequence_mean_token_mean")
 CHECKPOINTED = Case("llama", aggregation="sequence_mean_token_sum", gradient_checkpointing="full")
 MIXED: dict[str, Any] = {"gradient_checkpointing": "full", "recompute_num_layers": 1}  # the others are selective
-OFFLOADED = Case("mistral", tied=False, activation_offload=True, **MIXED)
+OFFLOADED = Case("mistral", tied=False, activation_offload=True, optimizer_offload=True, **MIXED)
 SHARED = Case(share_prefixes="always", shared_by="level")
 BY_PATH = Case(share_prefixes="always", shared_by="path", aggregation="sequence_mean_token_sum_norm")
 BY_GROUP = Case(share_prefixes="always", aggregation="group_mean_token_mean")
@@ -157,7 +157,7 @@ CASES: dict[str, list[Case]] = {
         moe(router_replay="compare", router_losses=BOTH),
         moe(sizes=(("num_experts", 6),)),  # three experts of a rank do not divide over two
         moe(tied=True, dtype="float32", aggregation="sequence_mean_token_mean"),
-        moe(tied=True, activation_offload=True, **MIXED),
+        moe(tied=True, activation_offload=True, optimizer_offload=True, **MIXED),
         moe(tied=True, reshard_after_forward=False, layout="padded"),
     ],
     "dp 4, copies 2, ep 2": [moe("gpt_oss"), moe(router_losses=BOTH)],

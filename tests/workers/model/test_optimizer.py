@@ -1,9 +1,14 @@
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 from tests.refusals import refused
+from tests.workers.model.test_activations import LateCopies
+from tests.workers.rollout.stream_races import StreamRaces
 from workers.config import OptimizerConfig
-from workers.model.optimizer import make_optimizer, make_schedule, resume_schedule
+from workers.model.copies import CopyStream
+from workers.model.optimizer import make_optimizer, make_schedule, optimizer_state, resume_schedule
 
 
 def factors(config: OptimizerConfig, total_steps: int) -> list[float]:
@@ -67,3 +72,66 @@ def test_frozen_parameters_are_left_out():
     trainable, frozen = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1), requires_grad=False)
     optimizer = make_optimizer([trainable, frozen], OptimizerConfig())
     assert [parameter for group in optimizer.param_groups for parameter in group["params"]] == [trainable]
+
+
+SHAPES = [(3, 4), (5,), (40, 3), (2, 2), (7,), (6, 6), (0, 3), (1,)]
+
+
+def trained(offload: bool) -> list[torch.Tensor]:
+    """Weights and moments after three steps of buckets of at most 20 elements. One parameter skips the second step."""
+    generator = torch.Generator().manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.rand(shape, generator=generator)) for shape in SHAPES]
+    optimizer = make_optimizer(parameters, OptimizerConfig(learning_rate=0.1, weight_decay=0.1), offload=offload)
+    schedule = make_schedule(optimizer, OptimizerConfig(warmup_steps=2), 10)
+    for step in range(3):
+        for index, parameter in enumerate(parameters):
+            parameter.grad = torch.rand(parameter.shape, generator=generator)
+            if (step, index) == (1, 3):
+                parameter.grad = None
+        optimizer.step()
+        schedule.step()
+        moments = [part + 0 for state in optimizer_state(optimizer).values() for part in state.values()]  # read
+    return [*(parameter.detach() for parameter in parameters), *moments]
+
+
+class LateCopiesOfAStep(LateCopies):
+    def finish(self) -> None:
+        self.wait(len(self._copies) - 1)
+
+
+@pytest.fixture
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.model.optimizer.BUCKET", 20)
+
+
+def test_steps_with_the_state_in_host_memory_are_equal_to_the_bit(small_buckets, monkeypatch):
+    expected, streams = trained(False), []
+    assert all(map(torch.equal, trained(True), expected))
+    monkeypatch.setattr(
+        "workers.model.optimizer.copies_of", lambda _: streams.append(LateCopiesOfAStep()) or streams[-1]
+    )
+    assert all(map(torch.equal, trained(True), expected))
+    assert [stream.most_waiting for stream in streams] == [2, 2]
+
+
+@pytest.fixture
+def races(monkeypatch: pytest.MonkeyPatch) -> Iterator[StreamRaces]:
+    races = StreamRaces()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: races.new_stream())
+    monkeypatch.setattr(torch.cuda, "stream", races.stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", races.current_stream)
+    monkeypatch.setattr("workers.model.optimizer.copies_of", CopyStream)
+    with races:
+        yield races
+
+
+def test_copies_and_the_step_wait_for_each_other(small_buckets, races: StreamRaces):
+    trained(True)
+    assert not races.races
+
+
+@pytest.mark.parametrize("left_out", ["wait", "finish"])
+def test_a_step_that_does_not_wait_for_its_copies_races(small_buckets, races: StreamRaces, monkeypatch, left_out):
+    monkeypatch.setattr(CopyStream, left_out, lambda *_: None)
+    trained(True)
+    assert races.races

@@ -27,7 +27,13 @@ class Stream:
         self.name, self.ticks, self.seen = name, 0, {}
 
     def wait_stream(self, other: "Stream") -> None:
-        for stream, ticks in [*other.seen.items(), (other, other.ticks)]:
+        self.wait_event(other.record_event())
+
+    def record_event(self) -> dict["Stream", int]:
+        return {**self.seen, self: self.ticks}
+
+    def wait_event(self, event: dict["Stream", int]) -> None:
+        for stream, ticks in event.items():
             self.seen[stream] = max(ticks, self.seen.get(stream, 0))
 
     def has_seen(self, stream: "Stream", tick: int) -> bool:

@@ -45,8 +45,10 @@ def model(tmp_path_factory) -> str:
     return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def build(model: str) -> TrainingEngine:
-    return build_engine(model, optimizer=OPTIMIZER)
+def build(model: str, offload: bool = False) -> TrainingEngine:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("workers.model.optimizer.BUCKET", 1000)  # several, and some parameters are larger
+        return build_engine(model, optimizer=OPTIMIZER, offload=offload)
 
 
 def saved_at(engine: TrainingEngine, folder: Path, *steps: int) -> None:
@@ -77,8 +79,11 @@ def saved(model, tmp_path) -> Path:
     return tmp_path / "step-2"
 
 
-def test_training_goes_on_while_a_save_is_written_and_the_checkpoint_is_of_the_moment_it_began(model, tmp_path):
-    engine = build(model)
+@pytest.mark.parametrize("offload", [False, True])
+def test_training_goes_on_while_a_save_is_written_and_the_checkpoint_is_of_the_moment_it_began(
+    model, tmp_path, offload
+):
+    engine = build(model, offload)
     train(engine, range(2))
     before = weights(engine)
     engine.save_checkpoint(tmp_path / "step-2", step=2)
@@ -103,8 +108,8 @@ def test_a_checkpoint_before_the_first_step_changes_nothing_in_what_follows(mode
     assert_same(weights(resumed), weights(plain))
 
 
-def save_on_ranks(model: str, path: Path) -> list[float]:
-    engine = build(model)
+def save_on_ranks(model: str, path: Path, offload: bool) -> list[float]:
+    engine = build(model, offload)
     train(engine, range(2))
     torch.manual_seed(dist.get_rank())
     engine.save_checkpoint(path, step=2, extra={"prompts": 96})
@@ -113,18 +118,19 @@ def save_on_ranks(model: str, path: Path) -> list[float]:
     return draws
 
 
-def load_on_ranks(model: str, path: Path) -> tuple[dict[str, torch.Tensor], dict, list[float]]:
-    engine = build(model)
+def load_on_ranks(model: str, path: Path, offload: bool) -> tuple[dict[str, torch.Tensor], dict, list[float]]:
+    engine = build(model, offload)
     extra = engine.load_checkpoint(path)
     draws = torch.rand(3).tolist()
     train(engine, range(2, 4))
     return weights(engine), extra, draws
 
 
-@pytest.mark.parametrize(("writers", "readers"), [(2, 4), (4, 1), (2, 2)])
-def test_a_checkpoint_is_read_by_another_number_of_ranks(model, tmp_path, ranks: RankPool, writers, readers):
-    draws = ranks.run(save_on_ranks, writers, model, tmp_path / "step-2")
-    results = ranks.run(load_on_ranks, readers, model, tmp_path / "step-2")
+@pytest.mark.parametrize(("writers", "readers", "offload"), [(2, 4, "saved"), (4, 1, ""), (2, 2, "saved and loaded")])
+def test_a_checkpoint_is_read_by_another_number_of_ranks(model, tmp_path, ranks: RankPool, writers, readers, offload):
+    """offload: when optimiser state is in host memory. The weights are as without."""
+    draws = ranks.run(save_on_ranks, writers, model, tmp_path / "step-2", "saved" in offload)
+    results = ranks.run(load_on_ranks, readers, model, tmp_path / "step-2", "loaded" in offload)
     engine = build(model)
     train(engine, range(4))
     assert_same(results[0][0], weights(engine), 1e-9)
