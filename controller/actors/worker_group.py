@@ -200,7 +200,11 @@ class WorkerGroup:
     def _start(self, timeout_s: float, collective_timeout_s: float) -> None:
         built = [actor.address.remote() for actor in self.actors]
         addresses = GroupFuture(f"{self.role} start-up", self.names, built, lambda: ray.get(built)).result(timeout_s)
-        joined = [actor.join_group.remote(*addresses[0], collective_timeout_s) for actor in self.actors]
+        hosts = [host for host, _ in addresses]
+        joined = [
+            actor.join_group.remote(*addresses[0], collective_timeout_s, hosts.count(host))
+            for actor, host in zip(self.actors, hosts, strict=True)
+        ]
         GroupFuture(f"{self.role} process group", self.names, joined, lambda: None).result(timeout_s)
 
     def __getattr__(self, name: str) -> GroupMethod:

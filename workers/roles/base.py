@@ -27,12 +27,14 @@ class Worker:
     def __init__(
         self, role: str, coordinates: RankCoordinates, world_size: int, *, device: str = "cpu", threads: int = 0
     ) -> None:
-        """threads: of the CPU, or 0 for an equal share of the node's cores. Raises ConfigError without a GPU."""
+        """threads: of the CPU, or 0 for an equal share of the node's cores, from `join_group` on. Raises ConfigError
+        without a GPU.
+        """
         self.role = role
         self.coordinates = coordinates
         self.world_size = world_size
         keep_freed_memory()
-        torch.set_num_threads(threads or max(1, len(os.sched_getaffinity(0)) // world_size))
+        self._threads = threads
         if device == "cuda" and not torch.cuda.is_available():
             raise ConfigError(f"{role} needs a GPU, but torch sees none on this node. Check resources.device.")
         self.device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
@@ -50,8 +52,9 @@ class Worker:
             probe.bind(("", 0))
             return ray.util.get_node_ip_address(), probe.getsockname()[1]
 
-    def join_group(self, address: str, port: int, timeout_s: float) -> None:
-        """Start the role's process group. timeout_s: of a collective."""
+    def join_group(self, address: str, port: int, timeout_s: float, on_node: int) -> None:
+        """Start the role's process group. timeout_s: of a collective. on_node: the role's ranks on this node."""
+        torch.set_num_threads(self._threads or max(1, len(os.sched_getaffinity(0)) // on_node))
         os.environ.update(
             MASTER_ADDR=address,
             MASTER_PORT=str(port),

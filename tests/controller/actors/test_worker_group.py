@@ -1,6 +1,7 @@
 import os
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,9 +11,12 @@ import ray
 import torch
 
 from balancing import RankPlan, plan_batch
+from controller.actors.launch import worker_arguments
 from controller.actors.layout import Pool
 from controller.actors.resources import reserve
 from controller.actors.worker_group import LOST_SECONDS, GroupFuture, Share, WorkerGroup
+from controller.config import load
+from tests.controller.config_workspace import write_workspace
 from workers.dataproto import DataProto
 from workers.dispatch import Join, Split, dispatch
 from workers.errors import ResourceError, WorkerError
@@ -59,6 +63,18 @@ class ArithmeticWorker(Worker):
         torch.distributed.barrier()
 
 
+class OnTwoNodes(ArithmeticWorker):
+    """Rank 2 says that it is elsewhere."""
+
+    def address(self) -> tuple[str, int]:
+        host, port = super().address()
+        return ("10.9.9.9" if self.coordinates.index == 2 else host), port
+
+    @dispatch(Split.ALL)
+    def threads(self) -> int:
+        return torch.get_num_threads()
+
+
 def addresses() -> dict[str, list[str]]:
     """The addresses of every interface of this machine."""
     return {name: [each.address for each in found] for name, found in psutil.net_if_addrs().items()}
@@ -71,6 +87,33 @@ def group(ray_session) -> Iterator[WorkerGroup]:
     yield group
     group.stop()
     bundles.release()
+
+
+@pytest.mark.parametrize("threads", [0, 3])
+def test_the_ranks_of_a_node_share_its_cores(ray_session, threads: int) -> None:
+    bundles = reserve(Pool("nodes", ({"CPU": 0.5},) * 3), 30)
+    group = WorkerGroup("nodes", OnTwoNodes, bundles, Share(0.5), dp=3, arguments={"threads": threads})
+    try:
+        cores = len(os.sched_getaffinity(0))
+        assert group.threads() == ([threads] * 3 if threads else [max(1, cores // 2)] * 2 + [cores])
+    finally:
+        group.stop()
+        bundles.release()
+
+
+@pytest.mark.parametrize("value", ["none", "optimizer", "all"])
+def test_settings_of_offload_reach_the_ranks_that_train(tmp_path: Path, value: str) -> None:
+    overrides = [
+        "model.path=Qwen/Qwen3-30B-A3B",
+        f"policy.cpu_offload={value}",
+        "reference.cpu_offload=true",
+        "resources.device=cuda",
+    ]
+    config = load(write_workspace(tmp_path), overrides)
+    policy, reference = worker_arguments(config, "policy"), worker_arguments(config, "reference")
+    assert (policy["cpu_offload"], policy["optimizer_offload"]) == (value == "all", value == "optimizer")
+    assert reference["cpu_offload"]
+    assert "optimizer_offload" not in reference
 
 
 def batch_of(lengths: list[int]) -> RemoteBatch:
