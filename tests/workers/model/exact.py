@@ -55,8 +55,7 @@ def build_engine(case: Case, path: str, parallel: ParallelConfig) -> TrainingEng
         parallel=parallel,
         head=case.head,
     )
-    if case.dtype == "float64" or not case.compiled:  # compiled experts take the grouped product, in float32
-        keep_float64(case, engine.module.model)
+    keep_float64(case, engine.module.model)
     return engine
 
 

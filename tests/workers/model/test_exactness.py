@@ -181,14 +181,12 @@ CASES: dict[str, list[Case]] = {
 
 
 def compiled(case: Case = PLAIN, **settings: Any) -> Case:
-    """Mixtures in float32, whose grouped product is compiled."""
-    kept = {"dtype": "float32"} if case.family in ("qwen3_moe", "gpt_oss", "qwen2_moe") else {}
-    return replace(case, compiled=True, **{**kept, **settings})
+    return replace(case, compiled=True, **settings)
 
 
 COMPILED: dict[str, list[Case]] = {
-    "dp 1": [compiled(REPLAYED_CHECKPOINTED, share_prefixes="always")],
-    "pp 2, virtual 2, dp 2, ep 2": [compiled(REPLAYED_CHECKPOINTED, share_prefixes="always")],
+    "dp 1": [compiled(REPLAYED_CHECKPOINTED)],
+    "pp 2, virtual 2, dp 2, ep 2": [compiled(REPLAYED_CHECKPOINTED)],
     "dp 2, ep 2": [compiled(moe("gpt_oss", router_losses=BOTH)), compiled(moe("qwen2_moe"))],
     "ulysses 2": [compiled(PADDED), compiled(Case("mistral windowed"))],
     "ring 2": [compiled(GATHERED), compiled(SHARED)],
