@@ -26,6 +26,7 @@ from controller.config.file import value_of
 from controller.config.model_files import read_model_files
 from controller.observability.slow_work import log_if_slow
 from controller.preflight.cluster import Cluster
+from workers.config import LossConfig
 from workers.errors import ConfigError
 from workers.model_config import ATTENTION_KEPT, LIGHTER
 
@@ -144,13 +145,15 @@ def _measure(config: TrainingConfig, layers: tuple[int, ...]) -> Memory:
 
 def request(config: TrainingConfig, layers: tuple[int, ...] = LAYERS) -> dict[str, Any]:
     """Build the request for `workers.model.memory_trace.trace`. layers: the numbers of layers that are built."""
+    loss = config.algorithm.loss if isinstance(config, Config) else LossConfig()
     return {
         "ranks": config.training_workers,
         "layers": layers,
         "longest": config.longest_sequence,
         "parallel": asdict(config.policy.parallel),
         "reshard_after_forward": config.policy.reshard_after_forward,
-        "entropy_coefficient": config.algorithm.loss.entropy_coefficient if isinstance(config, Config) else 0.0,
+        "entropy_coefficient": loss.entropy_coefficient,
+        "distillation": asdict(loss.distillation),
         "roles": {role: _role(config, role) for role in config.training_roles},
     }
 

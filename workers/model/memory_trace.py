@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,9 @@ import torch
 
 from workers.config import LoraConfig, LossConfig, ModelConfig, OptimizerConfig, ParallelConfig, ValueLossConfig
 from workers.dataproto import DataProto
+from workers.loss_config import DistillationConfig
 from workers.model.checkpoint.lora import add_adapters
+from workers.model.distillation import WholeLayer, as_numpy
 from workers.model.engine import TrainingEngine
 from workers.model.fake_gpu import DEVICE, Ledger, fake_gpus
 from workers.model.losses import Denominators, make_policy_loss, make_value_loss
@@ -196,9 +198,34 @@ def _micro_batches(parallel: ParallelConfig, stage: int) -> int:
 def _update(engine: TrainingEngine, sequences: DataProto, micro_batches: list[tuple[int, int]], request: Any) -> None:
     loss: Callable[..., Any] = make_value_loss(ValueLossConfig())
     if engine.head == "lm":
-        loss = make_policy_loss(LossConfig(kl_coefficient=1.0, entropy_coefficient=request["entropy_coefficient"]))
+        taught = DistillationConfig(**request["distillation"])
+        entropy = request["entropy_coefficient"]
+        loss = make_policy_loss(LossConfig(kl_coefficient=1.0, entropy_coefficient=entropy, distillation=taught))
+        sequences = _with_teacher(engine, sequences, taught, request)
     engine.forward_backward(sequences, micro_batches, loss, Denominators.of(sequences))
     engine.optimizer_step()
+
+
+def _with_teacher(
+    engine: TrainingEngine, sequences: DataProto, taught: DistillationConfig, request: Mapping[str, Any]
+) -> DataProto:
+    """Add the columns that the policy reads of a teacher, and give it the teacher's output layer."""
+    tokens, top = sequences.num_tokens, taught.top_k
+    if not taught.coefficient:
+        return sequences
+    found = {"teacher_log_probs": torch.zeros(tokens)}
+    if taught.over == "top_k":
+        found = {
+            "teacher_top_ids": torch.zeros(tokens, top, dtype=torch.int64),
+            "teacher_top_log_probs": torch.zeros(tokens, top + 1),
+        }
+    if taught.over == "vocabulary":
+        text = request["roles"]["teacher"]["description"]
+        text = text.get("text_config") or text
+        layer = torch.zeros(text["vocab_size"], text["hidden_size"], dtype=engine.dtype)
+        engine.teacher_layer = WholeLayer(as_numpy(layer), None, None, 1.0, engine.dtype)
+        found = {"teacher_hidden": torch.zeros(tokens, text["hidden_size"], dtype=engine.dtype)}
+    return replace(sequences, tokens=sequences.tokens | found)
 
 
 def full_micro_batches(

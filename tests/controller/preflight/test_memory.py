@@ -187,6 +187,20 @@ def test_a_dry_run_measures_every_role_once(
     assert "training needs about" in capsys.readouterr().err
 
 
+def test_an_update_holds_what_distillation_adds(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over the vocabulary: the teacher's output layer, and rows of logits of both models."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(workspace / "cache"))
+    given = ("resources.device=cuda", "teacher.path=model", "algorithm.loss.distillation.coefficient=1")
+    chosen = [f"algorithm.loss.distillation.over={over}" for over in ("token", "top_k", "vocabulary")]
+    found = [measure(load(Path("config.yaml"), (*given, over))) for over in chosen]
+    assert [memory.problem for memory in found] == ["", "", ""]
+    token, top, vocabulary = (memory.passes["policy.update"]["the pass"] for memory in found)
+    text = json.loads((workspace / "model" / "config.json").read_text())
+    layer = 2 * text["vocab_size"] * text["hidden_size"] / 2**30
+    assert token < min(top, vocabulary - layer)
+    assert {"teacher.log_probs", "policy.update"} <= found[0].passes.keys()
+
+
 def test_what_is_not_measured_says_why(
     workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
