@@ -19,7 +19,7 @@ from workers.rollout.requests import GENERATION_STEP, VALIDATION_STEP
 
 TRAINING_KEYS = """
     run.steps run.save_every run.checkpoint_every run.keep_checkpoints run.resume run.on_data_change
-    run.log_completions run.record_samples run.step batch. algorithm. reference. critic. tracking.
+    run.log_completions run.record_samples run.step batch. algorithm. reference. teacher. critic. tracking.
     data.shuffle data.curriculum reward.overlong_ reward.truncated
     validation.every validation.at_start validation.keep_best
     rollout.placement rollout.max_staleness rollout.out_of_order_window rollout.kv_cache_after_update

@@ -34,7 +34,13 @@ def write_documentation_workspace(folder: Path) -> None:
     shutil.copytree(ROOT / "examples", folder / "examples", ignore=shutil.ignore_patterns("cache", "__pycache__"))
     shutil.copytree(ROOT / "configs", folder / "configs")
     shutil.copy(ROOT / "configs" / "grpo.yaml", folder / "mine.yaml")
-    for model in ("model", "models/policy", "examples/addition/cache/model", "examples/addition/cache/random"):
+    for model in (
+        "model",
+        "models/policy",
+        "models/teacher",
+        "examples/addition/cache/model",
+        "examples/addition/cache/random",
+    ):
         (folder / model).mkdir(parents=True, exist_ok=True)
         write_model(folder / model, max_position_embeddings=32_768)
     cache = folder / "examples" / "addition" / "cache"

@@ -145,7 +145,7 @@ print(ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(
 
 def test_time_output_and_processes_end(tools: Any) -> None:
     start = time.monotonic()
-    assert tools.run("print(1)", seconds=0.0) == "[stopped: took more than 0 s]"  # before the sandbox started
+    assert tools.run("print(1)", seconds=0.0).endswith("[stopped: took more than 0 s]")  # perhaps before it started
     assert tools.run("while True: pass", seconds=0.5) == "[stopped: took more than 0.5 s]"
     assert tools.run("import os, time\nos.close(1)\nos.close(2)\ntime.sleep(60)", seconds=0.5).startswith("[stopped")
     said = tools.python("while True: print('x' * 10**6)")

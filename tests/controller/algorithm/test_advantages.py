@@ -92,6 +92,7 @@ BY_PAPER: dict[str, Callable[[list[Row], Row], float]] = {
     "opo": opo_by_paper,
     "pass_at_k": pass_at_k_by_paper,
     "maxrl": maxrl_by_paper,
+    "none": lambda rows, row: 0.0,
 }
 # Multiples of 1/8: sums of them are exact, so that a group of equal rewards has a deviation of exactly 0.
 REWARD = st.integers(0, 64).map(lambda eighths: eighths / 8)

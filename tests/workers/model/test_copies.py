@@ -45,7 +45,7 @@ def waits_and_copies() -> dict[str, tuple[float, float]]:
 
     loss, found = make_policy_loss(LossConfig(kl_coefficient=0.1)), {}
     with fake_gpus(2), memory_trace._folder(TINY) as path:
-        model = ModelConfig(path=path, dtype="bfloat16", gradient_checkpointing=True)
+        model = ModelConfig(path=path, dtype="bfloat16", gradient_checkpointing="full")
         engine = TrainingEngine(model, optimizer=OptimizerConfig(), total_steps=1, device=f"{DEVICE}:0")
         sequences, cuts = memory_trace.full_micro_batches(256, 64, engine.vocabulary, 3, padded=False)
 
