@@ -17,6 +17,7 @@ from controller.config.sampler import SamplerConfig
 from controller.preflight.engine_checks import response_limit, samplings
 from workers.config import ModelConfig
 from workers.errors import BallastError, ConfigError
+from workers.loss_config import DistillationConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -76,6 +77,7 @@ def check_models(config: TrainingConfig) -> None:
         model = _model(config, role)
         if role.key == "teacher.path":
             _check_tokens(config, role)
+            _check_top(config, _vocabulary(policy))
         elif (found := _vocabulary(model)) != (expected := _vocabulary(policy)):
             raise ConfigError(
                 f"{role.key}={role.model.path}: it has {found} tokens and model.path={config.model.path} {expected}. "
@@ -121,6 +123,15 @@ def _check_tokens(config: TrainingConfig, role: Role) -> None:
         raise ConfigError(
             f"{role.key}={role.model.path}: its tokenizer gives {len(different):,} of the policy's {len(policy):,} "
             f"tokens other ids, such as {first!r}. Take a teacher with the tokenizer of model.path={config.model.path}."
+        )
+
+
+def _check_top(config: TrainingConfig, vocabulary: int) -> None:
+    settings = config.algorithm.loss.distillation if isinstance(config, Config) else DistillationConfig()
+    if settings.over == "top_k" and settings.top_k >= vocabulary:
+        raise ConfigError(
+            f"algorithm.loss.distillation.top_k={settings.top_k}: model.path={config.model.path} has {vocabulary} "
+            "tokens. Lower it, or set algorithm.loss.distillation.over=vocabulary."
         )
 
 

@@ -117,7 +117,9 @@ def test_settings_without_effect_are_refused(run: Run, setting: str, others: tup
     assert str(refused.value).startswith(setting)
 
 
-def test_a_teacher_that_reads_other_tokens_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_teacher_of_other_tokens_and_a_top_of_all_tokens_are_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(folder)
     shutil.copytree(folder / "teacher", folder / "foreign", dirs_exist_ok=True)
     file = folder / "foreign" / "tokenizer.json"
@@ -127,6 +129,10 @@ def test_a_teacher_that_reads_other_tokens_is_refused(folder: Path, monkeypatch:
     vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
     file.write_text(json.dumps(content))
     config = load(None, [*SETTINGS, *TAUGHT, "resources.device=cpu", "rollout.placement=shared_memory"])
+    with pytest.raises(ConfigError) as refused:
+        check_models(config)
+    assert str(refused.value).startswith("algorithm.loss.distillation.top_k=64")
+    config.algorithm.loss.distillation.top_k = 3
     check_models(config)
     config.teacher.path = "foreign"
     with pytest.raises(ConfigError) as refused:

@@ -1,7 +1,7 @@
 """What teacher and student read at their output layers, for `algorithm.loss.distillation`.
 
-    teacher: TopTokens --> teacher_top_ids, teacher_top_log_probs     HiddenStates --> teacher_hidden
-             its layer, once, on the host --TeacherLayer.of--> every student's rank
+    teacher: TopTokens --> teacher_top_ids, teacher_top_log_probs     hidden_states --> teacher_hidden
+             its WholeLayer, once, on the host --on--> TeacherLayer on each rank of the student
     student: Distilled --> log-probs, entropy and the divergence from these columns
 
 Logits exist for a chunk of tokens at a time, and never travel.
@@ -82,7 +82,7 @@ class Distilled:
         if self.whole is None:
             top = {"ids": given["teacher_top_ids"].long(), "log_probs": given["teacher_top_log_probs"]}
             return *found, linear_divergence(layer, self.divergence, **top)
-        if self.own is None:
+        if self.own is None:  # for one mini-batch, because colocated engines need the memory between updates
             self.own = self.whole.on(layer)
         hidden = as_tensor(given["teacher_hidden"], self.whole.dtype)
         divergence = linear_divergence(layer, self.divergence, teacher=self.own, teacher_hidden=hidden)
