@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from controller.fit import Inputs
     from tests.controller.stand_ins.roles import LocalRun
     from tests.controller.stand_ins.run import StandInRun, StandIns
+    from workers.remote_batch import RemoteBatch
 
 
 @pytest.fixture
@@ -54,3 +55,19 @@ def local_run(tmp_path: Path) -> "Iterator[Callable[..., LocalRun]]":
 
     with ExitStack() as stack:
         yield lambda *overrides: stack.enter_context(closing(LocalRun(tmp_path, *overrides)))
+
+
+@pytest.fixture
+def batches(monkeypatch: pytest.MonkeyPatch) -> "list[RemoteBatch]":
+    """The batch of every step, as the driver holds it."""
+    from controller import step
+
+    found: list[RemoteBatch] = []
+    learn = step.learn
+
+    def look(run, batch):
+        found.append(batch)
+        learn(run, batch)
+
+    monkeypatch.setattr(step, "learn", look)
+    return found

@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from controller import step
 from controller.config import load
 from controller.lifecycle.model_checks import check_models
 from tests.controller.stand_ins.run import SETTINGS, StandInRun, StandIns, write_stand_in_workspace
@@ -43,15 +42,6 @@ def run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     stand_ins.compute("float64")
     settings = [f"run.dir={tmp_path}", "policy.data_parallel=1", "data.validation=''", "rollout.placement=colocated"]
     return lambda *overrides: stand_ins.run([*settings, *overrides])
-
-
-@pytest.fixture
-def batches(monkeypatch: pytest.MonkeyPatch) -> list[RemoteBatch]:
-    """The batch of every step, as the driver holds it."""
-    found: list[RemoteBatch] = []
-    learn = step.learn
-    monkeypatch.setattr(step, "learn", lambda run, batch: (found.append(batch), learn(run, batch)))
-    return found
 
 
 @pytest.mark.parametrize(

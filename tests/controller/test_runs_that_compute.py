@@ -14,7 +14,6 @@ import torch
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from controller import step
 from controller.algorithm.advantages import sequence_advantages
 from controller.data.records import read_records
 from controller.lifecycle.inputs import loss_trial
@@ -76,20 +75,6 @@ def stand_ins(folder: Path, monkeypatch: pytest.MonkeyPatch) -> StandIns:
 def run(stand_ins: StandIns, tmp_path: Path) -> Run:
     settings = [f"run.dir={tmp_path}", "policy.data_parallel=1", "data.validation=''", "rollout.placement=colocated"]
     return lambda *overrides: stand_ins.run([*settings, *overrides])
-
-
-@pytest.fixture
-def batches(monkeypatch: pytest.MonkeyPatch) -> list[RemoteBatch]:
-    """The batch of every step, as the driver holds it."""
-    found: list[RemoteBatch] = []
-    learn = step.learn
-
-    def look(run, batch):
-        found.append(batch)
-        learn(run, batch)
-
-    monkeypatch.setattr(step, "learn", look)
-    return found
 
 
 def custom(name: str, place: str = "losses_of_a_user") -> tuple[str, str]:
