@@ -47,6 +47,7 @@ LARGE, CHARACTERS = 2**16, 32  # bytes of a request that is rendered beside othe
 REQUIRED = "required"  # stock agents send it always: taken out
 LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 TEXTS = ("text", "input_text", "output_text")
+STREAM_TOKENS = 8  # in a part of a streamed answer: vLLM writes each token by itself, which takes a tenth of a call
 
 
 @dataclass
@@ -408,6 +409,8 @@ def _parameters(call: Call, prompt: Prompt, wanted: Any) -> Any:
     )
     found = sampling_parameters(ours, turn_seed(call.opened.seed, prompt.numbers[0]))
     found.n, found.output_kind = len(prompt.numbers), wanted.output_kind
+    if wanted.output_kind == RequestOutputKind.DELTA:
+        found.stream_interval = wanted.stream_interval or STREAM_TOKENS
     # A whole answer is decoded at once.
     found.detokenize = bool(ours.stop or wanted.logprobs is not None) or wanted.output_kind == RequestOutputKind.DELTA
     found.skip_special_tokens = wanted.skip_special_tokens and not ours.stop

@@ -205,6 +205,18 @@ def test_other_apis_continue_by_ids_too(served: Served, use: Any, stream: bool) 
         assert [node.parent for node, _ in served.nodes(name)] == [-1, 0, 1, 2]
 
 
+@pytest.mark.parametrize(("asked", "most"), [({}, 4), ({"stream_interval": 1}, 18)])
+def test_a_stream_comes_in_parts_of_several_tokens(served: Served, asked: dict[str, int], most: int) -> None:
+    client = served.client(f"parts{most}", min_new_tokens=16)
+
+    async def parts() -> int:
+        options: dict[str, Any] = {"max_tokens": 16, "stream": True, "extra_body": asked}
+        answer = await client.completions.create(model="any", prompt="What is", **options)
+        return len([chunk async for chunk in answer])
+
+    assert most // 2 < asyncio.run(parts()) <= most
+
+
 def test_several_answers_to_one_request_are_turns_of_their_own(served: Served) -> None:
     client, options = served.client("several"), {"model": "any", "messages": QUESTION, "tools": TOOLS}
 
