@@ -8,7 +8,7 @@ from balancing import CostModel
 from controller.algorithm import advantages
 from controller.algorithm.logprob_check import LogProbCheck
 from controller.algorithm.validation_metrics import summarize
-from controller.checkpoints.progress import Progress, remove_old_samples, samples_path
+from controller.checkpoints.progress import Progress, remove_old_samples, replay_path, samples_path
 from controller.config import Config
 from controller.data.prompts import PromptDataset, Prompts
 from controller.lifecycle.session import Session
@@ -17,6 +17,7 @@ from controller.observability.shown_text import other_columns, shown_prompt
 from controller.observability.step_metrics import staleness, throughput, waiting
 from controller.rollout.async_buffer import AsyncRolloutBuffer
 from controller.rollout.buffer import RolloutBuffer
+from controller.rollout.replay_buffer import ReplayBuffer
 from controller.rollout.sample_files import write_step
 from controller.rollout.samples import RolloutBatch
 from controller.training_loop import TrainingRun
@@ -27,8 +28,8 @@ from workers.rollout.requests import VALIDATION_STEP
 class Run(TrainingRun[Config]):
     """A reinforcement learning run.
 
-    buffer: makes the steps' samples. logprob_check: compares engines and trainer. weight_version: of the policy.
-    kl_coefficient: KL weight in the next step's reward, if adapted.
+    buffer: makes the steps' samples. replay: keeps good samples for later steps. logprob_check: compares engines and
+    trainer. weight_version: of the policy. kl_coefficient: KL weight in the next step's reward, if adapted.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Run(TrainingRun[Config]):
         self.weight_version, self.kl_coefficient = self.progress.weight_version, self.progress.kl_coefficient
         buffer = buffer or (AsyncRolloutBuffer if config.rollout.max_staleness else RolloutBuffer)
         self.buffer = buffer(config, self.roles, prompts, self.planner, self.record, self.progress)
+        self.replay = ReplayBuffer(config, self.record, self.progress)
         self.logprob_check = LogProbCheck(config, self.weight_version)
 
     def begin(self) -> None:
@@ -81,7 +83,8 @@ class Run(TrainingRun[Config]):
     def save_beside(self, checkpoint: Path, progress: Progress) -> None:
         if progress.active:
             self.buffer.save(samples_path(checkpoint), progress.active)
-        remove_old_samples(self.folder, progress.step)
+        self.replay.save(replay_path(checkpoint))
+        remove_old_samples(self.folder)
 
     def validate(self, step: int) -> dict[str, float]:
         if self.validation is None:

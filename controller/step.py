@@ -25,6 +25,7 @@ from controller.algorithm import advantages
 from controller.algorithm.credit import by_turn, has_offsets, of_sessions
 from controller.algorithm.logprob_check import AtEqualWeights
 from controller.planning.planner import with_loss_counts
+from controller.rollout.replay_buffer import newly_sampled
 from controller.rollout.samples import learned, sample_numbers
 from controller.run import Run
 from controller.training_loop import Step, prefixed
@@ -90,8 +91,9 @@ def collect(run: Run) -> RemoteBatch:
     with run.record.phase("rollout"):
         rollout = run.buffer.collect(run.number)
     run.record_samples(rollout)
-    groups = np.unique(rollout.trained["uid"], return_inverse=True)[1]
-    batch = rollout.trained.with_columns(group_number=groups, sample_number=sample_numbers(rollout.trained))
+    batch = run.replay.with_replayed(rollout.trained, run.number, run.weight_version)
+    groups = np.unique(batch["uid"], return_inverse=True)[1]
+    batch = batch.with_columns(group_number=groups, sample_number=sample_numbers(batch))
     batch = batch.with_meta(step=run.number, steps=run.config.run.steps)
     return batch if len(learned(batch, run.config.reward)) else batch.select([])
 
@@ -174,6 +176,7 @@ def with_advantages(run: Run, batch: RemoteBatch) -> RemoteBatch:
     rewards of an agent's responses --estimator, on the driver--> a number a turn --on the ranks--> tokens
     """
     algorithm, planner, critic = run.config.algorithm, run.planner, run.roles.critic
+    whole, batch = batch, newly_sampled(batch)
     with on_training_roles(run, "advantages"):
         weight, kl = _kl_in_reward(run, batch)
         penalty = KlPenalty(weight, algorithm.kl_in_reward.estimator) if weight else None
@@ -198,6 +201,7 @@ def with_advantages(run: Run, batch: RemoteBatch) -> RemoteBatch:
         else:
             rewards = batch["reward"] - weight * kl
             batch = batch.with_columns(advantages=advantages.sequence_advantages(algorithm, batch, rewards))
+    batch = run.replay.with_advantages(whole, batch)
     run.record.trains_on(batch)
     return batch
 
@@ -288,12 +292,12 @@ def _update(
 def send_weights(run: Run) -> None:
     """Send the policy's weights to every engine, under the next version.
 
-    With samples made ahead, compares engines and trainer after the first update, and may raise MismatchError.
+    With samples of older weights, compares engines and trainer after the first update, and may raise MismatchError.
     """
     with run.record.phase("weights"):
         run.weight_version += 1
         run.record.add(prefixed("rollout", run.roles.send_weights(run.weight_version)))
-        if run.config.rollout.max_staleness and run.logprob_check.awaits(AtEqualWeights.CHANGED):
+        if run.config.older_samples and run.logprob_check.awaits(AtEqualWeights.CHANGED):
             _check_changed_weights(run)
 
 
@@ -303,5 +307,6 @@ def _check_changed_weights(run: Run) -> None:
     sampling = replace(sampling, max_new_tokens=min(COMPARED_TOKENS, sampling.max_new_tokens))
     prompts = run.buffer.prompts.take(0, config.batch.prompts_per_step)
     batch = run.buffer.roll_out(prompts, config.rollout.samples_per_prompt, sampling, NUMERICS_CHECK_STEP).rows
-    passed = run.roles.policy.log_probs(batch, run.planner.forward_plan(batch, "policy.log_probs"))
+    with on_training_roles(run, "log_probs"):
+        passed = run.roles.policy.log_probs(batch, run.planner.forward_plan(batch, "policy.log_probs"))
     run.logprob_check.compare(run.number, passed.metrics, AtEqualWeights.CHANGED)

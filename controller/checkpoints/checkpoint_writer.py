@@ -17,6 +17,7 @@ from controller.checkpoints.progress import (
     checkpoint_path,
     checkpoints_at,
     refuse_other_data,
+    replay_path,
     role_path,
     samples_path,
 )
@@ -100,8 +101,8 @@ def resume(config: TrainingConfig, roles: WorkerGroups, log: Callable[[str], Non
     for path in candidates:
         try:
             found = [group.load_checkpoint(str(role_path(path, role))) for role, group in roles.trained.items()]
-            samples = samples_path(path)
-            progress = replace(Progress(**found[0]), samples=str(samples) if samples.exists() else "")
+            samples, replay = (str(file) if file.exists() else "" for file in (samples_path(path), replay_path(path)))
+            progress = replace(Progress(**found[0]), samples=samples, replay=replay)
         except (CheckpointError, WorkerError, TypeError) as error:  # TypeError: fields that no Progress has
             log(f"{path} cannot be loaded: {error}")
             continue
@@ -112,7 +113,7 @@ def resume(config: TrainingConfig, roles: WorkerGroups, log: Callable[[str], Non
             _remove_later(roles, path, progress.step)
         if config.run.on_data_change == "restart" and differences(data, progress.data):
             log("the training data differ from the checkpoint's: they start again at their first prompt")
-            progress = replace(progress, position=0, active=[], samples="")
+            progress = replace(progress, position=0, active=[], samples="", replay="")
         return replace(progress, data=data)
     if candidates:
         raise CheckpointError(f"run.resume={config.run.resume}: none of {len(candidates)} checkpoints can be loaded.")

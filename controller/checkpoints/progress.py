@@ -3,6 +3,7 @@
     runs/NAME/checkpoints/policy/step-30     the policy's state, with the driver's Progress in its manifest
     runs/NAME/checkpoints/critic/step-30     the critic's, if any
     runs/NAME/checkpoints/samples/step-30.npz    untrained samples that were made ahead
+    runs/NAME/checkpoints/replay/step-30.npz     trained samples that may be replayed
     run.resume --checkpoints_at--> newest first --the first that loads--> Progress
 
 `workers.model.checkpoint` is the workers' half. A run can resume from a step whose folders are all complete.
@@ -28,6 +29,7 @@ class Progress:
     position: int = 0  # place of the next prompt in the stream
     active: list[int] = field(default_factory=list)  # earlier positions whose samples are untrained
     samples: str = ""  # file with these samples
+    replay: str = ""  # file with samples that later steps may replay
     weight_version: int = 0
     best: float | None = None  # highest validation.keep_best
     before: dict[str, float] = field(default_factory=dict)  # validation before the first step
@@ -54,11 +56,16 @@ def samples_path(policy_checkpoint: Path) -> Path:
     return role_path(policy_checkpoint, "samples").with_suffix(".npz")
 
 
-def remove_old_samples(run_folder: Path, step: int) -> None:
-    """Remove sample files without a complete checkpoint, except for the running save of `step`."""
-    kept = {step, *(manifest.step for _, manifest in complete(run_folder / FOLDER))}
-    for path in samples_path(checkpoint_path(run_folder, step)).parent.glob("step-*.npz"):
-        if path not in {samples_path(checkpoint_path(run_folder, one)) for one in kept}:
+def replay_path(policy_checkpoint: Path) -> Path:
+    return role_path(policy_checkpoint, "replay").with_suffix(".npz")
+
+
+def remove_old_samples(run_folder: Path) -> None:
+    """Remove sample files of checkpoints that are gone. Those newer than all complete checkpoints are being saved."""
+    there = {manifest.step for _, manifest in complete(run_folder / FOLDER)}
+    for path in (run_folder / FOLDER.parent).glob("*/step-*.npz"):
+        step = int(path.stem.removeprefix("step-"))
+        if step not in there and step < max(there, default=0):
             path.unlink()
 
 

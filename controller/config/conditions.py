@@ -54,8 +54,8 @@ CONDITIONS: Conditions = {
         lambda c: c.updates_per_step > 1,
     ),
     "old policy": (
-        "batch.mini_batches, batch.epochs above 1 or rollout.max_staleness above 0 (the only update of a step starts "
-        "where the samples came from: all ratios are 1)",
+        "batch.mini_batches, batch.epochs above 1, rollout.max_staleness or batch.replay.share above 0 (the only "
+        "update of a step starts where the samples came from: all ratios are 1)",
         lambda c: c.updates_per_step > 1 or c.old_log_probs == "sampler",
     ),
     "policy's forward pass": (

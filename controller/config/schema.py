@@ -116,6 +116,18 @@ class Config(TrainingConfig):
         return self.batch.prompts_per_step * self.rollout.samples_per_prompt
 
     @property
+    def replayed_per_step(self) -> int:
+        """Samples of earlier steps that a step trains on again, if as many are kept."""
+        return round(self.batch.replay.share * self.sequences_per_step)
+
+    @property
+    def older_samples(self) -> str:
+        """The setting by which steps train on samples of older weights, as `key=value`, or empty."""
+        if self.rollout.max_staleness:
+            return f"rollout.max_staleness={self.rollout.max_staleness}"
+        return f"batch.replay.share={self.batch.replay.share}" if self.batch.replay.share else ""
+
+    @property
     def mini_batch_sizes(self) -> tuple[int, ...]:
         """Sequences of each mini-batch of a full global batch, in descending order. They differ by at most one."""
         smallest, larger = divmod(self.sequences_per_step, self.batch.mini_batches)
@@ -154,7 +166,7 @@ class Config(TrainingConfig):
         other ratio starts at 1 (decoupled objective, Hilton et al. 2021).
         """
         loss = self.algorithm.loss
-        if self.rollout.max_staleness and loss.name != "reinforce" and not loss.rollout_correction.is_on:
+        if self.older_samples and loss.name != "reinforce" and not loss.rollout_correction.is_on:
             return "sampler"
         needed_before = self.updates_per_step > 1 or self.algorithm.kl_in_reward.coefficient > 0
         return "forward_pass" if needed_before or loss.old_entropies else "update"

@@ -124,6 +124,27 @@ class DataConfig:
 
 
 @dataclass
+class BatchReplayConfig:
+    """Train again on good samples of earlier steps."""
+
+    only_with = ((".share above 0", "keep, by"),)
+
+    share: float = setting(
+        0.0,
+        "Samples of earlier steps that a step also trains on, as a share of its new ones (batch.prompts_per_step * "
+        "rollout.samples_per_prompt). 0 replays nothing (see docs/replay.md).",
+        minimum=0,
+        maximum=1,
+    )
+    keep: int = setting(8, "Largest age of a replayed sample, in versions of the weights.", minimum=1)
+    by: str = setting(
+        "positive",
+        "Which samples are kept. `positive`: those whose advantage is above 0. All are drawn alike.",
+        choices=("positive",),
+    )
+
+
+@dataclass
 class BatchConfig:
     only_with = ((".mini_batches above 1", "split_by"),)
 
@@ -148,6 +169,7 @@ class BatchConfig:
         "as they were before the first pass.",
         minimum=1,
     )
+    replay: BatchReplayConfig = field(default_factory=BatchReplayConfig)
 
 
 @dataclass

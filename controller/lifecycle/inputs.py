@@ -173,6 +173,7 @@ def loss_trial(config: Config, records: Sequence[Record]) -> tuple[Any, ...]:
         "truncated": np.array([False, True]),
     }
     columns |= {"greedy_reward": np.array([0.0, 1.0])} if config.algorithm.advantage == "remax" else {}
+    columns |= {"kept_advantages": np.array([np.nan, 1.0])} if config.batch.replay.share else {}
     given = {
         "rollout_log_probs": True,
         "old_log_probs": config.old_log_probs != "update",

@@ -89,14 +89,14 @@ def check_loss(config: Config) -> None:
 
 
 def _check_staleness(config: Config) -> None:
-    loss, setting = config.algorithm.loss, f"rollout.max_staleness={config.rollout.max_staleness}"
-    if not config.rollout.max_staleness:
-        return
-    if loss.name == "reinforce" and not loss.rollout_correction.is_on:
+    loss, setting = config.algorithm.loss, config.older_samples
+    if setting and loss.name == "reinforce" and not loss.rollout_correction.is_on:
         raise ConfigError(
             f"algorithm.loss.name=reinforce: it needs samples of the current policy, and {setting} trains on older "
             "ones. Set algorithm.loss.rollout_correction.weights=token, or another loss."
         )
+    if not config.rollout.max_staleness:
+        return
     if config.algorithm.advantage == "remax":
         raise ConfigError(
             f"algorithm.advantage=remax: its greedy response needs the samples' weights, which {setting} changes "
@@ -106,6 +106,21 @@ def _check_staleness(config: Config) -> None:
         raise ConfigError(
             "algorithm.zero_variance_groups=replace: it needs rewards as samples come, and reward.model.path scores "
             f"on the policy's ranks, which train meanwhile with {setting}. Set drop, or rollout.max_staleness=0."
+        )
+
+
+def check_replay(config: Config) -> None:
+    algorithm, setting = config.algorithm, f"batch.replay.share={config.batch.replay.share}"
+    if not config.batch.replay.share:
+        return
+    if config.uses_critic or config.uses_token_returns or algorithm.advantage in ("gigpo", "none"):
+        raise ConfigError(
+            f"{setting}: a replayed sample keeps one advantage above 0, and algorithm.advantage={algorithm.advantage} "
+            "gives none, or one to each token. Choose another estimator such as grpo, or remove batch.replay."
+        )
+    if not config.replayed_per_step:
+        raise ConfigError(
+            f"{setting}: it is less than one of the {config.sequences_per_step} sequences of a step. Raise it."
         )
 
 
@@ -120,7 +135,7 @@ def _check_sampled_ratios(config: Config) -> None:
     if sampling.changes:
         return
     readers = {
-        f"rollout.max_staleness={config.rollout.max_staleness}": config.old_log_probs == "sampler",
+        config.older_samples: config.old_log_probs == "sampler",
         "algorithm.loss.rollout_correction": correction.is_on,
     }
     for reader in (name for name, reads in readers.items() if reads and not sampling.log_probs_are_whole):

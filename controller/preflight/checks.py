@@ -16,6 +16,7 @@ from controller.preflight.algorithm_checks import (
     check_advantage,
     check_critic,
     check_loss,
+    check_replay,
     check_validation,
 )
 from controller.preflight.data_checks import check_data
@@ -61,6 +62,7 @@ def check_settings(config: Config) -> None:
     check_advantage(config)
     check_counts(config)
     check_loss(config)
+    check_replay(config)
     if config.rollout.sampling.temperature == 0:
         raise ConfigError(
             "rollout.sampling.temperature=0: samples are equal and carry no signal. Set it above 0 "

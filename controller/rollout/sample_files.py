@@ -1,6 +1,7 @@
-"""Write and read samples: untrained ones of a checkpoint, and all of a recorded step.
+"""Write and read samples: untrained and replayed ones of a checkpoint, and all of a recorded step.
 
     checkpoint   StoredSamples <--read_samples, write_samples--> step-30.npz
+    checkpoint   rows of a RemoteBatch <--read_rows, write_rows--> replay/step-30.npz
     step         RolloutBatch <--read_step, write_step--> runs/NAME/samples/step-3.npz, which `controller.replay` trains
 
 Compressed arrays: rows of tokens with offsets, results and scores as JSON. They are read without pickle.
@@ -8,7 +9,7 @@ Compressed arrays: rows of tokens with offsets, results and scores as JSON. They
 
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import repeat
@@ -98,22 +99,16 @@ def write_step(path: Path, rollout: RolloutBatch) -> None:
     samples, trained = rollout.samples, rollout.trained
     row_of = {place: row for row, place in enumerate(rollout.rows.tokens["input_ids"])}
     added = {name: column for name, column in trained.columns.items() if name not in rollout.batch.columns}
-    objects = {name: column.tolist() for name, column in added.items() if column.dtype.kind == "O"}
-    arrays = {f"added.{name}": column for name, column in added.items() if name not in objects}
+    arrays = _columns("added", added)
     # Hashes of prefixes and branches follow from the tokens.
     kept = {name: column for name, column in samples.columns.items() if name not in ("prefix_hashes", "branches")}
     arrays |= {f"columns.{name}": column for name, column in kept.items()}
     arrays["columns.branches"] = np.array([len(found) for found in samples["branches"]], dtype=np.int64)
     arrays["trained"] = np.array([row_of[place] for place in trained.tokens["input_ids"]], dtype=np.int64)
-    try:
-        arrays["scores"] = _as_bytes([asdict(score) for score in rollout.by_sample.values()])
-        arrays["objects"] = _as_bytes(objects)
-    except TypeError as error:
-        raise DataError(
-            f"run.record_samples cannot keep a column of algorithm.loss.columns={','.join(objects)}: {error}. Give it "
-            "as numbers or text."
-        ) from None
-    _write(path, arrays | _packed("tokens", _fetched(samples)))
+    arrays["scores"] = _as_bytes([asdict(score) for score in rollout.by_sample.values()])
+    found = zip(samples.tokens["input_ids"], samples["branches"], strict=True)
+    tokens = _fetched([(ref, row + n) for (ref, _, row), branches in found for n in range(1 + len(branches))])
+    _write(path, arrays | _packed("tokens", tokens))
 
 
 def read_step(path: Path, put: Callable[[DataProto], Any] | None = None) -> RolloutBatch:
@@ -142,19 +137,47 @@ def read_step(path: Path, put: Callable[[DataProto], Any] | None = None) -> Roll
     return replace(rollout, trained=rollout.rows.select(trained).with_columns(**added))
 
 
+def write_rows(path: Path, rows: RemoteBatch) -> None:
+    """Write rows to train on, with their tokens, replacing `path` when complete. Raises as `write_step`."""
+    kept = {name: column for name, column in rows.columns.items() if name != "prefix_hashes"}
+    tokens = _fetched([(ref, row) for ref, _, row in rows.tokens["input_ids"]])
+    _write(path, _columns("columns", kept) | _packed("tokens", tokens))
+
+
+def read_rows(path: Path) -> RemoteBatch:
+    """Read rows to train on. Raises DataError for a file that is missing or broken."""
+    with _opened(path) as arrays:
+        tokens = _unpacked("tokens", arrays)
+        objects = {name: object_column(values) for name, values in _from_bytes(arrays["objects"]).items()}
+        columns = _named("columns", arrays) | objects
+        prompts = enumerate(columns["prompt_tokens"].tolist())
+    hashes = [prefix_hashes(tokens.row(row)["input_ids"], prompt) for row, prompt in prompts]
+    kept = [name for name in SAMPLED_COLUMNS if name in tokens.tokens]
+    return RemoteBatch.of_block(ray.put(tokens), columns | {"prefix_hashes": object_column(hashes)}, kept)
+
+
+def _columns(group: str, columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the arrays of a file: numbers and texts by name, and `objects`. Raises DataError for what JSON lacks."""
+    objects = {name: column.tolist() for name, column in columns.items() if column.dtype.kind == "O"}
+    try:
+        arrays = {"objects": _as_bytes(objects)}
+    except TypeError as error:
+        raise DataError(
+            f"algorithm.loss.columns={','.join(objects)}: a column cannot be kept in a file: {error}. Give it as "
+            "numbers or text."
+        ) from None
+    return arrays | {f"{group}.{name}": column for name, column in columns.items() if name not in objects}
+
+
 def _keys(samples: RemoteBatch) -> list[tuple[str, int]]:
     return list(zip(samples["uid"].tolist(), samples["sample"].tolist(), strict=True))
 
 
-def _fetched(samples: RemoteBatch) -> DataProto:
-    """Fetch the rows of each sample: all tokens in order, and the branches."""
-    found = samples.tokens["input_ids"]
-    refs = list(dict.fromkeys(ref for ref, _, _ in found))
+def _fetched(rows: Sequence[tuple[Any, int]]) -> DataProto:
+    """Fetch rows of tokens, each by the reference and the row of its block."""
+    refs = list(dict.fromkeys(ref for ref, _ in rows))
     blocks = dict(zip(refs, ray.get(refs), strict=True))
-    each = zip(found, samples["branches"], strict=True)
-    return DataProto.from_rows(
-        [blocks[ref].row(row + n) for (ref, _, row), branches in each for n in range(1 + len(branches))]
-    )
+    return DataProto.from_rows([blocks[ref].row(row) for ref, row in rows])
 
 
 def _write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:

@@ -108,6 +108,7 @@ def local_replay(store: Store, tmp_path: Path) -> Iterator[Callable[..., LocalRe
         ("algorithm.advantage=gae", "critic.warmup_steps=1"),
         ("reward.overlong_tokens=2",),
         ("algorithm.zero_variance_groups=replace",),
+        ("batch.replay.share=0.5",),
     ],
     ids=lambda overrides: overrides[0] if overrides else "plain",
 )
@@ -123,8 +124,8 @@ def test_every_step_gets_the_rows_columns_and_mini_batches_that_it_had(
     for (batch, plan), (before, its_plan) in zip(again.policy.updates, found.policy.updates, strict=True):
         assert batch.columns.keys() == before.columns.keys()
         for name in before.columns.keys() - {"prefix_hashes"}:  # of the tokens; stand-ins of engines have none
-            column = before[name]
-            assert (batch[name].tolist(), batch[name].dtype) == (column.tolist(), column.dtype), name
+            np.testing.assert_array_equal(batch[name], before[name], name)
+            assert batch[name].dtype == before[name].dtype, name
         assert batch.meta == before.meta
         assert store.ids(batch) == store.ids(before)
         assert plan.for_rank(0).rows.tolist() == its_plan.for_rank(0).rows.tolist()

@@ -18,6 +18,7 @@ from controller.checkpoints.progress import (
     checkpoint_path,
     checkpoints_at,
     remove_old_samples,
+    replay_path,
     samples_path,
 )
 from controller.config import load
@@ -164,10 +165,11 @@ def test_a_checkpoint_is_saved_though_what_is_beside_it_is_not(tmp_path: Path) -
 
 
 def test_samples_stay_with_the_checkpoints_that_they_belong_to(tmp_path: Path) -> None:
-    files = [samples_path(checkpoint_path(tmp_path, step)) for step in (1, 2, 3)]
-    files[0].parent.mkdir(parents=True)
+    files = [of(checkpoint_path(tmp_path, step)) for step in (1, 2, 3) for of in (samples_path, replay_path)]
     for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
+    remove_old_samples(tmp_path)
     CheckpointWriter(Saves(), tmp_path, keep=2, log=print).begin(Progress(step=2))
-    remove_old_samples(tmp_path, 3)
-    assert [file.exists() for file in files] == [False, True, True]
+    remove_old_samples(tmp_path)
+    assert [file.exists() for file in files] == [False, False, True, True, True, True]
