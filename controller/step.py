@@ -26,7 +26,7 @@ from controller.algorithm.credit import by_turn, has_offsets, of_sessions
 from controller.algorithm.logprob_check import AtEqualWeights
 from controller.planning.planner import with_loss_counts
 from controller.rollout.replay_buffer import newly_sampled
-from controller.rollout.samples import learned, sample_numbers
+from controller.rollout.samples import learned, sample_numbers, taught_by
 from controller.run import Run
 from controller.training_loop import Step, prefixed
 from workers.config import LossConfig, ValueLossConfig
@@ -152,17 +152,32 @@ def with_reference_log_probs(run: Run, batch: RemoteBatch) -> RemoteBatch:
 
 
 def with_teacher(run: Run, batch: RemoteBatch) -> RemoteBatch:
-    """Add the teacher's tokens that algorithm.loss.distillation reads, if there is a teacher."""
-    teacher, settings = run.roles.teacher, run.config.algorithm.loss.distillation
-    if teacher is None:
+    """Add the tokens that algorithm.loss.distillation reads, of each sequence by its record's teacher.
+
+    Without a model of its own, the teacher is the policy, which reads the record's context too.
+    """
+    config, settings = run.config, run.config.algorithm.loss.distillation
+    if not config.uses_teacher:
         return batch
+    teacher = run.roles.teacher or run.roles.policy
+    read, given = {
+        "token": ("teacher_log_probs", ()),
+        "top_k": ("top_tokens", (settings.top_k, config.vocabulary)),
+        "vocabulary": ("hidden_states", ()),
+    }[settings.over]
+    prompts = {uid: run.buffer.prompts.take(int(uid), 1)[0] for uid in set(batch["uid"].tolist())}
+    names, taught = taught_by(config.teacher, batch, prompts)
+    found: dict[str, np.ndarray] = {}
     with on_training_roles(run, "log_probs"):
-        plan = run.planner.forward_plan(batch, "teacher.log_probs")
-        if settings.over == "token":
-            return batch.with_tokens(teacher_log_probs=teacher.log_probs(batch, plan).tokens["log_probs"])
-        if settings.over == "vocabulary":
-            return batch.with_tokens(**teacher.hidden_states(batch, plan).tokens)
-        return batch.with_tokens(**teacher.top_tokens(batch, plan, settings.top_k, run.config.vocabulary).tokens)
+        if settings.over == "vocabulary" and run.roles.teacher is None:
+            teacher.take_teacher_layer(teacher.output_layer()[0])
+        for name in np.unique(names):
+            rows = np.flatnonzero(names == name)
+            of_teacher = taught.select(rows)
+            plan = run.planner.forward_plan(of_teacher, "teacher.log_probs")
+            for column, places in getattr(teacher, read)(of_teacher, plan, name, *given).tokens.items():
+                found.setdefault(column, np.empty(len(batch), object))[rows] = places
+    return batch.with_tokens(**found)
 
 
 def with_advantages(run: Run, batch: RemoteBatch) -> RemoteBatch:

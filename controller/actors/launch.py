@@ -223,7 +223,7 @@ def launch(
                 rollouts.wait_started(timeout_s)
             rollouts.sleep()
         groups = start.load_models()
-        if config.uses_teacher and config.algorithm.loss.distillation.over == "vocabulary":
+        if config.starts_teacher and config.algorithm.loss.distillation.over == "vocabulary":
             groups["policy"].take_teacher_layer(groups["teacher"].output_layer()[0])
         with start.waiting("reward workers"):
             reward_pool.wait_ready(timeout_s)
@@ -399,8 +399,10 @@ def engine_maker(
 def worker_arguments(config: TrainingConfig, role: str, total_steps: int = 1) -> dict[str, Any]:
     """Return a training role's constructor arguments. total_steps: optimiser steps, if the role learns."""
     settings = value_of(config, "reward.model" if role == "reward_model" else role)
+    models = {name: config.decided(model) for name, model in config.models_of(role).items()}
     arguments = {
-        "model": config.decided(config.model_of(role)),
+        "model": next(iter(models.values())),
+        "models": {} if "" in models else models,
         "device": config.device,
         "temperature": config.temperature,
         "threads": config.policy.threads,

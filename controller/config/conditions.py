@@ -45,6 +45,7 @@ CONDITIONS: Conditions = {
         "a separate reference (with model.lora.rank above 0 that needs reference.path)",
         lambda c: c.starts_reference,
     ),
+    "own teacher": ("teacher.path or teacher.paths", lambda c: c.starts_teacher),
     "discount": (
         "algorithm.gamma below 1 (with gae algorithm.gae.gamma)",
         lambda c: (c.algorithm.gae if c.uses_critic else c.algorithm).gamma < 1,
@@ -64,7 +65,7 @@ CONDITIONS: Conditions = {
     ),
     "forward pass": (
         "a forward-only pass: batch.mini_batches or batch.epochs above 1, a KL, a teacher, a critic or a reward model",
-        lambda c: c.has_forward_pass or len(c.training_roles) > 1 or c.uses_reference,
+        lambda c: c.has_forward_pass or len(c.training_roles) > 1 or c.uses_reference or c.uses_teacher,
     ),
 }
 """Conditions by name, which a command's schema may replace."""

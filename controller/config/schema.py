@@ -213,8 +213,18 @@ class Config(TrainingConfig):
         return self.algorithm.loss.distillation.coefficient > 0
 
     @property
+    def starts_teacher(self) -> bool:
+        return self.uses_teacher and bool(self.teacher.path or self.teacher.paths)
+
+    @property
     def teacher_model(self) -> ModelConfig:
-        return self.model.of_another_role(self.teacher.path)
+        """Teacher, or the first of several."""
+        path = self.teacher.path or next(iter(self.teacher.paths.values()), "")
+        return self.model.of_another_role(path) if path else self.model
+
+    def models_of(self, role: str) -> dict[str, ModelConfig]:
+        several = self.teacher.paths if role == "teacher" else {}
+        return {name: self.model.of_another_role(path) for name, path in several.items()} or super().models_of(role)
 
     @property
     def uses_critic(self) -> bool:

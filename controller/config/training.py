@@ -35,6 +35,12 @@ PASSES = {
 """Passes over a batch, by role, with the settings that cap their micro-batches. The first above 0 counts."""
 
 
+def path_setting(role: str, name: str = "") -> str:
+    """Return the setting that names a role's model, or one of its several models."""
+    section = {"policy": "model", "reward_model": "reward.model"}.get(role, role)
+    return f"{section}.paths.{name}" if name else f"{section}.path"
+
+
 @dataclass(frozen=True)
 class Limits:
     """Limits of one pass of a role over a batch.
@@ -131,6 +137,11 @@ class TrainingConfig:
         return False
 
     @property
+    def starts_teacher(self) -> bool:
+        """Whether teachers are a role of their own, and not the policy with privileged context."""
+        return self.uses_teacher
+
+    @property
     def uses_critic(self) -> bool:
         """Whether advantages come from a critic."""
         return False
@@ -153,7 +164,8 @@ class TrainingConfig:
     @property
     def training_roles(self) -> tuple[str, ...]:
         """Roles that share the bundles of the training pool, rank by rank."""
-        return tuple(role for role in self._used_roles if role != "reference" or self.starts_reference)
+        starts = {"reference": self.starts_reference, "teacher": self.starts_teacher}
+        return tuple(role for role in self._used_roles if starts.get(role, True))
 
     @property
     def colocated_engines(self) -> tuple[int, int]:
@@ -238,9 +250,16 @@ class TrainingConfig:
     @property
     def model_paths(self) -> dict[str, str]:
         """Paths of the run's models, by setting."""
-        keys = {"policy": "model.path", "reward_model": "reward.model.path"}
-        found = {keys.get(role, f"{role}.path"): self.model_of(role).path for role in self.training_roles}
+        found = {
+            path_setting(role, name): model.path
+            for role in self.training_roles
+            for name, model in self.models_of(role).items()
+        }
         return {"model.path": self.model.path, **found}
+
+    def models_of(self, role: str) -> dict[str, ModelConfig]:
+        """Return a training role's models by name: one without a name, or several."""
+        return {"": self.model_of(role)}
 
     def model_of(self, role: str) -> ModelConfig:
         """Return the model of a training role, such as `policy`."""

@@ -4,6 +4,7 @@ record --system prompt, Renderer--> Prompt     over-long ones: dropped, truncate
 PromptDataset of each source --PromptMixture, by weight--> take(start, count), a pure function of the seed
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -26,7 +27,7 @@ Curriculum = Callable[[list[Record], int], Sequence[int] | np.ndarray]
 class Prompt:
     """uid: place in the stream. ids: int32 [P]. columns: for rewards. source: its name in validation.
 
-    options: with which chat messages were rendered.
+    options: with which chat messages were rendered. teacher_ids: of the prompt with the teacher's context, or empty.
     """
 
     uid: str
@@ -34,6 +35,7 @@ class Prompt:
     columns: Record
     source: str = ""
     options: Options = field(default_factory=dict)
+    teacher_ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
 
 
 class Prompts(Protocol):
@@ -47,7 +49,8 @@ class PromptRules:
 
     overlong_prompts: `drop` omits prompts above max_prompt_tokens, `truncate` keeps their end, `error` refuses them.
     The first two count them. system_prompt: for chat messages without one. source_key: column with a record's source,
-    or empty for the data set's name. options: of the run, for chat messages.
+    or empty for the data set's name. options: of the run, for chat messages. context_key, context_template: of
+    `TeacherConfig`.
     """
 
     prompt_key: str
@@ -56,6 +59,8 @@ class PromptRules:
     system_prompt: str = ""
     source_key: str = ""
     options: Options = field(default_factory=dict)
+    context_key: str = ""
+    context_template: str = ""
 
     def options_of(self, record: Record, where: str) -> Options:
         return {} if isinstance(record[self.prompt_key], str) else options_of(record, self.options, where)
@@ -83,13 +88,14 @@ class PromptDataset:
         """
         self._shuffle, self._seed, self.name, self._curriculum, self._rules = shuffle, seed, name, curriculum, rules
         self._orders: dict[int, Sequence[int] | np.ndarray] = {}
-        self._prompts: list[tuple[np.ndarray, Record, str]] = []
+        self._prompts: list[tuple[np.ndarray, Record, str, np.ndarray]] = []
         self.dropped = self.truncated = 0
         counted = count_if_slow(records, f"{name}: prompts tokenized", log, total=len(records))
         for index, record in enumerate(counted, start=1):
             ids = self._tokenized(record, renderer, rules, index)
             if ids is not None:
-                self._prompts.append((ids, record, str(record.get(rules.source_key, name))))
+                taught = self._taught(record, renderer, f"{name} record {index}") if rules.context_key else ids[:0]
+                self._prompts.append((ids, record, str(record.get(rules.source_key, name)), taught))
         if not self._prompts:
             raise DataError(
                 f"{name}: all {len(records)} prompts are longer than data.max_prompt_tokens={rules.max_prompt_tokens}. "
@@ -112,6 +118,10 @@ class PromptDataset:
         self._leave_out(f"{len(ids)} prompt tokens", rules, index)
         return None
 
+    def _taught(self, record: Record, renderer: Renderer, where: str) -> np.ndarray:
+        options = self._rules.options_of(record, where)
+        return renderer.prompt_ids(with_context(record, self._rules, where), where, options)
+
     def _leave_out(self, length: str, rules: PromptRules, index: int) -> None:
         if rules.overlong_prompts == "error":
             raise DataError(
@@ -125,7 +135,12 @@ class PromptDataset:
 
     @property
     def lengths(self) -> list[int]:
-        return [len(ids) for ids, _, _ in self._prompts]
+        return [len(ids) for ids, *_ in self._prompts]
+
+    @property
+    def longest_taught(self) -> int:
+        """Most tokens of a prompt with the teacher's context."""
+        return max(len(taught) for *_, taught in self._prompts)
 
     def take(self, start: int, count: int) -> list[Prompt]:
         return [self.at(position) for position in range(start, start + count)]
@@ -140,8 +155,8 @@ class PromptDataset:
         return self._prompt(f"{position}", self._order(epoch)[index])
 
     def _prompt(self, uid: str, index: int) -> Prompt:
-        ids, record, source = self._prompts[index]
-        return Prompt(uid, ids, record, source, self._rules.options_of(record, uid))
+        ids, record, source, taught = self._prompts[index]
+        return Prompt(uid, ids, record, source, self._rules.options_of(record, uid), taught)
 
     def _place(self, position: int) -> tuple[int, int]:
         epoch = 0  # a curriculum's epochs differ in length
@@ -153,7 +168,7 @@ class PromptDataset:
     def _order(self, epoch: int) -> Sequence[int] | np.ndarray:
         if epoch not in self._orders:
             if self._curriculum is not None:
-                self._orders[epoch] = self._curriculum([record for _, record, _ in self._prompts], epoch)
+                self._orders[epoch] = self._curriculum([record for _, record, *_ in self._prompts], epoch)
             else:
                 count = len(self._prompts)
                 self._orders = {epoch: epoch_order(self._seed, epoch, count) if self._shuffle else np.arange(count)}
@@ -198,6 +213,29 @@ def characters(prompt: Any) -> int:
         return len(prompt)
     contents = [message.get("content", "") for message in prompt]
     return sum(len(text) if isinstance(text, str) else sum(len(part["text"]) for part in text) for text in contents)
+
+
+def with_context(record: Record, rules: PromptRules, where: str) -> Any:
+    """Return a record's prompt with its context for the teacher, in a text or the last user message.
+
+    Raises DataError, naming the record `where`, without a context or a user message.
+    """
+    prompt = with_system_prompt(record[rules.prompt_key], rules.system_prompt, where)
+    if (context := record.get(rules.context_key)) is None:
+        raise DataError(f"{where} lacks {rules.context_key!r}, which teacher.context_key names. Add it.")
+
+    def filled(text: str) -> str:
+        found = {"{prompt}": text, "{context}": str(context)}
+        return re.sub(r"\{(?:prompt|context)\}", lambda place: found[place[0]], rules.context_template)
+
+    if isinstance(prompt, str):
+        return filled(prompt)
+    asks = [number for number, message in enumerate(prompt) if message["role"] == "user"]
+    if not asks:
+        raise DataError(f"{where} has no user message for the context of teacher.context_key. Add one.")
+    content = prompt[asks[-1]]["content"]
+    text = content if isinstance(content, str) else "".join(part["text"] for part in content)
+    return [m | {"content": filled(text)} if number == asks[-1] else m for number, m in enumerate(prompt)]
 
 
 def with_system_prompt(prompt: Any, system_prompt: str, where: str) -> Any:

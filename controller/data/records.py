@@ -52,6 +52,16 @@ def check_loss_columns(path: str, records: Sequence[Record], names: Sequence[str
             )
 
 
+def check_teachers(path: str, records: Sequence[Record], key: str, names: Iterable[str]) -> None:
+    """Raise DataError unless the column `key` of every record is one of the teachers' names."""
+    for number, record in enumerate(records, start=1):
+        if str(record.get(key)) not in names:
+            raise DataError(
+                f"{path}: record {number} has {key}={record.get(key)!r}, and teacher.paths has {', '.join(names)}. "
+                "Name one of these in each record, or set teacher.key to the column that does."
+            )
+
+
 def iter_records(path: str, prompt_key: str = "") -> Iterator[Record]:
     """Iterate lazily over the records. Raises as `read_records`."""
     if package_of(path):

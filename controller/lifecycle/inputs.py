@@ -34,11 +34,12 @@ from controller.data.prompts import (
     is_too_long,
     with_system_prompt,
 )
-from controller.data.records import Record, check_loss_columns, read_records
+from controller.data.records import Record, check_loss_columns, check_teachers, read_records
 from controller.lifecycle.template_report import Examined, examine, short_lines
 from controller.observability.shown_text import redacted, shortened
 from controller.observability.slow_work import Log, log_if_slow
 from controller.preflight.algorithm_checks import check_keep_best
+from controller.preflight.training_checks import check_caps
 from workers.config import HTTP
 from workers.dataproto import record_column
 from workers.environment import as_text
@@ -126,6 +127,8 @@ def try_inputs(config: Config, log: Log = print, given: GivenFunctions = NONE_GI
         _check_lengths(config, path, rows)
     for path, rows in train.items():
         check_loss_columns(path, rows, config.loss_columns)
+        if config.uses_teacher and config.teacher.paths:
+            check_teachers(path, rows, config.teacher.key, config.teacher.paths)
     tools = Tools(b"", [])
     if config.rollout.tools:
         _check_tools(config, train | held_out)
@@ -261,12 +264,18 @@ def tokenized(config: Config, tried: Tried, log: Log = print) -> Inputs:
             check_template(renderer, config.model.path, options, key="rollout.tools", answer=answer)
         else:
             check_template(renderer, config.model.path, options, key="rollout.environment")
-    dataset = partial(PromptDataset, renderer=renderer, rules=_rules(config, tried.tools), log=log)
+    rules = _rules(config, tried.tools)
+    dataset = partial(PromptDataset, renderer=renderer, rules=rules, log=log)
     sources = [
         dataset(rows, shuffle=data.shuffle, seed=config.run.seed, name=path, curriculum=tried.curriculum)
         for path, rows in tried.train.items()
     ]
-    validation = [dataset(rows, shuffle=False, name=path) for path, rows in tried.held_out.items()]
+    if config.uses_teacher and config.teacher.context_key:
+        longest = max(source.longest_taught for source in sources) + config.longest_response
+        parts = f"{longest} tokens with the context of teacher.context_key={config.teacher.context_key}"
+        check_caps(config, [config.limits["teacher.log_probs"]], longest, parts)
+    untaught = replace(rules, context_key="")
+    validation = [dataset(rows, rules=untaught, shuffle=False, name=path) for path, rows in tried.held_out.items()]
     identity = tried.identity | {"prompts": [len(source) for source in sources]}
     check_same_data(config, identity)
     return Inputs(
@@ -491,6 +500,8 @@ def _rules(config: Config, tools: Sequence[Any]) -> PromptRules:
         data.system_prompt,
         data.source_key,
         _run_options(config, tools),
+        config.teacher.context_key if config.uses_teacher else "",
+        config.teacher.context_template,
     )
 
 

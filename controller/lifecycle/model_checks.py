@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from controller.config import Config, TrainingConfig
 from controller.config.model_files import read_model_files, weight_bytes
 from controller.config.sampler import SamplerConfig
+from controller.config.training import path_setting
 from controller.preflight.engine_checks import response_limit, samplings
 from workers.config import ModelConfig
 from workers.errors import BallastError, ConfigError
@@ -45,17 +46,11 @@ class Role:
 
 def _roles(config: TrainingConfig) -> list[Role]:
     """Return the models of the training roles, each once."""
-    kinds = {
-        "policy": ("model.path", "lm", True),
-        "reference": ("reference.path", "lm", True),
-        "teacher": ("teacher.path", "lm", True),
-        "critic": ("critic.path", "value", True),
-        "reward_model": ("reward.model.path", "value", False),
-    }
+    heads = {"critic": "value", "reward_model": "value"}
     found = [
-        Role(key, config.model_of(name), head, trained)
-        for name, (key, head, trained) in kinds.items()
-        if name in config.training_roles
+        Role(path_setting(role, name), model, heads.get(role, "lm"), role != "reward_model")
+        for role in config.training_roles
+        for name, model in config.models_of(role).items()
     ]
     return list({(role.model.path, role.head): role for role in reversed(found)}.values())[::-1]
 
@@ -75,7 +70,7 @@ def check_models(config: TrainingConfig) -> None:
         if role.key == "model.path":
             continue
         model = _model(config, role)
-        if role.key == "teacher.path":
+        if role.key.startswith("teacher."):
             _check_tokens(config, role)
             _check_top(config, _vocabulary(policy))
         elif (found := _vocabulary(model)) != (expected := _vocabulary(policy)):

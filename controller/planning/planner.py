@@ -218,7 +218,8 @@ class Planner:
 
     def _shares(self, role: str) -> bool:
         if role not in self._sharing:
-            self._sharing[role] = self.config.decided(self.config.model_of(role)).share_prefixes == "always"
+            models = map(self.config.decided, self.config.models_of(role).values())
+            self._sharing[role] = all(model.share_prefixes == "always" for model in models)
         return self._sharing[role]
 
     def draw(self, batch: "RemoteBatch", step: int, epoch: int = 0) -> list[np.ndarray]:

@@ -71,11 +71,7 @@ def check_loss(config: Config) -> None:
             "algorithm.loss.name=reinforce: it needs samples of the current policy, and "
             f"batch.epochs={config.batch.epochs} trains on older ones. Set epochs to 1, or another loss."
         )
-    if config.uses_teacher and not config.teacher.path:
-        raise ConfigError(
-            f"teacher.path is empty, and algorithm.loss.distillation.coefficient={loss.distillation.coefficient} needs "
-            "a teacher. Name a model."
-        )
+    _check_teacher(config)
     _check_staleness(config)
     _check_sampled_ratios(config)
     _check_kl_correction(config)
@@ -85,6 +81,33 @@ def check_loss(config: Config) -> None:
             "algorithm.loss.name=gmpo: it weighs a sequence by one advantage, and algorithm.advantage="
             f"{config.algorithm.advantage} with algorithm.gamma below 1, algorithm.kl_in_reward, rewards of turns or a "
             "critic gives one to each token. Choose another loss, such as ppo_clip."
+        )
+
+
+def _check_teacher(config: Config) -> None:
+    teacher, distillation = config.teacher, config.algorithm.loss.distillation
+    if not config.uses_teacher:
+        return
+    if not (config.starts_teacher or teacher.context_key):
+        raise ConfigError(
+            f"teacher.path is empty, and algorithm.loss.distillation.coefficient={distillation.coefficient} needs "
+            "a teacher. Name a model, or a column that only the teacher reads (teacher.context_key)."
+        )
+    if teacher.path and teacher.paths:
+        raise ConfigError(f"teacher.path={teacher.path}: teacher.paths names teachers too. Set one of the two.")
+    if teacher.paths and distillation.over == "vocabulary":
+        raise ConfigError(
+            f"teacher.paths={teacher.paths}: algorithm.loss.distillation.over=vocabulary would keep all teachers' "
+            "output layers on every rank. Set top_k or token."
+        )
+    if teacher.context_key and config.rollout.plays_episodes:
+        raise ConfigError(
+            f"teacher.context_key={teacher.context_key}: it replaces a record's prompt, which {config.rollout.code[0]} "
+            "continues in its own way. Remove one of the two."
+        )
+    if not all(place in teacher.context_template for place in ("{prompt}", "{context}")):
+        raise ConfigError(
+            f"teacher.context_template={teacher.context_template!r}: must contain {{prompt}} and {{context}}. Add them."
         )
 
 

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 from controller.config import Config, TrainingConfig
 from controller.config.file import value_of
 from controller.config.model_files import read_model_files
+from controller.config.training import path_setting
 from controller.observability.slow_work import log_if_slow
 from controller.preflight.cluster import Cluster
 from workers.config import LossConfig
@@ -36,7 +37,6 @@ USABLE_SHARE = 0.9
 LAYERS = (3, 4)
 """Layers of the measured model. With two, none is gathered ahead. From three on, each adds the same."""
 TIMEOUT_S = 600
-SECTIONS = {role: role for role in ("policy", "reference", "teacher", "critic")} | {"reward_model": "reward.model"}
 WORKERS = Path(__file__).parents[2] / "workers"
 
 Parts = dict[str, float]
@@ -154,14 +154,18 @@ def request(config: TrainingConfig, layers: tuple[int, ...] = LAYERS) -> dict[st
         "reshard_after_forward": config.policy.reshard_after_forward,
         "entropy_coefficient": loss.entropy_coefficient,
         "distillation": asdict(loss.distillation),
-        "roles": {role: _role(config, role) for role in config.training_roles},
+        "roles": {
+            f"{role} {name}".strip(): _role(config, role, name)
+            for role in config.training_roles
+            for name in config.models_of(role)
+        },
     }
 
 
-def _role(config: TrainingConfig, role: str) -> dict[str, Any]:
+def _role(config: TrainingConfig, role: str, name: str) -> dict[str, Any]:
     from workers.model.rules.model_rules import compiles
 
-    key, model = "model.path" if role == "policy" else f"{SECTIONS[role]}.path", config.model_of(role)
+    key, model = path_setting(role, name), config.models_of(role)[name]
     settings = asdict(model) | {"path": "", "logprob_chunk_tokens": model.chunk_tokens("cuda")}
     settings["compile"] = "never"  # without checkpointing a compiled layer keeps about 0.7 of what is measured
     if compiles(model, config.policy.parallel, cuda=True) and model.gradient_checkpointing == "selective":
@@ -184,11 +188,16 @@ def _role(config: TrainingConfig, role: str) -> dict[str, Any]:
 
 
 def _is_offloaded(config: TrainingConfig, role: str) -> bool:
-    return value_of(config, f"{SECTIONS[role]}.cpu_offload") in (True, "all")
+    return value_of(config, f"{_section(role)}.cpu_offload") in (True, "all")
 
 
 def _offloads_optimizer(config: TrainingConfig, role: str) -> bool:
-    return bool(value_of(config, f"{SECTIONS[role]}.cpu_offload") == "optimizer")
+    return bool(value_of(config, f"{_section(role)}.cpu_offload") == "optimizer")
+
+
+def _section(role: str) -> str:
+    """Return the section of settings of a role, which may be followed by the name of one of its models."""
+    return role.partition(" ")[0].replace("reward_model", "reward.model")
 
 
 def _cache_file(asked: Mapping[str, Any]) -> Path:
@@ -326,10 +335,11 @@ def check_memory(config: Config, memory: Memory, host: Parts, cluster: Cluster) 
 
 def _advice(config: Config, largest: str, name: str) -> str:
     if largest != "the pass":
-        key = f"{SECTIONS[largest]}.cpu_offload"
+        key = f"{_section(largest)}.cpu_offload"
         more = {"none": "optimizer", "optimizer": "all"}.get(value_of(config, key), "true")
         return f"raise policy.data_parallel, or set {key}={more}"
-    cap = config.limits[name].cap
+    role, _, call = name.partition(".")
+    cap = config.limits[f"{role.partition(' ')[0]}.{call}"].cap
     if name.endswith("update") and config.model.gradient_checkpointing == "none":
         return f"set model.gradient_checkpointing=auto or lower {cap}"
     return f"lower {cap} or model.logprob_chunk_tokens, or share a model over more GPUs (policy.parallel)"

@@ -21,6 +21,7 @@ from controller.engines.router import Key
 from controller.observability.session_tree import as_recorded
 from controller.observability.shown_text import other_columns, shortened, shown_prompt
 from controller.observability.step_metrics import session_metrics
+from workers.config import TeacherConfig
 from workers.dataproto import ROUTED_EXPERTS, object_column, record_column
 from workers.errors import RolloutError
 from workers.remote_batch import RemoteBatch, places
@@ -263,6 +264,27 @@ def with_record_columns(batch: RemoteBatch, prompts: Mapping[str, Prompt], names
     """Add columns of the sequences' records: float64 [B] if all are numbers, else objects [B]. prompts: by uid."""
     found = {name: [prompts[uid].columns[name] for uid in batch["uid"].tolist()] for name in names}
     return batch.with_columns(**{name: record_column(values) for name, values in found.items()})
+
+
+def taught_by(
+    settings: TeacherConfig, batch: RemoteBatch, prompts: Mapping[str, Prompt]
+) -> tuple[np.ndarray, RemoteBatch]:
+    """Return the name of each sequence's teacher, "" for the only one, and the batch with the prompts that teachers
+    read. prompts: by uid.
+    """
+    asked = [prompts[uid] for uid in batch["uid"].tolist()]
+    names = np.array([str(prompt.columns[settings.key]) if settings.paths else "" for prompt in asked])
+    if not settings.context_key:
+        return names, batch
+    ids = [prompt.teacher_ids for prompt in asked]
+    added = np.array([len(each) for each in ids]) - batch["prompt_tokens"]
+    numbers: dict[bytes, int] = {}
+    return names, batch.with_columns(
+        length=batch["length"] + added,
+        prompt_tokens=batch["prompt_tokens"] + added,
+        prompt_hash=np.array([numbers.setdefault(each.tobytes(), len(numbers)) for each in ids]),
+        teacher_prompt=object_column(ids),
+    )
 
 
 def assemble(

@@ -4,7 +4,9 @@ Ray. The loss is that of transformers' own distributions."""
 import json
 import shutil
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from controller.config import load
 from controller.lifecycle.model_checks import check_models
+from examples.addition.warm_start import create_model, tokenizer
 from tests.controller.stand_ins.run import SETTINGS, StandInRun, StandIns, write_stand_in_workspace
 from tests.workers.model.reference import divergence
-from tests.workers.model.tiny import unpacked_distributions
-from workers.errors import ConfigError
+from workers.errors import ConfigError, DataError
 from workers.remote_batch import RemoteBatch
 
 Run = Callable[..., StandInRun]
@@ -32,6 +34,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = AutoConfig.from_pretrained(path / "model")
     config.vocab_size, config.hidden_size = config.vocab_size + 4, 2 * config.hidden_size
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path / "teacher")
+    create_model(path / "near", seed=2)
+    file = path / "prompts.jsonl"
+    known = [json.loads(line) for line in file.read_text().splitlines()]
+    taught = [{"who": ("teacher", "near")[i % 2], "hint": "#" * (1 + i)} for i in range(len(known))]
+    file.write_text("".join(json.dumps(one | other) + "\n" for one, other in zip(known, taught, strict=True)))
     return path
 
 
@@ -40,13 +47,31 @@ def run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.chdir(folder)
     stand_ins = StandIns(monkeypatch)
     stand_ins.compute("float64")
-    settings = [f"run.dir={tmp_path}", "policy.data_parallel=1", "data.validation=''", "rollout.placement=colocated"]
+    settings = [
+        f"run.dir={tmp_path}",
+        "policy.data_parallel=1",
+        "data.validation=''",
+        "data.shuffle=false",
+        "rollout.placement=colocated",
+    ]
     return lambda *overrides: stand_ins.run([*settings, *overrides])
+
+
+SEVERAL = ("teacher.path=''", "teacher.paths={teacher: teacher, near: near}", "teacher.key=who", *ALONE)
+HINTS = ("teacher.context_key=hint", "teacher.context_template='{context}={prompt}'")
 
 
 @pytest.mark.parametrize(
     ("over", "kind", "others"),
-    [("token", "reverse_kl", ALONE), ("top_k", "jsd", ()), ("vocabulary", "forward_kl", ALONE)],
+    [
+        ("token", "reverse_kl", ALONE),
+        ("top_k", "jsd", ()),
+        ("vocabulary", "forward_kl", ALONE),
+        ("top_k", "reverse_kl", SEVERAL),
+        ("token", "reverse_kl", (*SEVERAL, *HINTS)),
+        ("vocabulary", "reverse_kl", (*ALONE, *HINTS, "teacher.path=''")),
+        ("top_k", "forward_kl", (*ALONE, *HINTS, "model.share_prefixes=never")),
+    ],
 )
 def test_the_loss_is_that_of_both_models_distributions(
     run: Run, batches: list[RemoteBatch], over: str, kind: str, others: tuple[str, ...]
@@ -55,14 +80,12 @@ def test_the_loss_is_that_of_both_models_distributions(
     chosen += [f"algorithm.loss.distillation.divergence={kind}"] if over != "token" else []
     chosen += ["algorithm.loss.distillation.top_k=3"] if over == "top_k" else []
     metrics = run(*TAUGHT, *chosen, *others).outcome.steps[0]
-    rows = batches[0].gather()
-    student, teacher = (
-        AutoModelForCausalLM.from_pretrained(name, dtype=torch.float64) for name in ("model", "teacher")
-    )
-    distances = []
-    each = zip(*(unpacked_distributions(model, rows) for model in (student, teacher)), strict=True)
-    for index, (log_p, log_q) in enumerate(each):
-        row = rows.row(index)
+    rows, distances = batches[0].gather(), []
+    for index, record in enumerate(records(batches[0])):
+        row, hint = rows.row(index), HINTS[0] in others and record["hint"] + "="
+        teacher = record["who"] if SEVERAL[1] in others else "model" if "teacher.path=''" in others else "teacher"
+        log_p = log_probs("model", row["input_ids"])
+        log_q = log_probs(teacher, row["input_ids"], hint or "")
         common = log_q[:, : log_p.shape[-1]]
         if over == "token":
             found = (log_p - common).gather(-1, row["input_ids"][1:, None]).squeeze(-1)
@@ -75,10 +98,28 @@ def test_the_loss_is_that_of_both_models_distributions(
         distances.append(found[row["loss_mask"][1:]])
     expected = torch.cat(distances).mean().item()
     assert metrics["policy/teacher_divergence"] == pytest.approx(expected, rel=1e-6)
-    if others and over == "vocabulary":
+    if others == ALONE and over == "vocabulary":
         weights = torch.cat([torch.full_like(part, 1 / (len(distances) * len(part))) for part in distances])
         assert metrics["policy/loss"] == pytest.approx(0.5 * (torch.cat(distances) * weights).sum().item(), rel=1e-6)
     assert metrics["policy/grad_norm"] > 0
+
+
+def records(batch: RemoteBatch) -> list[dict[str, str]]:
+    """The record of each row."""
+    known = [json.loads(line) for line in Path("prompts.jsonl").read_text().splitlines()]
+    return [known[int(uid)] for uid in batch["uid"].tolist()]
+
+
+@cache
+def loaded(model: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+
+
+def log_probs(model: str, ids: torch.Tensor, before: str = "") -> torch.Tensor:
+    """By transformers, of the tokens from the second on, [L - 1, V], after the text `before`."""
+    given = torch.tensor(tokenizer()(before).input_ids, dtype=torch.int64)
+    found = loaded(model)(torch.cat([given, ids])[None])
+    return found.logits[0, len(given) : -1].log_softmax(-1)
 
 
 @pytest.mark.parametrize(
@@ -95,14 +136,24 @@ def test_the_loss_is_that_of_both_models_distributions(
             ("algorithm.loss.distillation.over=vocabulary", "algorithm.loss.distillation.top_k=8"),
         ),
         ("algorithm.zero_variance_groups", ("algorithm.zero_variance_groups=drop",)),
+        ("teacher.path", SEVERAL[1:]),
+        ("teacher.paths", (*SEVERAL[:3], "algorithm.loss.distillation.over=vocabulary")),
+        ("teacher.key", SEVERAL[2:3]),
+        ("teacher.context_key", (*HINTS, "rollout.environment=reward.py:reward")),
+        ("teacher.context_template", (HINTS[0], "teacher.context_template='{context}'")),
+        ("teacher.context_template", HINTS[1:]),
+        ("teacher.cpu_offload", (*HINTS, "teacher.path=''", "teacher.cpu_offload=true")),
+        ("teacher.forward_max_tokens_per_micro_batch=16", (*HINTS, "policy.max_tokens_per_micro_batch=16")),
+        ("prompts.jsonl: record 2", (SEVERAL[0], SEVERAL[2], "teacher.paths={teacher: teacher}")),
+        ("prompts.jsonl record 1", (*HINTS, "teacher.context_key=solution")),
         (
             "algorithm.advantage",
             ("algorithm.advantage=none", "teacher.path=''", "algorithm.loss.distillation.coefficient=0"),
         ),
     ],
 )
-def test_settings_without_effect_are_refused(run: Run, setting: str, others: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError) as refused:
+def test_what_cannot_teach_is_refused(run: Run, setting: str, others: tuple[str, ...]) -> None:
+    with pytest.raises((ConfigError, DataError)) as refused:
         run(*TAUGHT, *others)
     assert str(refused.value).startswith(setting)
 

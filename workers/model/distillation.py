@@ -1,5 +1,6 @@
 """What teacher and student read at their output layers, for `algorithm.loss.distillation`.
 
+    samples --with_teacher_prompts--> what the teacher reads --at_tokens_of--> columns of the samples
     teacher: TopTokens --> teacher_top_ids, teacher_top_log_probs     hidden_states --> teacher_hidden
              its WholeLayer, once, on the host --on--> TeacherLayer on each rank of the student
     student: Distilled --> log-probs, entropy and the divergence from these columns
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from workers.dataproto import DataProto
 from workers.loss_config import DistillationConfig
 from workers.model.divergence import TeacherLayer, linear_divergence, top_log_probs
 from workers.model.logprobs import Head, OutputLayer, log_probs_of
@@ -62,8 +64,37 @@ class TopTokens:
         return top_log_probs(layer, count=self.count, tokens=self.tokens)
 
 
+def log_probs(rows: ModelInput, layer: OutputLayer) -> tuple[Tensor, ...]:
+    return (log_probs_of(layer, rows.targets)[0],)
+
+
 def hidden_states(rows: ModelInput, layer: OutputLayer) -> tuple[Tensor, ...]:
     return (layer.hidden.clone(),)  # FSDP needs outputs that are not views
+
+
+def with_teacher_prompts(batch: DataProto) -> DataProto:
+    """Replace the prompts by the ids of the column `teacher_prompt`, if the batch has it.
+
+    batch: `length` and `prompt_tokens` count the tokens with these prompts.
+    """
+    if "teacher_prompt" not in batch.objects or not len(batch):
+        return batch
+    own, rows = batch.columns["length"] - batch.columns["prompt_tokens"], []
+    for index, prompt in enumerate(map(torch.from_numpy, batch.objects["teacher_prompt"])):
+        row = batch.row(index)
+        start = len(row["input_ids"]) - int(own[index])
+        ids, mask = (row[name][start:] for name in ("input_ids", "loss_mask"))
+        rows.append({"input_ids": torch.cat([prompt, ids]), "loss_mask": torch.cat([prompt < 0, mask])})
+    return DataProto.from_list(rows)
+
+
+def at_tokens_of(batch: DataProto, read: DataProto, values: Any) -> Any:
+    """Return NumPy `values` [T', ...] of the tokens of `read` as [T, ...] of `batch`, 0 outside its `loss_mask`."""
+    if read is batch:
+        return values
+    found = np.zeros((batch.num_tokens, *values.shape[1:]), values.dtype)
+    found[batch.tokens["loss_mask"].numpy()] = values[read.tokens["loss_mask"].numpy()]
+    return found
 
 
 @dataclass

@@ -220,7 +220,7 @@ def _with_teacher(
             "teacher_top_log_probs": torch.zeros(tokens, top + 1),
         }
     if taught.over == "vocabulary":
-        text = request["roles"]["teacher"]["description"]
+        text = (request["roles"].get("teacher") or request["roles"]["policy"])["description"]
         text = text.get("text_config") or text
         layer = torch.zeros(text["vocab_size"], text["hidden_size"], dtype=engine.dtype)
         engine.teacher_layer = WholeLayer(as_numpy(layer), None, None, 1.0, engine.dtype)

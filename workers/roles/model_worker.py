@@ -13,7 +13,14 @@ from workers.config import ModelConfig, OptimizerConfig, ParallelConfig
 from workers.dataproto import ROUTED_EXPERTS, DataProto
 from workers.dispatch import Join, RankCoordinates, Split, dispatch
 from workers.metrics import Metric, Metrics, merge
-from workers.model.distillation import TopTokens, WholeLayer, hidden_states
+from workers.model.distillation import (
+    TopTokens,
+    WholeLayer,
+    at_tokens_of,
+    hidden_states,
+    log_probs,
+    with_teacher_prompts,
+)
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators
 from workers.model.losses.returns import sequence_kl
@@ -34,6 +41,7 @@ class ModelWorker(Worker):
         world_size: int,
         *,
         model: ModelConfig,
+        models: Mapping[str, ModelConfig] = MappingProxyType({}),
         device: str,
         temperature: float,
         threads: int = 0,
@@ -44,7 +52,9 @@ class ModelWorker(Worker):
         optimizer: OptimizerConfig | None = None,
         total_steps: int = 0,
     ) -> None:
-        """temperature: the sampler's, so that log-probs are of the sampled distribution."""
+        """models: several by name, instead of `model`. temperature: the sampler's, so that log-probs are of the
+        sampled distribution.
+        """
         super().__init__(role, coordinates, world_size, device=device, threads=threads)
         self._engine_arguments = {
             "optimizer": optimizer,
@@ -58,15 +68,19 @@ class ModelWorker(Worker):
             "head": self.head,
             "check_numerics": True,
         }
-        self._model = model
+        self._models = models or {"": model}
         self.unread = (ROUTED_EXPERTS,) if model.router_replay == "none" else ()
 
     @dispatch(Split.ALL)
     def build(self, checkpointing: Mapping[str, Any] = MappingProxyType({})) -> int:
-        """Load and shard the model. Returns its number of parameters. checkpointing: settings that replace `auto`."""
-        self.engine = TrainingEngine(replace(self._model, **checkpointing), **self._engine_arguments)
+        """Load and shard the models. Returns the number of parameters. checkpointing: settings that replace `auto`."""
+        self.engines = {
+            name: TrainingEngine(replace(model, **checkpointing), **self._engine_arguments)
+            for name, model in self._models.items()
+        }
+        self.engine = next(iter(self.engines.values()))
         self.free_cached_memory()
-        return self.engine.num_parameters
+        return sum(engine.num_parameters for engine in self.engines.values())
 
     @dispatch(Split.PLAN, Join.TOKENS, returns=("log_probs",))
     def log_probs(self, batch: DataProto, plan: RankPlan) -> tuple[DataProto, Metrics]:
@@ -96,7 +110,7 @@ class ModelWorker(Worker):
 
     @dispatch(Split.ALL)
     def take_micro_step_times(self) -> list[MicroStepTime]:
-        return self.engine.clock.take()
+        return [time for engine in self.engines.values() for time in engine.clock.take()]
 
     def free_cached_memory(self) -> None:
         """Return torch's cached memory to the device, for other roles and a colocated engine."""
@@ -141,29 +155,45 @@ class ReferenceWorker(ModelWorker):
     """One rank of the reference, the frozen policy of a KL."""
 
 
-class TeacherWorker(ModelWorker):
-    """One rank of the frozen teacher. Columns are of the tokens with `loss_mask`, ragged like `input_ids`."""
+class TeachingWorker(ModelWorker):
+    """One rank that reads samples as a teacher, with its prompts (see `with_teacher_prompts`). teacher: its name, if
+    there are several. Columns are of the tokens with `loss_mask`, ragged like `input_ids`.
+    """
+
+    @dispatch(Split.PLAN, Join.TOKENS, returns=("teacher_log_probs",))
+    def teacher_log_probs(self, batch: DataProto, plan: RankPlan, teacher: str) -> tuple[DataProto, Metrics]:
+        return self._read(batch, plan, teacher, log_probs, "teacher_log_probs")
 
     @dispatch(Split.PLAN, Join.TOKENS, returns=("teacher_top_ids", "teacher_top_log_probs"))
-    def top_tokens(self, batch: DataProto, plan: RankPlan, count: int, tokens: int) -> tuple[DataProto, Metrics]:
+    def top_tokens(
+        self, batch: DataProto, plan: RankPlan, teacher: str, count: int, tokens: int
+    ) -> tuple[DataProto, Metrics]:
         """Return the likeliest of the first `tokens` tokens, and log-probs, see `top_log_probs`: [T, k], [T, k + 1]."""
-        return self._read(batch, plan, TopTokens(count, tokens), "teacher_top_ids", "teacher_top_log_probs")
+        return self._read(batch, plan, teacher, TopTokens(count, tokens), "teacher_top_ids", "teacher_top_log_probs")
 
     @dispatch(Split.PLAN, Join.TOKENS, returns=("teacher_hidden",))
-    def hidden_states(self, batch: DataProto, plan: RankPlan) -> tuple[DataProto, Metrics]:
+    def hidden_states(self, batch: DataProto, plan: RankPlan, teacher: str) -> tuple[DataProto, Metrics]:
         """Return the last hidden states [T, H], bfloat16 as int16."""
-        return self._read(batch, plan, hidden_states, "teacher_hidden")
+        return self._read(batch, plan, teacher, hidden_states, "teacher_hidden")
 
     @dispatch(Split.ALL, Join.RANK_ZERO_REFERENCE)
     def output_layer(self) -> tuple[WholeLayer | None, Metrics]:
         found = self.engine.output_layer()
         return (found if self.coordinates.index == 0 else None), {}
 
-    def _read(self, batch: DataProto, plan: RankPlan, read: Read, *names: str) -> tuple[DataProto, Metrics]:
-        found = self.engine.read_outputs(batch, micro_batches_of(plan), read)
+    def _read(
+        self, batch: DataProto, plan: RankPlan, teacher: str, read: Read, *names: str
+    ) -> tuple[DataProto, Metrics]:
+        given = with_teacher_prompts(batch)
+        found = self.engines[teacher].read_outputs(given, micro_batches_of(plan), read)
         self.free_cached_memory()
         found = found or [np.zeros(0, np.float32)] * len(names)  # of a rank without micro-batches
-        return DataProto(batch.lengths.numpy(), dict(zip(names, found, strict=True))), {}
+        columns = {name: at_tokens_of(batch, given, values) for name, values in zip(names, found, strict=True)}
+        return DataProto(batch.lengths.numpy(), columns), {}
+
+
+class TeacherWorker(TeachingWorker):
+    """One rank of the frozen teachers."""
 
 
 class RewardModelWorker(ModelWorker):

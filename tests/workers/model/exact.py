@@ -21,7 +21,7 @@ from workers.dataproto import DataProto
 from workers.metrics import Metrics, merge, results
 from workers.model import model as compiling
 from workers.model.attention.shared_attention import SharedAttention
-from workers.model.distillation import TopTokens, hidden_states
+from workers.model.distillation import TopTokens, hidden_states, log_probs
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, make_policy_loss, make_value_loss
 from workers.model.sharding.parallel import full_tensor
@@ -105,7 +105,8 @@ def taught(
     keep_float64(case, teacher.module.model)
     over = case.distillation[0]
     if over == "token":
-        found = {"teacher_log_probs": teacher.log_probs(mine, micro_batches)[0].double()}
+        (column,) = teacher.read_outputs(mine, micro_batches, log_probs)
+        found = {"teacher_log_probs": torch.from_numpy(column)}
     elif over == "top_k":
         columns = teacher.read_outputs(mine, micro_batches, TopTokens(case.taught.top_k, VOCABULARY))
         found = dict(zip(("teacher_top_ids", "teacher_top_log_probs"), map(torch.from_numpy, columns), strict=True))

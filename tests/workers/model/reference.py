@@ -76,7 +76,7 @@ def divergences(case: Case, path: str, sequences: DataProto, students: list[Tens
     for index, (log_p, log_q) in enumerate(zip(students, teachers, strict=True)):
         if over == "token":
             ids = sequences.tokens["input_ids"][starts[index] + 1 : starts[index + 1], None]
-            distance = (log_p - log_q[:, : log_p.shape[-1]].float()).gather(-1, ids).squeeze(-1)
+            distance = (log_p - log_q[:, : log_p.shape[-1]]).gather(-1, ids).squeeze(-1)
         elif over == "vocabulary":
             distance = divergence(kind, log_p.exp(), log_q[:, : log_p.shape[-1]].softmax(-1))
         else:
