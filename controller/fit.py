@@ -135,7 +135,8 @@ def training(
         environment=inputs.environment,
         budget=budget,
     ) as started:
-        yield Run(config, started, inputs.prompts, inputs.validation, cost_model=inputs.cost_model)
+        functions, cost_model = inputs.functions, inputs.cost_model
+        yield Run(config, started, inputs.prompts, inputs.validation, cost_model=cost_model, functions=functions)
 
 
 if __name__ == "__main__":

@@ -22,9 +22,9 @@ from controller.checkpoints.progress import FOLDER, checkpoints_at
 from controller.config import Config, load_as
 from controller.config.recorded import check_trusted, load_recorded
 from controller.config.sections import TrackingConfig
-from controller.lifecycle.inputs import find_step
 from controller.lifecycle.model_checks import check_models
 from controller.lifecycle.session import Session, exit_code, ray_session, session
+from controller.lifecycle.user_functions import find_functions, find_step
 from controller.observability.run_folder import RunFolder, recorded_steps
 from controller.preflight.arguments import OneLineParser
 from controller.preflight.checks import check_layout
@@ -98,7 +98,8 @@ def settings(folder: Path, overrides: Sequence[str] = (), *, trust_run: bool = F
             raise ConfigError(f"{override}: samples and log-probs come from the run. Leave it out.")
     config = load_as(ReplayConfig, path, overrides)
     if not trust_run:
-        check_trusted(folder, [config.algorithm.loss.function, config.run.step], overrides, "add --trust-run")
+        code = [config.algorithm.loss.function, config.algorithm.advantage_function, config.run.step]
+        check_trusted(folder, code, overrides, "add --trust-run")
     return config
 
 
@@ -172,7 +173,8 @@ def recorded_run(config: Config, started: Session, folder: Path, cost_model: Cos
     from controller.run import Run
 
     prompts, buffer = RecordedPrompts(config.data.prompt_key), partial(RecordedBuffer, folder)
-    run = Run(config, started, prompts, None, cost_model=cost_model, buffer=buffer)
+    functions = find_functions(config, settings=["algorithm.advantage_function"])
+    run = Run(config, started, prompts, None, cost_model=cost_model, buffer=buffer, functions=functions)
     run.logprob_check = LogProbCheck(config, run.weight_version, started.record.console.log)
     return run
 

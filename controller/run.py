@@ -11,6 +11,7 @@ from controller.algorithm.validation_metrics import summarize
 from controller.checkpoints.progress import Progress, remove_old_samples, replay_path, samples_path
 from controller.config import Config
 from controller.data.prompts import PromptDataset, Prompts
+from controller.data.sample_functions import NO_FUNCTIONS, Functions, columns_of
 from controller.lifecycle.session import Session
 from controller.observability.run_folder import step_file
 from controller.observability.shown_text import other_columns, shown_prompt
@@ -41,13 +42,14 @@ class Run(TrainingRun[Config]):
         *,
         cost_model: CostModel,
         buffer: Callable[..., RolloutBuffer] | None = None,
+        functions: Functions = NO_FUNCTIONS,
     ) -> None:
-        """buffer: makes the source of the steps' samples, None follows rollout.max_staleness."""
+        """buffer: makes the source of the steps' samples, None follows rollout.max_staleness. functions: by setting."""
         super().__init__(config, session, steps=config.run.steps, cost_model=cost_model)
-        self.validation, self.best = validation, self.progress.best
+        self.validation, self.best, self.functions = validation, self.progress.best, functions
         self.weight_version, self.kl_coefficient = self.progress.weight_version, self.progress.kl_coefficient
         buffer = buffer or (AsyncRolloutBuffer if config.rollout.max_staleness else RolloutBuffer)
-        self.buffer = buffer(config, self.roles, prompts, self.planner, self.record, self.progress)
+        self.buffer = buffer(config, self.roles, prompts, self.planner, self.record, self.progress, functions)
         self.replay = ReplayBuffer(config, self.record, self.progress)
         self.logprob_check = LogProbCheck(config, self.weight_version)
 
@@ -68,6 +70,7 @@ class Run(TrainingRun[Config]):
             "weight_version": self.weight_version,
             "best": self.best,
             "kl_coefficient": self.kl_coefficient,
+            "sampler": self.buffer.sampler,
         }
 
     def save_models(self) -> None:
@@ -127,6 +130,8 @@ class Run(TrainingRun[Config]):
         if self.config.algorithm.compares_groups and not self.config.algorithm.kl_in_reward.coefficient:
             share = advantages.share_without_signal(samples["reward"], samples["uid"])
             record.add({"rollout/groups_without_signal": share})
+        if own := self.functions.get("run.metrics"):
+            record.add(own(columns_of(samples, own.names, rollout.by_sample, self.buffer.record_of)))
         if self.config.run.record_samples:
             with record.phase("record"):
                 write_step(step_file(self.folder, self.number), rollout)

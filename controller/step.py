@@ -215,7 +215,8 @@ def with_advantages(run: Run, batch: RemoteBatch) -> RemoteBatch:
             batch = batch.with_tokens(**found.tokens)
         else:
             rewards = batch["reward"] - weight * kl
-            batch = batch.with_columns(advantages=advantages.sequence_advantages(algorithm, batch, rewards))
+            own = run.functions.get("algorithm.advantage_function")
+            batch = batch.with_columns(advantages=advantages.sequence_advantages(algorithm, batch, rewards, own))
     batch = run.replay.with_advantages(whole, batch)
     run.record.trains_on(batch)
     return batch

@@ -274,11 +274,22 @@ def adapted_kl_weight(coefficient: float, kl: float, sequences: int, settings: K
     return coefficient * (1 + error * sequences / settings.horizon)
 
 
-def sequence_advantages(algorithm: AlgorithmConfig, batch: RemoteBatch, rewards: np.ndarray) -> np.ndarray:
-    """Return an advantage per row by `algorithm.advantage`, float32 [B]. A sample of several rows counts once."""
+def sequence_advantages(
+    algorithm: AlgorithmConfig,
+    batch: RemoteBatch,
+    rewards: np.ndarray,
+    function: Callable[[Mapping[str, np.ndarray]], np.ndarray] | None = None,
+) -> np.ndarray:
+    """Return an advantage per row by `algorithm.advantage`, float32 [B]. A sample of several rows counts once.
+
+    function: algorithm.advantage_function, of columns by name.
+    """
     first, sample = samples_of(batch)
     columns = {name: column[first] for name, column in (batch.columns | {"reward": rewards}).items()}
     columns["tokens"] = np.bincount(sample, batch["response_tokens"]).astype(np.int64)
+    if function is not None:
+        columns |= {"group": columns["group_number"], "response_tokens": columns["tokens"]}
+        return function(columns).astype(np.float32)[sample]
     options = {"normalize_by_std": algorithm.normalize_by_std, "k": algorithm.pass_k}
     return estimate(algorithm.advantage, columns, **options).astype(np.float32)[sample]
 

@@ -60,7 +60,7 @@ def of_sessions(algorithm: AlgorithmConfig, batch: RemoteBatch, rewards: np.ndar
     A, baseline and scale: by algorithm.advantage from the sessions' rewards, float [B].
     """
     first, sample = samples_of(batch)
-    found, slopes = (each(algorithm, batch, rewards)[first] for each in (sequence_advantages, sequence_slopes))
+    slopes, found = (each(algorithm, batch, rewards)[first] for each in (sequence_slopes, sequence_advantages))
     tokens, offsets, _ = zip(*(zip(*batch["offsets"][row], strict=True) for row in first), strict=True)
     numbers = [a + s * np.array(each) for a, s, each in zip(found, slopes, offsets, strict=True)]
     return by_row(sample, batch["response_tokens"], tokens, numbers)

@@ -113,7 +113,7 @@ def resume(config: TrainingConfig, roles: WorkerGroups, log: Callable[[str], Non
             _remove_later(roles, path, progress.step)
         if config.run.on_data_change == "restart" and differences(data, progress.data):
             log("the training data differ from the checkpoint's: they start again at their first prompt")
-            progress = replace(progress, position=0, active=[], samples="", replay="")
+            progress = replace(progress, position=0, active=[], samples="", replay="", sampler=None)
         return replace(progress, data=data)
     if candidates:
         raise CheckpointError(f"run.resume={config.run.resume}: none of {len(candidates)} checkpoints can be loaded.")

@@ -7,7 +7,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from symtable import SymbolTable, symtable
@@ -19,6 +19,8 @@ from workers.user_code.rewards import RAW
 
 GIVEN = "callable:"  # prefix of the name, in settings, of a function given to a call
 RESPONSES = {"response", "responses"}
+OF_SAMPLES = ("algorithm.advantage_function", "algorithm.group_filter", "reward.shaping", "run.metrics")
+"""Settings of functions that take columns of samples, see `controller.data.sample_functions`."""
 
 
 def check_function(key: str, name: str) -> None:
@@ -109,7 +111,13 @@ def requested_columns(signature: Signature, record: Mapping[str, Any], name: str
             f"reward.function={name!r} must take a parameter 'response', or 'responses' for many at once."
         )
     offered = set(record)
-    lacking = sorted(set(signature.required) - offered - RESPONSES - {RAW})
-    if lacking:
-        raise ConfigError(f"reward.function={name!r} asks for {lacking}, but the data has {sorted(offered)}.")
-    return tuple(sorted((offered if signature.takes_all else names & offered) - RESPONSES | names & {RAW}))
+    taken = requested_names("reward.function", name, signature, offered | RESPONSES | {RAW})
+    return tuple(each for each in taken if each not in RESPONSES and (each in offered or each in names))
+
+
+def requested_names(key: str, name: str, signature: Signature, offered: Iterable[str]) -> tuple[str, ...]:
+    """Return those of the `offered` arguments that a function takes. Raises ConfigError if it requires others."""
+    offered = set(offered)
+    if lacking := sorted(set(signature.required) - offered):
+        raise ConfigError(f"{key}={name!r} asks for {lacking}, but the data has {sorted(offered)}.")
+    return tuple(sorted(offered if signature.takes_all else offered & set(signature.names)))

@@ -19,8 +19,8 @@ from workers.rollout.requests import GENERATION_STEP, VALIDATION_STEP
 
 TRAINING_KEYS = """
     run.steps run.save_every run.checkpoint_every run.keep_checkpoints run.resume run.on_data_change
-    run.log_completions run.record_samples run.step batch. algorithm. reference. teacher. critic. tracking.
-    data.shuffle data.curriculum reward.overlong_ reward.truncated
+    run.log_completions run.record_samples run.step run.metrics batch. algorithm. reference. teacher. critic. tracking.
+    data.shuffle data.curriculum data.sampler reward.overlong_ reward.truncated reward.shaping
     validation.every validation.at_start validation.keep_best
     rollout.placement rollout.max_staleness rollout.out_of_order_window rollout.kv_cache_after_update
     rollout.weight_sync
@@ -67,8 +67,16 @@ class SamplerConfig(Config):
     def _narrowed(self, output: Path, data: DataConfig, sampling: SamplingConfig, samples: int) -> Self:
         return replace(
             self,
-            run=replace(self.run, dir=str(output.parent), name=output.name, resume="auto", on_data_change="keep_place"),
-            data=replace(data, curriculum="", shuffle=False),
+            run=replace(
+                self.run,
+                dir=str(output.parent),
+                name=output.name,
+                resume="auto",
+                on_data_change="keep_place",
+                metrics="",
+            ),
+            data=replace(data, curriculum="", sampler="", shuffle=False),
+            reward=replace(self.reward, shaping=""),
             rollout=replace(self.rollout, sampling=sampling, samples_per_prompt=samples, max_staleness=0),
             validation=replace(self.validation, keep_best=""),
             algorithm=AlgorithmConfig(),

@@ -71,11 +71,16 @@ class RunConfig(BaseRunConfig):
         "Function that replaces the usual training step, `module:function` or `path/file.py:function`. It receives "
         "the run and combines the parts in `controller.step`, see docs/your-own.md.",
     )
+    metrics: str = setting(
+        "",
+        "Function that returns further metrics of a step's samples, by name, `module:function` or "
+        "`path/file.py:function`. See docs/your-own.md.",
+    )
 
 
 @dataclass
 class DataConfig:
-    only_with = ((".curriculum left empty", "shuffle"),)
+    only_with = ((".curriculum left empty", "shuffle"), (".sampler left empty", "shuffle, curriculum"))
 
     train: str = setting(
         "",
@@ -115,6 +120,11 @@ class DataConfig:
         "",
         "Function that orders each epoch instead of shuffling, `module:function` or `path/file.py:function`: "
         "f(records, epoch) returns record numbers.",
+    )
+    sampler: str = setting(
+        "",
+        "Function that chooses each step's prompts by the rewards so far, `module:function` or "
+        "`path/file.py:function`. See docs/your-own.md.",
     )
 
     @property
@@ -209,6 +219,11 @@ class RewardConfig:
         minimum=0,
     )
     overlong_penalty: float = setting(1.0, "Reward that a response of maximum length loses.", minimum=0)
+    shaping: str = setting(
+        "",
+        "Function that replaces the rewards of training samples, `module:function` or `path/file.py:function`. See "
+        "docs/your-own.md.",
+    )
 
     model: RewardModelConfig = field(default_factory=RewardModelConfig)
 
@@ -233,6 +248,8 @@ class GigpoConfig:
 @dataclass
 class AlgorithmConfig:
     only_with = (
+        (".advantage=custom", "advantage_function"),
+        (".zero_variance_groups=drop or replace", "group_filter"),
         (".advantage=grpo or gigpo", "normalize_by_std"),
         (".advantage=gae or reinforce_plus_plus or reinforce_plus_plus_baseline or gigpo", "credit"),
         ("rollout.environment", "credit"),
@@ -251,7 +268,8 @@ class AlgorithmConfig:
     advantage: str = setting(
         "grpo",
         "Advantage estimator. Formulas: `controller.algorithm.advantages`. `gae` is PPO with a critic. `none`: "
-        "nothing is learned from rewards, which then are optional (algorithm.loss.distillation).",
+        "nothing is learned from rewards, which then are optional (algorithm.loss.distillation). `custom` uses "
+        "algorithm.advantage_function.",
         choices=(
             "gae",
             "grpo",
@@ -265,7 +283,13 @@ class AlgorithmConfig:
             "maxrl",
             "gigpo",
             "none",
+            "custom",
         ),
+    )
+    advantage_function: str = setting(
+        "",
+        "Function that returns an advantage for each sample, `module:function` or `path/file.py:function`. See "
+        "docs/your-own.md.",
     )
     credit: str = setting(
         "episode",
@@ -295,6 +319,11 @@ class AlgorithmConfig:
         "them with new prompts until a step has batch.prompts_per_step other groups (DAPO's dynamic sampling).",
         choices=("keep", "drop", "replace"),
     )
+    group_filter: str = setting(
+        "",
+        "Function that says whether a group is kept, `module:function` or `path/file.py:function`. It replaces the "
+        "rule of zero_variance_groups, and not what becomes of other groups. See docs/your-own.md.",
+    )
     max_sampling_rounds: int = setting(
         10,
         "Maximum generation rounds per step with `replace`. After the last round, the step trains on the groups found.",
@@ -308,7 +337,7 @@ class AlgorithmConfig:
     @property
     def compares_groups(self) -> bool:
         """Whether advantages are 0 in a group of equal rewards."""
-        others = ("reinforce_plus_plus", "gae", "remax", "gigpo", "none")
+        others = ("reinforce_plus_plus", "gae", "remax", "gigpo", "none", "custom")
         return self.advantage not in others and self.credit == "episode"
 
     @property
@@ -407,9 +436,9 @@ class ResourcesConfig:
     )
     user_code_timeout_s: float = setting(
         60.0,
-        "Time limit in seconds for each of these before training: importing a reward function, environment, loss or "
-        "curriculum, rendering the first prompts, rendering each later prompt, and one epoch of data.curriculum (also "
-        "during training).",
+        "Time limit in seconds for each of these before training: importing a function, environment or loss, rendering "
+        "the first prompts, rendering each later prompt, and one call of a function that replaces a part (also during "
+        "training).",
         above=0,
     )
     dashboard: bool = setting(False, "Start Ray's dashboard with a local Ray.")

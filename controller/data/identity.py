@@ -25,7 +25,7 @@ DataIdentity = dict[str, Any]
 
 CONTENT_SETTINGS = (
     *("data.prompt_key", "data.system_prompt", "data.continue_last_message", "data.chat_template_arguments"),
-    *("data.shuffle", "data.curriculum"),
+    *("data.shuffle", "data.curriculum", "data.sampler"),
 )
 
 

@@ -134,6 +134,11 @@ class PromptDataset:
         return len(self._prompts)
 
     @property
+    def records(self) -> list[Record]:
+        """Return the kept records."""
+        return [record for _, record, *_ in self._prompts]
+
+    @property
     def lengths(self) -> list[int]:
         return [len(ids) for ids, *_ in self._prompts]
 
@@ -147,14 +152,15 @@ class PromptDataset:
 
     def __iter__(self) -> Iterator[Prompt]:
         for index in range(len(self)):
-            yield self._prompt(f"{index}", index)
+            yield self.prompt(f"{index}", index)
 
     def at(self, position: int) -> Prompt:
         """Return the prompt at a place of the endless stream."""
         epoch, index = divmod(position, len(self._prompts)) if self._curriculum is None else self._place(position)
-        return self._prompt(f"{position}", self._order(epoch)[index])
+        return self.prompt(f"{position}", self._order(epoch)[index])
 
-    def _prompt(self, uid: str, index: int) -> Prompt:
+    def prompt(self, uid: str, index: int) -> Prompt:
+        """Return a record's prompt as `uid`. index: of the kept records."""
         ids, record, source, taught = self._prompts[index]
         return Prompt(uid, ids, record, source, self._rules.options_of(record, uid), taught)
 
@@ -168,7 +174,7 @@ class PromptDataset:
     def _order(self, epoch: int) -> Sequence[int] | np.ndarray:
         if epoch not in self._orders:
             if self._curriculum is not None:
-                self._orders[epoch] = self._curriculum([record for _, record, *_ in self._prompts], epoch)
+                self._orders[epoch] = self._curriculum(self.records, epoch)
             else:
                 count = len(self._prompts)
                 self._orders = {epoch: epoch_order(self._seed, epoch, count) if self._shuffle else np.arange(count)}

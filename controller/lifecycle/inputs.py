@@ -6,13 +6,10 @@
 Users' code and chat templates are programs. This process runs them only after a trial in another process.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
-
-import numpy as np
 
 from balancing import CostModel
 from controller.checkpoints.progress import check_same_data
@@ -22,7 +19,7 @@ from controller.config.functions import requested_columns
 from controller.config.model_files import read_model_files
 from controller.config.python_rewards import NONE_GIVEN, GivenFunctions
 from controller.config.training import counted
-from controller.data.curriculum import isolated_order
+from controller.data.curriculum import SampledPrompts
 from controller.data.identity import DataIdentity, data_identity
 from controller.data.prompts import (
     Curriculum,
@@ -35,33 +32,33 @@ from controller.data.prompts import (
     with_system_prompt,
 )
 from controller.data.records import Record, check_loss_columns, check_teachers, read_records
+from controller.data.sample_functions import Functions
 from controller.lifecycle.template_report import Examined, examine, short_lines
+from controller.lifecycle.user_functions import (
+    Records,
+    find_step,
+    imported,
+    try_curriculum,
+    try_functions,
+    try_loss,
+    try_sampler,
+    waiting,
+)
 from controller.observability.shown_text import redacted, shortened
 from controller.observability.slow_work import Log, log_if_slow
 from controller.preflight.algorithm_checks import check_keep_best
 from controller.preflight.training_checks import check_caps
 from workers.config import HTTP
-from workers.dataproto import record_column
 from workers.environment import as_text
 from workers.errors import ConfigError, DataError
 from workers.rendering import Messages, Options, Renderer, template_of
 from workers.rollout.parser_names import known_parsers, parsers_of
-from workers.rollout.requests import COUNTS
 from workers.score import Score
 from workers.user_code.environments import Answered, try_environment
-from workers.user_code.functions import (
-    TIMEOUT_SETTING,
-    Tools,
-    UserFunction,
-    check_loss,
-    find_class,
-    find_function,
-    find_tools,
-)
+from workers.user_code.functions import Tools, find_class, find_tools
 from workers.user_code.rewards import MESSAGES, RAW, RewardFunction, try_rewards
 from workers.user_code.task_sources import find_verifiers_agent
 
-Records = dict[str, list[Record]]
 Chat = tuple[Messages, Options]
 """Chat messages, and the options to render them with."""
 
@@ -77,7 +74,7 @@ class Tried:
     train, held_out: records by path. environment, step: pickled class of rollout.environment, functions of
     rollout.tools or function of rollout.agent, and function of run.step, or empty. tools: schemas of rollout.tools.
     identity: of the training data, for checkpoints. score, answered: of the reward and the environment, for an empty
-    response to the first record. template: None for texts.
+    response to the first record. template: None for texts. functions: of samples. sampled: prompts of data.sampler.
     """
 
     train: Records
@@ -92,6 +89,8 @@ class Tried:
     answered: Answered | None
     tools: list[dict[str, Any]]
     template: Examined | None
+    functions: Functions
+    sampled: Callable[[PromptDataset], SampledPrompts] | None
 
 
 @dataclass(frozen=True)
@@ -106,6 +105,8 @@ class Inputs(Tried):
 
     @property
     def prompts(self) -> Prompts:
+        if self.sampled is not None:
+            return self.sampled(self.sources[0])
         return self.sources[0] if len(self.sources) == 1 else PromptMixture(self.sources, list(self.weights.values()))
 
 
@@ -139,12 +140,11 @@ def try_inputs(config: Config, log: Log = print, given: GivenFunctions = NONE_GI
     template = try_template(config, chats, options, log)
     environment, answered = _environment(config, first, log)
     environment = environment or (_agent(config, log) if config.rollout.runs_agent else b"")
-    curriculum = _curriculum(config, train, log)
+    curriculum, sampler = try_curriculum(config, train, log), try_sampler(config, train, log)
+    parts = {**(score.parts if score else {}), **(answered.observation.parts if answered else {})}
+    own_functions = try_functions(config, train, parts, log)
     if config.algorithm.loss.name == "custom":
-        key, name = "algorithm.loss.function", config.algorithm.loss.function
-        with _waiting(log, f"the import of {name}, {key}", config):
-            trial = loss_trial(config, next(iter(train.values())))
-            check_loss(key, name, *trial, timeout_s=config.resources.user_code_timeout_s)
+        try_loss(config, next(iter(train.values())), log)
     step = find_step(config, log, given) if config.run.step else b""
     cost_model = CostModel.from_model_config(config.model_description())
     environment = environment or tools.packed
@@ -161,31 +161,9 @@ def try_inputs(config: Config, log: Log = print, given: GivenFunctions = NONE_GI
         answered,
         tools.schemas,
         template,
+        own_functions,
+        sampler,
     )
-
-
-def loss_trial(config: Config, records: Sequence[Record]) -> tuple[Any, ...]:
-    """Return the settings of a policy loss and columns like a step's, for `check_loss`."""
-    first = [records[0], records[-1]]
-    columns = {name: record_column([record[name] for record in first]) for name in config.loss_columns}
-    columns |= dict.fromkeys(COUNTS, np.array([2, 3])) | {"uid": np.array(["0", "1"]), "sample": np.array([0, 0])}
-    columns |= dict.fromkeys(("reward", "advantages", "seconds"), np.array([1.0, -1.0]))
-    columns |= {
-        **dict.fromkeys(("group_number", "sample_number"), np.array([0, 1])),
-        "group_tokens": np.array([2, 3]),
-        "truncated": np.array([False, True]),
-    }
-    columns |= {"greedy_reward": np.array([0.0, 1.0])} if config.algorithm.advantage == "remax" else {}
-    columns |= {"kept_advantages": np.array([np.nan, 1.0])} if config.batch.replay.share else {}
-    given = {
-        "rollout_log_probs": True,
-        "old_log_probs": config.old_log_probs != "update",
-        "old_entropies": config.algorithm.loss.old_entropies,
-        "reference_log_probs": config.uses_reference,
-        "teacher_log_probs": config.uses_teacher and config.algorithm.loss.distillation.over == "token",
-    }
-    tokens = tuple(name for name, there in given.items() if there)
-    return config.policy_loss, columns, tokens, {"step": 1, "steps": config.run.steps, "epoch": 0}
 
 
 def tried_lines(config: Config, tried: Tried) -> list[str]:
@@ -201,6 +179,8 @@ def tried_lines(config: Config, tried: Tried) -> list[str]:
         *([f"{agent}: {_agent_line(config)}"] if agent else []),
         *([f"{config.rollout.agent_command}: started for each sample"] if config.rollout.agent_command else []),
         *([f"{config.run.step}: imported, makes each step"] if tried.step else []),
+        *(f"{value_of(config, key)}: {key}, tried on made-up samples" for key in tried.functions),
+        *([f"{config.data.sampler}: data.sampler, tried on two steps"] if tried.sampled else []),
     ]
 
 
@@ -295,11 +275,11 @@ def reward_functions(
     functions, score, example = [], None, _with_messages(config, example)
     key = "reward.functions" if config.reward.functions else "reward.function"
     for name, weight in config.reward.weights.items():
-        found = given.get(name) or _imported(config, log, key, name)
+        found = given.get(name) or imported(config, log, key, name)
         columns = requested_columns(found.signature, example, name)
         functions.append(RewardFunction(name.rpartition(":")[2], weight, found.packed, columns))
     if functions:
-        with _waiting(log, f"{key}, tried on an empty response", config, "reward.timeout_s"):
+        with waiting(log, f"{key}, tried on an empty response", config, "reward.timeout_s"):
             score = try_rewards(functions, example, config.reward.timeout_s)
         check_keep_best(config, score.parts)
     return functions, score
@@ -309,9 +289,9 @@ def _environment(config: Config, example: Record, log: Log) -> tuple[bytes, Answ
     key, name = "rollout.environment", config.rollout.environment
     if not name or config.rollout.runs_agent:
         return b"", None
-    with _waiting(log, f"the import of {name}, {key}", config):
+    with waiting(log, f"the import of {name}, {key}", config):
         packed = find_class(key, name, ("reset", "step"), timeout_s=config.resources.user_code_timeout_s)
-    with _waiting(log, f"{key}, tried on an empty response", config, "reward.timeout_s"):
+    with waiting(log, f"{key}, tried on an empty response", config, "reward.timeout_s"):
         answered = try_environment(packed, example, config.reward.timeout_s)
     return packed, answered
 
@@ -323,12 +303,12 @@ def _agent(config: Config, log: Log) -> bytes:
     """
     if verifiers := config.rollout.environment:
         key, timeout_s = "rollout.environment", config.resources.user_code_timeout_s
-        with _waiting(log, f"the import of {verifiers}, {key}", config):
+        with waiting(log, f"the import of {verifiers}, {key}", config):
             return find_verifiers_agent(key, verifiers, timeout_s)
     key, name = "rollout.agent", config.rollout.agent
     if not name or name == HTTP:
         return b""
-    found = _imported(config, log, key, name)
+    found = imported(config, log, key, name)
     if len(found.signature.required) > len(AGENT_TAKES) or len(found.signature.names) < len(AGENT_TAKES):
         raise ConfigError(f"{key}={name!r}: must take {', '.join(AGENT_TAKES)}. Write `def run(record, ...)` so.")
     return found.packed
@@ -340,7 +320,7 @@ def _agent_line(config: Config) -> str:
 
 def _tools(config: Config, log: Log) -> Tools:
     key, name = "rollout.tools", config.rollout.tools
-    with _waiting(log, f"the import of {name}, {key}", config):
+    with waiting(log, f"the import of {name}, {key}", config):
         return find_tools(key, name, timeout_s=config.resources.user_code_timeout_s)
 
 
@@ -371,32 +351,6 @@ def _check_offered(config: Config, chats: Sequence[Chat], schemas: Sequence[dict
             f"rollout.tools={config.rollout.tools}: it defines {', '.join(sorted(known))}, but records offer "
             f"{', '.join(more)} in their column tools. Define these, or leave them out."
         )
-
-
-def find_step(config: Config, log: Log = print, given: GivenFunctions = NONE_GIVEN) -> bytes:
-    """Pickle the function of run.step. Raises ConfigError unless it takes only the run."""
-    key, name = "run.step", config.run.step
-    found = given.get(name) or _imported(config, log, key, name)
-    if not found.signature.names or len(found.signature.required) > 1:
-        raise ConfigError(f"{key}={name!r}: must take one parameter, the run. Write `def step(run)`.")
-    return found.packed
-
-
-def _curriculum(config: Config, train: Records, log: Log) -> Curriculum | None:
-    key, name = "data.curriculum", config.data.curriculum
-    if not name:
-        return None
-    found = _imported(config, log, key, name)
-    curriculum = partial(isolated_order, found.packed, config.resources.user_code_timeout_s)
-    with _waiting(log, f"{key}, tried on the first epoch", config):
-        for rows in train.values():
-            curriculum(rows, 0)
-    return curriculum
-
-
-def _imported(config: Config, log: Log, key: str, name: str) -> UserFunction:
-    with _waiting(log, f"the import of {name}, {key}", config):
-        return find_function(key, name, timeout_s=config.resources.user_code_timeout_s)
 
 
 def _with_messages(config: Config, record: Record) -> Record:
@@ -465,7 +419,7 @@ def try_template(
     timeout_s = config.resources.user_code_timeout_s
     key = "model.chat_template" if config.model.chat_template else "model.path"
     which = f"the chat template of {key}={value_of(config, key)}"
-    with _waiting(log, which, config):
+    with waiting(log, which, config):
         return examine(template, chats, options, which, timeout_s, model, answered=answered)
 
 
@@ -503,9 +457,3 @@ def _rules(config: Config, tools: Sequence[Any]) -> PromptRules:
         config.teacher.context_key if config.uses_teacher else "",
         config.teacher.context_template,
     )
-
-
-@contextmanager
-def _waiting(log: Log, what: str, config: TrainingConfig, setting: str = TIMEOUT_SETTING) -> Iterator[None]:
-    with log_if_slow(log, f"waiting for {what} (at most {setting}={value_of(config, setting):g} s)"):
-        yield

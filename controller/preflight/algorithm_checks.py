@@ -29,7 +29,9 @@ def check_advantage(config: Config) -> None:
             f"rollout.samples_per_prompt={samples}. Lower it, or sample more."
         )
     penalty, taught = algorithm.kl_in_reward, config.uses_teacher
-    if algorithm.zero_variance_groups != "keep" and (penalty.coefficient or taught or not algorithm.compares_groups):
+    equal = algorithm.compares_groups or algorithm.advantage == "custom" or algorithm.group_filter
+    learns = (penalty.coefficient or taught) and not algorithm.group_filter
+    if algorithm.zero_variance_groups != "keep" and (learns or not equal):
         estimator = f"algorithm.advantage={algorithm.advantage} with algorithm.credit={algorithm.credit}"
         others = {"algorithm.kl_in_reward": penalty.coefficient, "algorithm.loss.distillation": taught, estimator: True}
         by = next(name for name, there in others.items() if there)

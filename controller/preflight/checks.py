@@ -9,7 +9,8 @@ checked later, when the placement groups are reserved.
 from controller.actors.cluster_address import check_address
 from controller.config import Config
 from controller.config.conditions import check_settings_have_effect
-from controller.config.functions import check_function
+from controller.config.file import value_of
+from controller.config.functions import OF_SAMPLES, check_function
 from controller.config.python_rewards import NONE_GIVEN, GivenFunctions
 from controller.config.sampler import SamplerConfig
 from controller.preflight.algorithm_checks import (
@@ -52,6 +53,11 @@ def check(config: Config, given: GivenFunctions = NONE_GIVEN) -> None:
     check_rewards(config, given)
     if config.run.step and config.run.step not in given:
         check_function("run.step", config.run.step)
+    for key in (*OF_SAMPLES, "data.sampler"):
+        if name := value_of(config, key):
+            check_function(key, name)
+    if config.algorithm.advantage == "custom" and not config.algorithm.advantage_function:
+        raise ConfigError("algorithm.advantage=custom: algorithm.advantage_function is empty. Name a function.")
     check_trackers(config)
 
 

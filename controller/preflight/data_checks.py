@@ -45,6 +45,11 @@ def check_data(config: Config, model: ModelFiles) -> None:
             )
     if config.data.curriculum:
         check_function("data.curriculum", config.data.curriculum)
+    if config.data.sampler and config.data.sources:
+        raise ConfigError(
+            f"data.sampler={config.data.sampler}: it chooses records of one source, and data.sources mixes several. "
+            "Set data.train."
+        )
 
 
 def is_elsewhere(config: Config, path: str) -> bool:

@@ -19,6 +19,7 @@ from controller.actors.launch import WorkerGroups
 from controller.checkpoints.progress import Progress
 from controller.config import Config
 from controller.data.prompts import Prompt, Prompts
+from controller.data.sample_functions import NO_FUNCTIONS, Functions
 from controller.engines.engine_calls import POLL_SECONDS
 from controller.engines.engine_pool import Partial, Sample
 from controller.engines.router import Key
@@ -27,7 +28,7 @@ from controller.observability.run_record import RunRecord
 from controller.planning.planner import Planner
 from controller.rollout.buffer import RolloutBuffer, sample_requests
 from controller.rollout.sample_files import FinishedSample, StoredSamples, read_samples, write_samples
-from controller.rollout.samples import RolloutBatch, assemble, with_record_columns
+from controller.rollout.samples import RolloutBatch, assemble
 from workers.dataproto import DataProto
 from workers.errors import DataError, RolloutError
 from workers.rollout.requests import SampleResult
@@ -55,8 +56,9 @@ class AsyncRolloutBuffer(RolloutBuffer):
         planner: Planner,
         record: RunRecord,
         progress: Progress,
+        functions: Functions = NO_FUNCTIONS,
     ) -> None:
-        super().__init__(config, roles, prompts, planner, record, progress)
+        super().__init__(config, roles, prompts, planner, record, progress, functions)
         settings = Staleness(
             config.batch.prompts_per_step, config.rollout.max_staleness, config.rollout.out_of_order_window
         )
@@ -118,10 +120,11 @@ class AsyncRolloutBuffer(RolloutBuffer):
         rollout = self._rollout([*groups, *released])
         by_uid = {group.prompt.uid: group.prompt for group in groups}
         batch = rollout.rows.select(np.isin(rollout.rows["uid"], list(by_uid)))
-        batch = self.keep_groups_with_signal(batch)
+        self.scored(rollout)
+        batch = self.keep_groups_with_signal(batch, rollout)
         if self.config.algorithm.zero_variance_groups == "replace":
             self.log_missing(step, wanted - len(np.unique(batch["uid"])))
-        return replace(rollout, trained=with_record_columns(batch, by_uid, self.config.loss_columns))
+        return self.with_trained(rollout, batch, by_uid)
 
     def read(self) -> None:
         self._read(0.0)
@@ -158,10 +161,10 @@ class AsyncRolloutBuffer(RolloutBuffer):
         drop_failed = self.config.reward.on_failure == "drop"
         try:
             found = assemble(list(group.finished.values()), group.scores, drop_failed=drop_failed)
-            batch = self.shaped(self.without_dropped(found)).batch
+            shaped = self.shaped(self.without_dropped(found))
         except RolloutError:  # none of its samples was finished, or each was dropped
             return False
-        return bool(self.has_signal(batch).any())
+        return bool(self.has_signal(shaped.batch, shaped).any())
 
     def _rollout(self, groups: Sequence[Group]) -> RolloutBatch:
         """Return samples of these groups, in prompt order. Raises RolloutError if there are none."""
@@ -184,7 +187,9 @@ class AsyncRolloutBuffer(RolloutBuffer):
 
     def _admit(self) -> None:
         """Begin the groups that the schedule allows, because the driver never waits in a short step."""
-        self._request(self.schedule.admit())
+        numbers = self.schedule.admit()
+        self.prompts.take(self.position, len(numbers))  # at once: data.sampler chooses them together
+        self._request(numbers)
         self.position = self.schedule.admitted
         self.roles.rollouts.pump()
 

@@ -8,6 +8,7 @@ prompts -> requests -> engines --sample by sample--> rewards -> baseline, shapin
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from ray import ObjectRef
@@ -16,7 +17,10 @@ from controller.actors.launch import WorkerGroups
 from controller.algorithm import advantages
 from controller.checkpoints.progress import Progress
 from controller.config import Config
+from controller.data.curriculum import SampledPrompts
 from controller.data.prompts import Prompt, Prompts, with_system_prompt
+from controller.data.records import Record
+from controller.data.sample_functions import NO_FUNCTIONS, OFFERED, Functions, columns_of
 from controller.engines.engine_pool import Sample
 from controller.engines.router import Key
 from controller.observability.run_record import RunRecord
@@ -27,6 +31,7 @@ from controller.rollout.samples import (
     RolloutBatch,
     assemble,
     learned,
+    sample_numbers,
     with_record_columns,
 )
 from workers.config import SamplingConfig
@@ -46,15 +51,24 @@ class RolloutBuffer:
         planner: Planner,
         record: RunRecord,
         progress: Progress,
+        functions: Functions = NO_FUNCTIONS,
     ) -> None:
+        """functions: that replace parts, by setting."""
         self.config, self.roles, self.prompts, self.planner, self.record = config, roles, prompts, planner, record
-        self.position = progress.position
+        self.position, self.functions = progress.position, functions
+        if isinstance(prompts, SampledPrompts):
+            prompts.load(progress.sampler, progress.position)
         self._left = list(progress.active)
 
     @property
     def active(self) -> list[int]:
         """Places of untrained prompts before `position`, left by a run that generated ahead."""
         return self._left
+
+    @property
+    def sampler(self) -> dict[str, Any] | None:
+        """State of data.sampler for a checkpoint, or None without one."""
+        return self.prompts.state() if isinstance(self.prompts, SampledPrompts) else None
 
     def begin(self) -> None:
         """Start, once the engines have the policy's first weights."""
@@ -77,17 +91,37 @@ class RolloutBuffer:
             by_uid |= {prompt.uid: prompt for prompt in prompts}
             found = self.roll_out(prompts, self.config.rollout.samples_per_prompt, self.config.rollout.sampling, step)
             rounds.append(self.with_baseline(self.shaped(self.without_dropped(found)), prompts, step))
-            kept.append(self.keep_groups_with_signal(rounds[-1].rows))
+            self.scored(rounds[-1])
+            kept.append(self.keep_groups_with_signal(rounds[-1].rows, rounds[-1]))
             wanted -= len(np.unique(kept[-1]["uid"]))
         if limit > 1:
             self.log_missing(step, wanted)
-        batch = with_record_columns(RemoteBatch.concat(kept), by_uid, self.config.loss_columns)
-        return replace(RolloutBatch.concat(rounds), trained=batch)
+        return self.with_trained(RolloutBatch.concat(rounds), RemoteBatch.concat(kept), by_uid)
+
+    def with_trained(self, rollout: RolloutBatch, batch: RemoteBatch, prompts: Mapping[str, Prompt]) -> RolloutBatch:
+        """Set the rows that a step trains on, with the columns that its advantages and its loss take."""
+        if own := self.functions.get("algorithm.advantage_function"):
+            names = [name for name in own.names if name not in OFFERED or name == "response"]
+            batch = batch.with_columns(**columns_of(batch, names, rollout.by_sample, self.record_of))
+        return replace(rollout, trained=with_record_columns(batch, prompts, self.config.loss_columns))
+
+    def record_of(self, uid: str) -> Record:
+        (found,) = self.prompts.take(int(uid), 1)
+        return found.columns
+
+    def scored(self, rollout: RolloutBatch) -> None:
+        """Tell data.sampler the rewards of groups."""
+        if isinstance(self.prompts, SampledPrompts):
+            rewards: dict[str, list[float]] = {}
+            for (uid, _), score in rollout.by_sample.items():
+                rewards.setdefault(uid, []).append(score.reward)
+            self.prompts.scored(rewards)
 
     def _next(self, count: int) -> list[Prompt]:
         first, self._left = self._left[:count], self._left[count:]
         start, self.position = self.position, self.position + count - len(first)
-        return [prompt for place in (*first, *range(start, self.position)) for prompt in self.prompts.take(place, 1)]
+        left = [prompt for place in first for prompt in self.prompts.take(place, 1)]
+        return left + self.prompts.take(start, self.position - start)
 
     def log_missing(self, step: int, groups: int) -> None:
         rounds, wanted = self.config.algorithm.max_sampling_rounds, self.config.batch.prompts_per_step
@@ -110,11 +144,14 @@ class RolloutBuffer:
 
     def shaped(self, rollout: RolloutBatch) -> RolloutBatch:
         settings, longest = self.config.reward, self.config.longest_response
-        if not settings.overlong_tokens:
-            return rollout
-        tokens = rollout.batch["length"] - rollout.batch["prompt_tokens"]
-        penalty = overlong_penalty(tokens, longest, settings.overlong_tokens)
-        return rollout.with_reward_part("overlong_penalty", settings.overlong_penalty * penalty)
+        if settings.overlong_tokens:
+            tokens = rollout.batch["length"] - rollout.batch["prompt_tokens"]
+            penalty = overlong_penalty(tokens, longest, settings.overlong_tokens)
+            rollout = rollout.with_reward_part("overlong_penalty", settings.overlong_penalty * penalty)
+        if own := self.functions.get("reward.shaping"):
+            rewards = own(columns_of(rollout.batch, own.names, rollout.by_sample, self.record_of))
+            rollout = rollout.with_rewards(rewards, "shaping")
+        return rollout
 
     def roll_out(self, prompts: Sequence[Prompt], samples: int, sampling: SamplingConfig, step: int) -> RolloutBatch:
         """Sample every prompt `samples` times, scoring while the rest is generated."""
@@ -156,15 +193,23 @@ class RolloutBuffer:
         scores = self.roles.reward_model.score(rollout.last_rows, plan)
         return rollout.with_reward_part("model", scores, weight=self.config.reward.model.weight)
 
-    def keep_groups_with_signal(self, batch: RemoteBatch) -> RemoteBatch:
-        """Drop groups of equal rewards, unless algorithm.zero_variance_groups keeps them."""
+    def keep_groups_with_signal(self, batch: RemoteBatch, rollout: RolloutBatch) -> RemoteBatch:
+        """Drop groups without signal, unless algorithm.zero_variance_groups keeps them. batch: rows of `rollout`."""
         if self.config.algorithm.zero_variance_groups == "keep":
             return batch
-        return batch.select(self.has_signal(batch))
+        return batch.select(self.has_signal(batch, rollout))
 
-    def has_signal(self, batch: RemoteBatch) -> np.ndarray:
-        """True if the rewards of a sequence's group differ and some of its sequences are trained, bool [B]."""
+    def has_signal(self, batch: RemoteBatch, rollout: RolloutBatch) -> np.ndarray:
+        """True if the rewards of a sequence's group differ and some of its sequences are trained, bool [B].
+
+        With algorithm.group_filter, if that keeps the group.
+        """
         trained = np.unique(learned(batch, self.config.reward)["uid"])
+        if own := self.functions.get("algorithm.group_filter"):
+            samples = batch.select(np.unique(sample_numbers(batch), return_index=True)[1])
+            groups = [samples.select(samples["uid"] == uid) for uid in trained]
+            kept = [own(columns_of(each, own.names, rollout.by_sample, self.record_of)) for each in groups]
+            return np.isin(batch["uid"], trained[np.array(kept, bool)])
         return advantages.has_signal(batch["reward"], batch["uid"]) & np.isin(batch["uid"], trained)
 
 

@@ -102,6 +102,14 @@ class RolloutBatch:
         }
         return replace(self, by_sample=by_sample)
 
+    def with_rewards(self, rewards: np.ndarray, name: str) -> "RolloutBatch":
+        """Replace the rewards by `rewards` [B], and keep the difference as the part `name`."""
+        by_sample = {
+            key: replace(score, reward=reward, parts=score.parts | {name: reward - score.reward})
+            for (key, score), reward in zip(self.by_sample.items(), rewards.tolist(), strict=True)
+        }
+        return replace(self, by_sample=by_sample)
+
     def without_truncated(self) -> "RolloutBatch":
         """Drop and count truncated samples. Raises RolloutError if no other is left."""
         kept = ~self.samples["truncated"]

@@ -7,7 +7,7 @@ import pytest
 
 from controller.config import Config, load
 from controller.config.python_rewards import give_step
-from controller.lifecycle.inputs import find_step
+from controller.lifecycle.user_functions import find_step
 from controller.preflight.checks import check
 from controller.run import Run
 from controller.step import collect, learn

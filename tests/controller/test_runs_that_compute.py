@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from controller.algorithm.advantages import sequence_advantages
 from controller.data.records import read_records
-from controller.lifecycle.inputs import loss_trial
+from controller.lifecycle.user_functions import loss_trial
 from controller.observability.console import Console
 from controller.planning.planner import draw_mini_batches
 from controller.preflight.data_checks import RESERVED

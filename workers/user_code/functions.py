@@ -2,7 +2,7 @@
 
     find_function(key, "module:function" or "path/file.py:function") --process--> import, signature, cloudpickle
         --> UserFunction(packed, signature), which only the processes that run it unpickle
-    call(packed, arguments) --process--> unpickle, call --JSON--> value
+    IsolatedFunction(arguments) --process, kept--> unpickle once, call --JSON--> value
 
 An import that raises, hangs, exits, reads the command line or kills its process is a ConfigError.
 """
@@ -13,6 +13,7 @@ import importlib.util
 import inspect
 import sys
 import sysconfig
+import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,8 +22,8 @@ from typing import Any, cast
 
 import cloudpickle
 
-from workers.errors import ConfigError, named
-from workers.user_code.process import RAISED, NoAnswerError, ask
+from workers.errors import ConfigError, DataError, named, quoted
+from workers.user_code.process import LONGEST_PICKLE, NoAnswerError, UserProcess, ask
 
 TIMEOUT_SETTING = "resources.user_code_timeout_s"
 AS_A_PROGRAM = 'Keep code for use as a program behind `if __name__ == "__main__":`'
@@ -78,13 +79,40 @@ def check_loss(key: str, name: str, *trial: Any, timeout_s: float) -> None:
     _imported("workers.trials:try_loss", key, name, timeout_s, *trial)
 
 
-def call(packed: bytes, *arguments: Any, key: str, timeout_s: float) -> Any:
-    """Return a packed function's value, through JSON. Arrays and tensors become lists. Raises ConfigError."""
-    run = "workers.user_code.functions:run"
-    try:
-        return ask(run, packed, arguments, key, timeout_s=timeout_s, setting=TIMEOUT_SETTING)
-    except NoAnswerError as error:
-        raise ConfigError(f"{key} {error}.") from None
+class IsolatedFunction:
+    """Call a user's function in its own process, started at the first call and kept until `close`."""
+
+    def __init__(self, key: str, found: UserFunction, timeout_s: float, **bound: Any) -> None:
+        """key: begins errors. bound: arguments by name of every call, sent once."""
+        self.key, self.signature = key, found.signature
+        self._packed, self._timeout_s, self._bound = found.packed, timeout_s, self._taken(bound)
+        self._process: UserProcess | None = None
+
+    def _taken(self, named: dict[str, Any]) -> dict[str, Any]:
+        return {k: v for k, v in named.items() if self.signature.takes_all or k in self.signature.names}
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Return its value, through JSON: arrays and tensors become lists. Raises ConfigError.
+
+        named: arguments by name. Those that the function does not take are left out.
+        """
+        try:
+            if self._process is None:
+                runner = "workers.user_code.functions:Runner"
+                self._process = UserProcess(runner, self.key, self._packed, self._bound)
+                weakref.finalize(self, self._process.end)
+                self._process.receive(self._timeout_s, TIMEOUT_SETTING)
+            self._process.send((arguments, self._taken(named)))
+            return self._process.receive(self._timeout_s, TIMEOUT_SETTING, longest=LONGEST_PICKLE)
+        except NoAnswerError as error:
+            self.close()
+            raise ConfigError(f"{self.key} {error}.") from None
+
+    def close(self) -> None:
+        """End the process. Another call starts a new one."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.end()
 
 
 def signature_of(function: Callable[..., Any]) -> Signature:
@@ -145,11 +173,13 @@ def packed_text(key: str, name: str, module: ModuleType, found: Any) -> str:
     return base64.b64encode(packed).decode()
 
 
-def run(packed: bytes, arguments: tuple[Any, ...], key: str) -> Any:
-    try:
-        return _plain(cloudpickle.loads(packed)(*arguments))
-    except RAISED as error:
-        raise ConfigError(f"{key} raised {named(error)}.") from None
+class Runner:
+    def __init__(self, key: str, packed: bytes, bound: dict[str, Any]) -> None:
+        self._key, self._function, self._bound = key, cloudpickle.loads(packed), bound
+
+    def __call__(self, request: tuple[tuple[Any, ...], dict[str, Any]], reply: Callable[[Any], None]) -> None:
+        arguments, named = request
+        reply(_plain(self._function(*arguments, **self._bound, **named), self._key))
 
 
 def load(key: str, name: str) -> tuple[ModuleType, Callable[..., Any]]:
@@ -209,8 +239,12 @@ def _can_be_pickled(value: Any) -> bool:
     return True
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, key: str) -> Any:
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, (list, tuple, range)):
-        return [_plain(item) for item in value]
-    return value if isinstance(value, (bool, int, float, str, type(None))) else repr(value)
+        return [_plain(item, key) for item in value]
+    if isinstance(value, dict) and all(isinstance(name, str) for name in value):
+        return {name: _plain(item, key) for name, item in value.items()}
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return value
+    raise DataError(f"{key} returned {quoted(value)}: return numbers, texts, and lists or mappings by text of them.")

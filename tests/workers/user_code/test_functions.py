@@ -1,5 +1,6 @@
 """Users' code found in a process of its own: what comes back works elsewhere, and this process has not imported it."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import cloudpickle
 import pytest
 
 from tests.refusals import refused
-from workers.user_code.functions import Signature, call, find_function
+from workers.user_code.functions import IsolatedFunction, Signature, find_function
 from workers.user_code.rewards import RewardFunction, try_rewards
 
 PARSING = """\
@@ -30,7 +31,32 @@ def test_a_function_of_a_file_works_without_the_file_and_is_not_imported_here(tm
     file.unlink()
     assert found.signature == Signature(("response", "scale"), ("response",), takes_all=False)
     assert not [name for name in set(sys.modules) - before if name.endswith("mine")]
-    assert call(found.packed, "abc", key="reward.function", timeout_s=20) == 5
+    assert IsolatedFunction("reward.function", found, 20, scale=3, other=0)("abc", more=1) == 15
+
+
+CALLED = """\
+import os
+from pathlib import Path
+
+
+def called(how, numbers=(0,)):
+    values = {"pid": os.getpid(), "tuple": (1, None), "keys": {1: 2}, "path": Path("x")}
+    return {how: [len(numbers), values[how]]} if how in values else os._exit(4)
+"""
+
+
+def test_a_process_is_kept_until_its_function_fails_and_gives_plain_values(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(CALLED)
+    found = find_function("run.metrics", f"{tmp_path / 'mine.py'}:called", timeout_s=20)
+    function = IsolatedFunction("run.metrics", found, 20, numbers=[1, 2, 3])
+    first = function("pid")
+    assert first == function("pid") and first["pid"][1] != os.getpid()
+    assert function("tuple") == {"tuple": [3, [1, None]]}
+    for how, told in (("keys", "{1: 2}"), ("path", "PosixPath"), ("exit", "exit code 4")):
+        with refused(told):
+            function(how)
+    assert function("pid") != first
+    function.close()
 
 
 def test_a_function_of_a_module_is_found_with_no_arguments_to_parse(

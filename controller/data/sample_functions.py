@@ -1,0 +1,102 @@
+"""Users' functions of samples: they take columns [B] by name, in processes of their own.
+
+    the batch, record, reward parts --columns_of--> columns --by the names of its parameters--> SampleFunction --> value
+
+algorithm.advantage_function    a number a sample         reward.shaping    a number a sample
+algorithm.group_filter          of one group: a truth     run.metrics       numbers by name
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+import numpy as np
+
+from controller.config.functions import OF_SAMPLES
+from controller.data.records import Record
+from workers.dataproto import object_column, record_column
+from workers.errors import DataError, quoted
+from workers.remote_batch import RemoteBatch
+from workers.score import Score
+from workers.user_code.functions import IsolatedFunction
+
+Columns = Mapping[str, np.ndarray]
+OF_BATCH = ("reward", "sample", "prompt_tokens", "response_tokens", "truncated", "turns", "seconds", "weight_version")
+OFFERED = ("group", "response", *OF_BATCH)
+"""Columns of all samples. Others are of the record, or parts of the reward."""
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (bool, int, float)) and isfinite(value)
+
+
+def _numbers(value: Any, count: int) -> np.ndarray | None:
+    fits = isinstance(value, list) and len(value) == count and all(map(_number, value))
+    return np.array(value, dtype=np.float64) if fits else None
+
+
+def _truth(value: Any, count: int) -> bool | None:
+    return value if isinstance(value, bool) else None
+
+
+def _by_name(value: Any, count: int) -> dict[str, float] | None:
+    fits = isinstance(value, dict) and all(map(_number, value.values()))
+    return {name: float(number) for name, number in value.items()} if fits else None
+
+
+EACH = ("a finite number for each sample", _numbers)
+Form = tuple[str, Callable[[Any, int], Any]]
+FORMS = dict[str, Form](
+    zip(OF_SAMPLES, (EACH, ("True or False", _truth), EACH, ("finite numbers by name", _by_name)), strict=True)
+)
+"""What the function of each setting returns, in words, and checked."""
+
+
+@dataclass(frozen=True)
+class SampleFunction:
+    """names: of the columns that it takes. form: its value, in words, and checked."""
+
+    function: IsolatedFunction
+    names: tuple[str, ...]
+    form: Form
+
+    def __call__(self, columns: Columns) -> Any:
+        """Return its value for `columns` [B]. Raises ConfigError if it fails, DataError for another value."""
+        value = self.function(**columns)
+        words, read = self.form
+        found = read(value, len(next(iter(columns.values()))))
+        if found is None:
+            raise DataError(f"{self.function.key}: it returned {quoted(value)}. Return {words}.")
+        return found
+
+
+Functions = Mapping[str, SampleFunction]
+"""By setting. Those that are not set are left out."""
+NO_FUNCTIONS: Functions = {}
+
+
+def columns_of(
+    batch: RemoteBatch,
+    names: Iterable[str],
+    scores: Mapping[tuple[str, int], Score],
+    record: Callable[[str], Record],
+) -> dict[str, np.ndarray]:
+    """Return `reward` and the columns `names` of a batch [B]. scores: by (uid, sample). record: by uid.
+
+    A sample without a part of the reward has NaN.
+    """
+    uids, found = batch["uid"].tolist(), {"reward": batch["reward"]}
+    scored = [scores[key] for key in zip(uids, batch["sample"].tolist(), strict=True)]
+    for name in names:
+        if name == "group":
+            found[name] = np.unique(batch["uid"], return_inverse=True)[1]
+        elif name in OF_BATCH:
+            found[name] = batch[name]
+        elif name == "response":
+            found[name] = object_column([score.response for score in scored])
+        elif uids and name in record(uids[0]):
+            found[name] = record_column([record(uid)[name] for uid in uids])
+        else:
+            found[name] = np.array([score.parts.get(name, np.nan) for score in scored])
+    return found

@@ -1,0 +1,166 @@
+"""Parts of a user's own: those of docs/your-own.md, from a configuration to what a run does, and what is refused."""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from controller import step
+from controller.checkpoints.progress import checkpoints_at
+from controller.config import Config
+from controller.fit import Inputs, read_inputs
+from controller.observability.console import Console
+from controller.replay import prepared, replay, settings, start_before
+from controller.run import Run
+from tests.controller.bad_inputs import BadInput, check_refused, rows
+from tests.controller.stand_ins.gpus import StandInReward
+from tests.controller.stand_ins.run import StandInRun, StandIns
+from tests.documentation.blocks import ROOT, blocks_of
+from workers.errors import LostError
+from workers.model.checkpoint.checkpoint_folder import read_manifest
+from workers.remote_batch import RemoteBatch
+from workers.score import Score
+
+OwnRun = Callable[..., StandInRun]
+BLOCKS = [block.body for block in blocks_of(ROOT / "docs" / "your-own.md") if block.language == "python"]
+PARTS = "\n".join(body for body in BLOCKS if "np.ndarray" in body or "records: list" in body)
+REWARD = """
+def reward(response):
+    return {"reward": 0.0, "exact_match": 0.0, "brief": 0.0}
+
+
+def by_level(response, level):
+    return 0.0
+"""
+FUNCTIONS: dict[str, Any] = {}
+exec(PARTS, FUNCTIONS)
+
+
+def scored(actor: StandInReward, block: Any, requests: Sequence[Any]) -> list[Score]:
+    """Score rows 0 and 1 with 1, and others with 0 and 1 in turn, or by level where the reward takes it."""
+    found = []
+    for request in requests:
+        right = float(request.columns.get("level", max(1, request.row) if request.row < 2 else request.row) % 2)
+        found.append(Score(right, "text", {"exact_match": right, "brief": 1.0 - right / (2 + request.row)}))
+    return found
+
+
+@pytest.fixture
+def own_run(stand_ins: StandIns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OwnRun:
+    """A run with the page's functions in `parts.py`."""
+    monkeypatch.setattr(StandInReward, "score", scored)
+    (tmp_path / "own.py").write_text(REWARD)
+    (tmp_path / "parts.py").write_text(PARTS + "\n\ndef halved(reward):\n    return reward / 2\n")
+    more = [f"run.dir={tmp_path}", "data.validation=''", "reward.function=own.py:reward"]
+
+    known: list[Inputs] = []
+
+    def read(config: Config) -> Inputs:
+        known[:] = known or [read_inputs(config)]
+        return known[0]
+
+    def run(*overrides: str) -> StandInRun:
+        return stand_ins.run(
+            [re.sub(r"(own|parts)\.py", rf"{tmp_path}/\1.py", each) for each in (*more, *overrides)], read
+        )
+
+    return run
+
+
+def samples(run: StandInRun) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run.config.run_folder / "samples.jsonl").read_text().splitlines()]
+
+
+def test_the_functions_of_samples_of_the_documentation(own_run: OwnRun, stand_ins: StandIns) -> None:
+    """Advantages, shaping, filter and metrics in one run. A replay computes the same advantages."""
+    found = own_run(
+        "algorithm.advantage=custom",
+        "algorithm.advantage_function=parts.py:each_part",
+        "algorithm.zero_variance_groups=drop",
+        "algorithm.group_filter=parts.py:neither_easy_nor_hard",
+        "reward.shaping=parts.py:prefer_short",
+        "run.metrics=parts.py:by_source",
+        "run.record_samples=true",
+        "batch.prompts_per_step=3",
+    )
+    last = found.outcome.steps[-1]
+    assert [last[name] for name in ("reward/shaping", "rollout/samples_left_out")] == [0.0, 2.0]
+    told = {(int(row["uid"]), row["sample"]): row for row in samples(found) if row["step"] == 2}
+    assert told[3, 0]["advantage"] is None and set(told) >= {(4, 0), (4, 1)}
+    assert last[f"mine/reward/{told[3, 0]['record'].split('source: ')[1]}"] == 1.0
+    trained = {"exact_match": [0.0, 1.0, 0.0, 1.0], "brief": [1.0, 1 - 1 / 5, 1.0, 1 - 1 / 7]}
+    columns = {name: np.array(column) for name, column in trained.items()}
+    expected = FUNCTIONS["each_part"](group=np.array([0, 0, 1, 1]), **columns)
+    assert [told[4, sample]["advantage"] for sample in (0, 1)] == pytest.approx(expected[:2].tolist())
+    stand_ins.begin_anew()
+    folder = found.config.run_folder
+    again = replay(
+        prepared(settings(folder, trust_run=True), start_before(folder, 2, "never")), folder, range(1, 3), Console()
+    )
+    assert again["policy/loss"] == last["policy/loss"]
+
+
+@pytest.mark.parametrize("more", [(), ("rollout.max_staleness=1", "rollout.placement=apart")], ids=["sync", "ahead"])
+def test_a_sampler_sees_rewards_and_goes_on_from_a_checkpoint(
+    own_run: OwnRun, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
+) -> None:
+    """A run that loses its workers in step 3 asks for the prompts of one that does not."""
+    own = ("data.sampler=parts.py:uncertain", "run.checkpoint_every=1", "reward.function=own.py:by_level", *more)
+    whole, learn, lost = own_run(*own, "run.steps=4", "run.name=whole"), step.learn, list[int]()
+
+    def lose(run: Run, batch: RemoteBatch) -> None:
+        if run.number == 3 and not lost:
+            lost.append(run.number)
+            raise LostError("a worker is gone")
+        learn(run, batch)
+
+    monkeypatch.setattr(step, "learn", lose)
+    resumed = own_run(*own, "run.steps=4")
+    assert lost
+    first, second = ([(row["step"], row["uid"], row["prompt"]) for row in samples(run)] for run in (whole, resumed))
+    assert first == second
+    states = [read_manifest(checkpoints_at(run.config.run_folder)[0]).extra["sampler"] for run in (whole, resumed)]
+    assert states[0] == states[1] and len(set(states[0]["state"]["p"])) > 1
+
+
+def made(what: str, setting: str, body: str, *words: str, more: Sequence[str] = ()) -> BadInput:
+    """A function of samples or a sampler, of which `body` is what it does."""
+    name, _, taken = setting.partition(" ")
+    text = f"import time\n\n\ndef mine({taken or 'reward'}):\n    {body}\n"
+
+    def write(folder: Path) -> None:
+        (folder / "mine.py").write_text(text)
+
+    return BadInput(f"{name} that {what}", [name, *words], [f"{name}=mine.py:mine", *more], write)
+
+
+NO_SPREAD = "return [1.0 if sum(reward) else float('nan')] * len(reward)"
+CUSTOM, DROPS = ["algorithm.advantage=custom"], ["algorithm.zero_variance_groups=drop"]
+
+
+@rows(
+    made("is too short", "reward.shaping", "return reward[:1]", "it returned [1.0]"),
+    made("needs a spread", "algorithm.advantage_function", NO_SPREAD, "it returned [nan", more=CUSTOM),
+    made("takes what is not there", "algorithm.advantage_function reward, level", "...", "'level'", more=CUSTOM),
+    made("says maybe", "algorithm.group_filter", "return 'yes'", "it returned 'yes'", more=DROPS),
+    made("returns a list", "run.metrics", "return [1.0]", "it returned [1.0]"),
+    made("raises", "run.metrics", "raise ValueError('no')", "ValueError: no"),
+    made("returns no state", "data.sampler count", "return [0] * count", "and a state"),
+    made("names no record", "data.sampler count", "return [9] * count, {}", "record 9 of 1 records"),
+    made("keeps an object", "data.sampler count", "return [0] * count, {'at': time.gmtime}", "function gmtime"),
+    made("takes what is not there", "data.sampler epoch", "...", "'epoch'"),
+    made("mixes", "data.sampler count", "...", "data.sources", more=["data.train=''", "data.sources={train.jsonl: 1}"]),
+    BadInput("a custom advantage without a function", ["algorithm.advantage=custom"], CUSTOM),
+    BadInput(
+        "a function without its advantage", ["algorithm.advantage_function"], ["algorithm.advantage_function=a:b"]
+    ),
+    BadInput("a filter of groups that are kept", ["algorithm.group_filter"], ["algorithm.group_filter=a:b"]),
+)
+def test_parts_that_fail_when_they_are_tried_are_refused(
+    case: BadInput, workspace: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_refused(case, workspace, capfd, monkeypatch, "--dry-run")
