@@ -16,10 +16,12 @@ from workers.errors import ConfigError
 SCHEMAS = [Config, SftConfig, PreferencesConfig]
 BASE = ["model.path=model", "resources.device=cpu"]
 GAE, KL, LORA = "algorithm.advantage=gae", "algorithm.loss.kl_coefficient=0.1", "model.lora.rank=4"
+DISTILLED = "algorithm.loss.distillation.coefficient=1"
 
 OF_SEVERAL: dict[Any, str] = {
     dict[int, float]: "{5: 0.5}",
     dict[str, float]: "{a: 0.5}",
+    dict[str, str]: "{a: b}",
     dict[str, Any]: "{a: 1}",
     list[str]: "[a]",
     list[int]: "[5]",
@@ -72,10 +74,11 @@ CASES: list[tuple[str, list[list[str]], list[list[str]]]] = [
     ("tracker", [["tracking.wandb=true"], ["tracking.mlflow=true"]], [[]]),
     ("reference", [[KL], ["algorithm.kl_in_reward.coefficient=0.1"]], [[]]),
     ("own reference", [[KL], [KL, LORA, "reference.path=model"]], [[], [KL, LORA]]),
+    ("own teacher", [[DISTILLED, "teacher.path=model"], [DISTILLED, "teacher.paths={a: model}"]], [[], [DISTILLED]]),
     ("several updates", [["batch.mini_batches=2"], ["batch.epochs=2"]], [["rollout.max_staleness=1"]]),
     ("old policy", [["batch.epochs=2"], ["rollout.max_staleness=1"]], [[], [KL]]),
     ("policy's forward pass", [["batch.mini_batches=2"]], [[], [KL], ["rollout.max_staleness=1"]]),
-    ("forward pass", [["batch.epochs=2"], [KL], [GAE], ["reward.model.path=model"]], [[]]),
+    ("forward pass", [["batch.epochs=2"], [KL], [GAE], [DISTILLED], ["reward.model.path=model"]], [[]]),
     ("data.validation", [["data.validation=a.jsonl"]], [[]]),
     ("data.curriculum left empty", [[]], [["data.curriculum=a.py:b"]]),
     ("model.lora.rank above 0", [[LORA]], [[]]),

@@ -100,6 +100,9 @@ def test_what_does_not_fit_says_what_to_change() -> None:
     refuse("policy.cpu_offload=all", eight_gpus("policy.cpu_offload=optimizer"), policy=of_role(states=60, update=75))
     scorer = {"reward_model": of_role(states=65, scores=70)}
     refuse("reward.model.cpu_offload=true", eight_gpus(), **scorer)
+    taught = eight_gpus("algorithm.loss.distillation.coefficient=1", "teacher.paths={math: a, code: a}")
+    refuse("teacher.cpu_offload=true", taught, **{"teacher math": of_role(states=65, log_probs=70)})
+    refuse("lower teacher.forward_max", taught, **{"teacher math": of_role(states=5, log_probs=70)})
     refuse("rollout.gpu_memory_utilization=0.1", eight_gpus("rollout.gpu_memory_utilization=0.1"))
     refuse("generation needs 64.0 GiB", eight_gpus("rollout.gpu_memory_utilization=0.8"))
     refuse("node 0 needs", eight_gpus(), replace(EIGHT, memory_gib=20.0))
