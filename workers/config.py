@@ -16,39 +16,8 @@ from workers.loss_config import SupervisedLossConfig as SupervisedLossConfig
 from workers.loss_config import ValueLossConfig as ValueLossConfig
 from workers.model_config import LoraConfig as LoraConfig
 from workers.model_config import ModelConfig as ModelConfig
+from workers.optimizer_config import OptimizerConfig as OptimizerConfig
 from workers.setting import setting as setting
-
-
-@dataclass
-class OptimizerConfig:
-    """AdamW (Loshchilov and Hutter 2019) with linear warm-up."""
-
-    only_with = ((".schedule=linear or cosine", "total_steps, final_learning_rate_ratio"),)
-
-    learning_rate: float = setting(1e-6, "Peak learning rate.", above=0, maximum=1)
-    weight_decay: float = setting(0.0, "Decoupled weight decay, on matrices only.", minimum=0, maximum=100)
-    beta1: float = setting(0.9, "Decay of the first moment.", minimum=0, below=1)
-    beta2: float = setting(0.95, "Decay of the second moment.", minimum=0, below=1)
-    epsilon: float = setting(1e-8, "Added to the root of the second moment.", above=0, maximum=1)
-    max_grad_norm: float = setting(1.0, "Clip gradients to this L2 norm.", above=0, maximum=10**9)
-    schedule: str = setting(
-        "constant", "Learning rate schedule after warm-up.", choices=("constant", "linear", "cosine")
-    )
-    warmup_steps: int = setting(0, "Optimiser steps of linear warm-up from 0.", minimum=0)
-    total_steps: int = setting(
-        0,
-        "Optimiser steps after which `linear` and `cosine` end. 0 derives it from run.steps and batch.",
-        minimum=0,
-    )
-    final_learning_rate_ratio: float = setting(
-        0.0, "Final learning rate of `linear` and `cosine`, as a share of the peak.", minimum=0, maximum=1
-    )
-    max_skipped_steps: int = setting(
-        10,
-        "Stop the run after this many skipped optimiser steps in a row. Steps are skipped if loss or gradient is NaN "
-        "or infinite.",
-        minimum=1,
-    )
 
 
 @dataclass

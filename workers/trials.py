@@ -8,7 +8,7 @@ from functools import partial
 from inspect import isfunction
 from typing import Any
 
-from workers.config import LossConfig
+from workers.config import LossConfig, OptimizerConfig
 from workers.errors import BallastError, ConfigError, clause, named
 from workers.loss_config import DistillationConfig, undecorated
 from workers.rendering import Messages, Options, check_read, check_size, forms, in_form, variables_of
@@ -16,6 +16,7 @@ from workers.template_findings import template_findings
 from workers.user_code.functions import load, load_module, packed_text
 from workers.user_code.process import RAISED
 
+MOST_STEPS = 10_000  # of a schedule
 MOST_BYTES = 2**31  # of memory, for a template
 
 
@@ -52,6 +53,39 @@ def try_loss(
             raise ConfigError(f"{key}={name!r}, tried on {what}: {clause(error)}.") from None
         except RAISED as error:
             raise ConfigError(f"{key}={name!r}, tried on {what}, raised {named(error)}.") from None
+
+
+def try_optimizer(key: str, name: str, config: OptimizerConfig, total_steps: int) -> None:
+    """Take a step with a custom optimiser or schedule, on parameters as a rank holds them. Raises ConfigError."""
+    load(key, name)  # first, as for a loss
+    import torch
+    from torch.distributed.tensor import distribute_tensor
+
+    from workers.model.optimizer import make_optimizer, make_schedule
+    from workers.model.sharding.parallel import full_tensor, make_parallel
+
+    mesh = make_parallel(torch.device("cpu")).sharding
+    shapes = {"model.layers.0.mlp.up_proj.weight": (4, 8), "model.norm.weight": (8,)}
+    parameters = {each: torch.nn.Parameter(distribute_tensor(torch.ones(shapes[each]), mesh)) for each in shapes}
+    problem = ""
+    try:
+        optimizer = make_optimizer(parameters.items(), config, [*parameters.values()][:1])
+        schedule = make_schedule(optimizer, config, total_steps)
+        for step in range(min(total_steps, MOST_STEPS)):
+            schedule.lr_lambdas[0](step)
+        if not all(full_tensor(each.detach()).eq(1).all() for each in parameters.values()):
+            problem = "a step with zero gradients and learning rate 0 changed parameters, which resumed runs begin with"
+        for each in parameters.values():
+            each.grad = torch.ones_like(each)
+        optimizer.step()
+        if not all(full_tensor(each.detach()).isfinite().all() for each in parameters.values()):
+            problem = "a step made parameters that are not finite"
+    except BallastError as error:
+        raise ConfigError(str(error).replace("optimizer.", f"{key.rpartition('.')[0]}.", 1)) from None
+    except RAISED as error:
+        problem = f"raised {named(error)}"
+    if problem:
+        raise ConfigError(f"{key}={name!r}, tried on two parameters: {problem}.")
 
 
 def describe_tools(key: str, name: str) -> dict[str, Any]:

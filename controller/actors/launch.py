@@ -22,7 +22,7 @@ from controller.actors.worker_group import GroupMethod, Share, WorkerGroup
 from controller.config import Config, TrainingConfig
 from controller.config.file import value_of
 from controller.config.sections import RewardConfig
-from controller.config.training import counted
+from controller.config.training import LEARNING, counted
 from controller.engines.engine_calls import MakeActor
 from controller.engines.engine_pool import EnginePool
 from controller.engines.fleet import RestartBudget
@@ -51,7 +51,6 @@ CLASSES: dict[str, type[Worker]] = {
     "critic": CriticWorker,
     "reward_model": RewardModelWorker,
 }
-LEARNING = ("policy", "critic")
 
 
 @dataclass(frozen=True)

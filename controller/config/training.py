@@ -23,6 +23,8 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+LEARNING = ("policy", "critic")
+"""Roles with an optimiser."""
 PASSES = {
     "policy.update": ("policy.max",),
     "policy.log_probs": ("policy.forward_max", "policy.max"),

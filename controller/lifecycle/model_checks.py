@@ -12,13 +12,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from controller.config import Config, TrainingConfig
+from controller.config.file import value_of
 from controller.config.model_files import read_model_files, weight_bytes
 from controller.config.sampler import SamplerConfig
-from controller.config.training import path_setting
+from controller.config.training import LEARNING, path_setting
 from controller.preflight.engine_checks import response_limit, samplings
 from workers.config import ModelConfig
 from workers.errors import BallastError, ConfigError
 from workers.loss_config import DistillationConfig
+from workers.user_code.functions import check_optimizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -79,6 +81,18 @@ def check_models(config: TrainingConfig) -> None:
                 "Take a model that reads the policy's tokens."
             )
         _check_positions(config, role.key, role.model.path, model)
+    _check_optimizers(config)
+
+
+def _check_optimizers(config: TrainingConfig) -> None:
+    """Try custom optimisers and schedules."""
+    for role in (role for role in LEARNING if role in config.training_roles):
+        optimizer = value_of(config, f"{role}.optimizer")
+        total = optimizer.total_steps or config.run.steps or 1
+        own = [name for name in ("function", "schedule_function") if getattr(optimizer, name)]
+        for name in own[:1]:  # a trial is of both
+            key, timeout_s = f"{role}.optimizer.{name}", config.resources.user_code_timeout_s
+            check_optimizer(key, getattr(optimizer, name), optimizer, total, timeout_s=timeout_s)
 
 
 def _model(config: TrainingConfig, role: Role) -> "PreTrainedModel":

@@ -32,7 +32,6 @@ DERIVED = {
         "actor_rollout_ref.actor.ppo_micro_batch_size",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
         "actor_rollout_ref.actor.fsdp_config.fsdp_size",
-        "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio",
         "actor_rollout_ref.ref.log_prob_micro_batch_size",
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
         "actor_rollout_ref.rollout.log_prob_micro_batch_size",
@@ -57,7 +56,6 @@ DERIVED = {
         "gradient_accumulation_steps",
         "max_steps",
         "num_train_epochs",
-        "warmup_ratio",
     ),
 }
 """Keys whose values do not become a setting directly."""
@@ -95,7 +93,7 @@ def _verl(theirs: Theirs, ours: Ours, to_decide: list[str]) -> None:
             f"batch.mini_batches={ours['batch.mini_batches']}: {prompts} prompts are not a multiple of {mini}."
         )
     _gpus(theirs, ours, to_decide)
-    _steps(theirs.get("trainer.total_epochs", 30), theirs.get(f"{ACTOR}optim.lr_warmup_steps_ratio"), ours, to_decide)
+    _steps(theirs.get("trainer.total_epochs", 30), ours, to_decide)
     _caps(ours, to_decide)
     if ours.get("algorithm.loss.name") in ("gspo", "sapo", "gmpo"):  # they have a default there too
         ours.pop("algorithm.loss.aggregation", None)
@@ -139,14 +137,11 @@ def _gpus(theirs: Theirs, ours: Ours, to_decide: list[str]) -> None:
         ours["policy.parallel.replicate"] = gpus // shard
 
 
-def _steps(epochs: Any, warmup: Any, ours: Ours, to_decide: list[str]) -> None:
+def _steps(epochs: Any, ours: Ours, to_decide: list[str]) -> None:
     if "run.steps" not in ours:
         to_decide.append(
             f"run.steps: {epochs} epochs are {epochs} x the number of records / {ours['batch.prompts_per_step']} steps."
         )
-    if isinstance(warmup, float):
-        steps = ours.get("run.steps", 100) * ours["batch.mini_batches"]
-        ours.setdefault("policy.optimizer.warmup_steps", round(warmup * steps))
 
 
 def _caps(ours: Ours, to_decide: list[str]) -> None:
@@ -171,7 +166,7 @@ def _trl(theirs: Theirs, ours: Ours, to_decide: list[str]) -> None:
     updates = ours["batch.mini_batches"] * ours.get("batch.epochs", 1)
     if theirs.get("max_steps", -1) != -1:
         ours["run.steps"] = max(1, _count(theirs, "max_steps", 100, to_decide) // updates)
-    _steps(theirs.get("num_train_epochs", 3), theirs.get("warmup_ratio"), ours, to_decide)
+    _steps(theirs.get("num_train_epochs", 3), ours, to_decide)
     _caps(ours, to_decide)
     if ours.get("algorithm.loss.aggregation") == "sequence_mean_token_sum_norm":
         ours["algorithm.loss.constant_length"] = ours.get("rollout.sampling.max_new_tokens", 512)

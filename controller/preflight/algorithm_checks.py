@@ -7,7 +7,7 @@ from controller.algorithm.validation_metrics import is_possible, possible_metric
 from controller.config import Config
 from controller.config.functions import check_function
 from controller.preflight.data_checks import check_column_names
-from controller.preflight.training_checks import OPTIMIZER_STEPS, check_warmup
+from controller.preflight.training_checks import OPTIMIZER_STEPS, check_optimizer
 from workers.errors import ConfigError
 from workers.loss_config import check_policy_loss
 
@@ -193,7 +193,7 @@ def check_critic(config: Config) -> None:
             f"critic.warmup_steps={config.critic.warmup_steps}: the policy learns in no step of "
             f"run.steps={config.run.steps}. Lower it."
         )
-    check_warmup("critic", config.critic.optimizer, config.critic_optimizer_steps, OPTIMIZER_STEPS)
+    check_optimizer(config, "critic", config.critic_optimizer_steps, OPTIMIZER_STEPS)
 
 
 COUNTED = re.compile(r"(?:.*/)?(?:pass|maj)@\d+")

@@ -23,8 +23,9 @@ from typing import Any, TypeVar
 
 from controller.config import Config, TrainingConfig
 from controller.config.file import value_of
+from controller.config.functions import source_file
 from controller.config.model_files import read_model_files
-from controller.config.training import path_setting
+from controller.config.training import LEARNING, path_setting
 from controller.observability.slow_work import log_if_slow
 from controller.preflight.cluster import Cluster
 from workers.config import LossConfig
@@ -175,7 +176,7 @@ def _role(config: TrainingConfig, role: str, name: str) -> dict[str, Any]:
         "description": dict(read_model_files(model.path, key).description),
         "model": settings | {"dtype": "bfloat16" if model.dtype == "auto" else model.dtype},
         "head": "lm" if role in ("policy", "reference", "teacher") else "value",
-        "trains": role in ("policy", "critic"),
+        "trains": role in LEARNING,
         "tokens": {
             call: limits.max_tokens * sharing
             for name, limits in config.limits.items()
@@ -184,7 +185,15 @@ def _role(config: TrainingConfig, role: str, name: str) -> dict[str, Any]:
         },
         "cpu_offload": _is_offloaded(config, role),
         "optimizer_offload": _offloads_optimizer(config, role),
+        "optimizer": _optimizer(config, role),
     }
+
+
+def _optimizer(config: TrainingConfig, role: str) -> dict[str, Any]:
+    """Return the settings of an optimiser that its memory depends on."""
+    if role not in LEARNING:
+        return {}
+    return {name: value_of(config, f"{role}.optimizer.{name}") for name in ("name", "function", "momentum")}
 
 
 def _is_offloaded(config: TrainingConfig, role: str) -> bool:
@@ -203,7 +212,9 @@ def _section(role: str) -> str:
 def _cache_file(asked: Mapping[str, Any]) -> Path:
     """Name an answer by the request and all code that it depends on."""
     key = hashlib.sha256(json.dumps([asked, *map(version, ("torch", "transformers"))], sort_keys=True).encode())
-    for source in sorted(WORKERS.rglob("*.py")):
+    functions = [role["optimizer"].get("function") for role in asked["roles"].values()]
+    own = [source_file(function) for function in functions if function]
+    for source in sorted([*WORKERS.rglob("*.py"), *filter(None, own)]):
         key.update(source.read_bytes())
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     return cache / "ballast" / "memory" / f"{key.hexdigest()[:32]}.json"
@@ -336,8 +347,9 @@ def check_memory(config: Config, memory: Memory, host: Parts, cluster: Cluster) 
 def _advice(config: Config, largest: str, name: str) -> str:
     if largest != "the pass":
         key = f"{_section(largest)}.cpu_offload"
-        more = {"none": "optimizer", "optimizer": "all"}.get(value_of(config, key), "true")
-        return f"raise policy.data_parallel, or set {key}={more}"
+        possible = value_of(config, f"{largest}.optimizer").offloads if largest in LEARNING else ("true",)
+        more = possible[possible.index(now) + 1 :] if (now := value_of(config, key)) in possible else possible
+        return "raise policy.data_parallel" + (f", or set {key}={more[0]}" if more else "")
     role, _, call = name.partition(".")
     cap = config.limits[f"{role.partition(' ')[0]}.{call}"].cap
     if name.endswith("update") and config.model.gradient_checkpointing == "none":

@@ -10,9 +10,9 @@ from controller.preflight.training_checks import (
     check_caps,
     check_micro_batches,
     check_model_files,
+    check_optimizer,
     check_parallel,
     check_run,
-    check_warmup,
 )
 from workers.errors import ConfigError
 from workers.loss_config import check_constant_length
@@ -23,7 +23,8 @@ def check_offline(config: OfflineConfig) -> None:
     check_settings_have_effect(config)
     check_run(config)
     _check_batch(config)
-    _check_schedule(config)
+    # Without either number it follows from the data.
+    check_optimizer(config, "policy", config.policy.optimizer.total_steps or config.run.steps, "run.steps")
     check_caps(
         config, config.limits.values(), config.longest_sequence, f"data.max_tokens={config.data.max_tokens} tokens"
     )
@@ -45,11 +46,6 @@ def _check_batch(config: OfflineConfig) -> None:
         )
     for name in ("min_micro_batches", "forward_min_micro_batches"):
         check_micro_batches(config, name, sequences, f"{sequences} sequences of a step", "raise the batch")
-
-
-def _check_schedule(config: OfflineConfig) -> None:
-    if total := config.policy.optimizer.total_steps or config.run.steps:  # otherwise it follows from the data
-        check_warmup("policy", config.policy.optimizer, total, "run.steps")
 
 
 def _check_data(config: OfflineConfig) -> None:

@@ -11,9 +11,9 @@ from controller.checkpoints.progress import checkpoints_at
 from controller.checkpoints.run_lock import check_folder_is_free
 from controller.config import Config, TrainingConfig
 from controller.config.file import value_of
+from controller.config.functions import check_function
 from controller.config.model_files import ModelFiles, check_whole, is_job_copy, read_model_files
 from controller.config.training import Limits
-from workers.config import OptimizerConfig
 from workers.errors import CheckpointError, ConfigError, clause
 from workers.model.rules.model_rules import kernel_problem
 from workers.rendering import RESERVED, read_template
@@ -87,16 +87,32 @@ def _check_resume(resume: str) -> None:
         raise ConfigError(f"run.resume: {error}") from None
 
 
-def check_warmup(role: str, optimizer: OptimizerConfig, total: int, follows: str) -> None:
-    """Raise ConfigError unless `role`'s warm-up ends before its schedule of `total` optimiser steps.
+def check_optimizer(config: TrainingConfig, role: str, total: int, follows: str) -> None:
+    """Raise ConfigError for an optimiser of `role` that is not possible, or a schedule that ends within the warm-up.
 
-    follows: settings that determine `total` if optimizer.total_steps is 0.
+    total: its optimiser steps, or 0 if unknown. follows: settings that determine `total` if optimizer.total_steps is 0.
     """
-    warmup = optimizer.warmup_steps
-    if warmup > total or (warmup == total and optimizer.schedule != "constant"):
+    key, optimizer = f"{role}.optimizer", value_of(config, f"{role}.optimizer")
+    if optimizer.name == "custom":
+        check_function(f"{key}.function", optimizer.function)
+    if optimizer.schedule == "custom":
+        check_function(f"{key}.schedule_function", optimizer.schedule_function)
+    offload = value_of(config, f"{role}.cpu_offload")
+    if offload not in ("none", *optimizer.offloads):
         raise ConfigError(
-            f"{role}.optimizer.warmup_steps={warmup} is more than the {total} optimiser steps of the {role} "
-            f"({role}.optimizer.total_steps, or {follows}). Lower it."
+            f"{role}.cpu_offload={offload}: not with {key}.name={optimizer.name}. Set {role}.cpu_offload=none, or "
+            f"{key}.name=adamw."
+        )
+    if optimizer.warmup_steps and optimizer.warmup_ratio:
+        raise ConfigError(
+            f"{key}.warmup_ratio={optimizer.warmup_ratio}: {key}.warmup_steps={optimizer.warmup_steps} is set too. "
+            "Remove one."
+        )
+    warmup = optimizer.warmup(total)
+    if total and (warmup > total or (warmup == total and optimizer.schedule != "constant")):
+        raise ConfigError(
+            f"{key}.warmup_steps={warmup} is more than the {total} optimiser steps of the {role} "
+            f"({key}.total_steps, or {follows}). Lower it."
         )
 
 
@@ -185,7 +201,7 @@ def check_counts(config: Config) -> None:
     advice = "batch.mini_batches, or sample more"
     check_micro_batches(config, "min_micro_batches", smallest, f"{smallest} sequences of a mini-batch", advice)
     check_micro_batches(config, "forward_min_micro_batches", whole, f"{whole} sequences of a step", advice)
-    check_warmup("policy", config.policy.optimizer, config.total_optimizer_steps, OPTIMIZER_STEPS)
+    check_optimizer(config, "policy", config.total_optimizer_steps, OPTIMIZER_STEPS)
 
 
 def check_micro_batches(config: TrainingConfig, name: str, sequences: int, of: str, advice: str) -> None:

@@ -58,6 +58,7 @@ def write_documentation_workspace(folder: Path) -> None:
     (folder / "loops.py").write_text("def two_updates(run):\n    pass\n")
     _write_quickstart(folder / "mine")
     _write_environment(folder / "my")
+    _write_optimizers(folder)
 
 
 def _write_gsm8k(folder: Path) -> None:
@@ -90,3 +91,11 @@ def _write_environment(folder: Path) -> None:
         folder.mkdir()
         (code,) = [block.body for block in blocks_of(page) if block.language == "python"]
         (folder / "guess.py").write_text(code)
+
+
+def _write_optimizers(folder: Path) -> None:
+    """The functions of docs/optimizers.md."""
+    page = ROOT / "docs" / "optimizers.md"
+    if page.is_file():
+        code = [block.body for block in blocks_of(page) if block.language == "python"]
+        (folder / "optimizers.py").write_text("\n".join(code))

@@ -2,7 +2,7 @@
 
     DataProto --slice--> micro-batch --lay out--> PackedCausalLM --> log_probs, entropy --loss function--> backward
                   (once a micro-batch, which adds its gradients to the shards of the ranks, `parallel.prepare_backward`)
-    optimizer_step: clip --> AdamW --> schedule          named_weights, save_pretrained: gather --> names of the files
+    optimizer_step: clip --> optimiser --> schedule      named_weights, save_pretrained: gather --> names of the files
 
 It needs only torch and transformers, and runs in a plain process, under torchrun, or inside an actor. Calls are
 collective: every rank makes the same calls with the same number of micro-batches. Ranks that share sequences or layers
@@ -145,7 +145,8 @@ class TrainingEngine:
         )
         self.stored_dtype = stored_dtype(model_config.path, parameter_dtype)
         if optimizer is not None:
-            self.optimizer = make_optimizer(self.module.parameters(), optimizer, offload=optimizer_offload)
+            named, matrices = self.module.named_parameters(), self.module.layer_matrices
+            self.optimizer = make_optimizer(named, optimizer, matrices, offload=optimizer_offload)
             self.schedule = make_schedule(self.optimizer, optimizer, total_steps)
             self.nonfinite_guard = NonfiniteGuard(optimizer.max_skipped_steps)
         if check_numerics:

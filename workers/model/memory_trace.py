@@ -45,7 +45,7 @@ class Role:
     """Describe a role.
 
     description: its config.json. tokens: of a full micro-batch of ranks that share sequences, by pass: `update`,
-    `log_probs`, `values`, `scores`. Others: see `TrainingEngine`.
+    `log_probs`, `values`, `scores`. optimizer: settings that its memory depends on. Others: see `TrainingEngine`.
     """
 
     description: dict[str, Any]
@@ -55,6 +55,7 @@ class Role:
     tokens: dict[str, int]
     cpu_offload: bool
     optimizer_offload: bool
+    optimizer: dict[str, Any]
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> "Role":
@@ -164,7 +165,7 @@ def _bytes_at(role: Role, layers: int, request: Mapping[str, Any]) -> dict[str, 
     with _folder(role.description, layers * stages) as path:
         engine = TrainingEngine(
             ModelConfig(**{**vars(role.model), "path": path}),
-            optimizer=OptimizerConfig() if role.trains else None,
+            optimizer=OptimizerConfig(**role.optimizer) if role.trains else None,
             total_steps=1,
             device=f"{DEVICE}:0",
             cpu_offload=role.cpu_offload,

@@ -87,6 +87,13 @@ class PackedModel(nn.Module):
         layers = _layers(self.model)
         return [] if layers is None else list(layers.children())
 
+    @property
+    def layer_matrices(self) -> set[nn.Parameter]:
+        """Return the weights of the layers that are matrices, and those of experts, [E, A, B]."""
+        experts = {each for module in find_experts(self.model) for each in module.parameters(recurse=False)}
+        parameters = [each for layer in self.layers for each in layer.parameters()]
+        return {each for each in parameters if each.ndim == 2 or (each.ndim == 3 and each in experts)}
+
     def layers_of(self, part: Part) -> list[nn.Module]:
         layers = _layers(self.model)
         return [] if layers is None else [layers.get_submodule(str(index)) for index in part.layers]

@@ -1,4 +1,4 @@
-"""AdamW, its schedule, and its state in host memory.
+"""The optimiser of an engine, its schedule, and AdamW's state in host memory. Muon: `muon`.
 
 `OffloadedAdamW.step`, by buckets of parameters, on three streams:
 
@@ -8,8 +8,8 @@ out                             bucket 0 | bucket 1  back to their places
 """
 
 import math
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,11 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from workers.config import OptimizerConfig
 from workers.errors import ConfigError
+from workers.errors import named as named_error
 from workers.model.copies import copies_of
+from workers.model.muon import Muon
+from workers.user_code.functions import load
+from workers.user_code.process import RAISED
 
 BUCKET = 2**26
 """Elements of a bucket, unless one parameter has more: 512 MiB of float32 moments, and three buckets on the device."""
@@ -28,25 +32,58 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def make_optimizer(
-    parameters: Iterable[nn.Parameter], config: OptimizerConfig, *, offload: bool = False
-) -> torch.optim.AdamW:
-    """AdamW (Loshchilov and Hutter 2019) over the trainable parameters, with weight decay on matrices only.
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    config: OptimizerConfig,
+    matrices: Collection[nn.Parameter] = (),
+    *,
+    offload: bool = False,
+) -> torch.optim.Optimizer:
+    """Make `config.name` over the trainable parameters. matrices: those that Muon updates.
 
-    offload: keep its state in host memory.
+    offload: keep AdamW's state in host memory. Raises ConfigError for a custom function that does not work.
     """
-    trainable = [parameter for parameter in parameters if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    named = {name: parameter for name, parameter in parameters if parameter.requires_grad}
+    if config.name == "custom":
+        return _custom_optimizer(named, config)
+    by_group: dict[tuple[bool, bool], list[nn.Parameter]] = defaultdict(list)
+    for each in named.values():
+        decays = each.ndim >= 2 or config.weight_decay_on == "all"
+        by_group[config.name == "muon" and each in matrices, decays].append(each)
+    groups: list[dict[str, Any]] = [
+        {"params": group, "weight_decay": config.weight_decay * decays}
+        | ({"momentum": config.momentum} if is_muon else {})
+        for (is_muon, decays), group in by_group.items()
     ]
-    optimizer = OffloadedAdamW if offload else torch.optim.AdamW
-    return optimizer(
-        [group for group in groups if group["params"]],
-        lr=config.learning_rate,
-        betas=(config.beta1, config.beta2),
-        eps=config.epsilon,
-        fused=True,
-    )
+    if config.name == "sgd":
+        momentum = config.momentum
+        return torch.optim.SGD(groups, lr=config.learning_rate, momentum=momentum, nesterov=momentum > 0)
+    make = Muon if config.name == "muon" else OffloadedAdamW if offload else torch.optim.AdamW
+    betas = (config.beta1, config.beta2)
+    return make(groups, lr=config.learning_rate, betas=betas, eps=config.epsilon, fused=True)
+
+
+def _custom_optimizer(named: dict[str, nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
+    what = f"optimizer.function={config.function!r}"
+    make = load("optimizer.function", config.function)[1]
+    try:
+        optimizer = make(list(named.items()), config)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(f"{what} returned {type(optimizer).__name__}. Return a torch.optim.Optimizer.")
+        states = optimizer_state(optimizer)
+    except RAISED as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{what}, tried on parameters that are DTensors, raised {named_error(error)}.") from None
+    names = {parameter: name for name, parameter in named.items()}
+    for parameter, state in states.items():
+        for part, value in state.items():
+            alike = [(type(each), type(_shard(each))) for each in (value, parameter.data)]
+            if not isinstance(value, Tensor) or (value.ndim > 0 and alike[0] != alike[1]):
+                raise ConfigError(
+                    f"{what}: its state {part!r} of {names[parameter]} is a {type(value).__name__}, which checkpoints "
+                    "cannot reshard. Keep a number as a 0-d tensor, and all else like the parameter, a DTensor."
+                )
+    return optimizer
 
 
 @dataclass
@@ -156,42 +193,71 @@ def make_schedule(optimizer: torch.optim.Optimizer, config: OptimizerConfig, tot
     Raises ConfigError if a schedule that ends has no step left after warm-up.
     """
     last = config.total_steps or total_steps
-    if config.schedule != "constant" and last <= config.warmup_steps:
+    if config.schedule != "constant" and last <= config.warmup(last):
         raise ConfigError(
             f"policy.optimizer.schedule={config.schedule} ends after {last} steps, within the warm-up of "
-            f"{config.warmup_steps}. Raise policy.optimizer.total_steps or lower policy.optimizer.warmup_steps."
+            f"{config.warmup(last)}. Raise policy.optimizer.total_steps or lower policy.optimizer.warmup_steps."
         )
-    return LambdaLR(optimizer, lambda step: learning_rate_factor(step, config, last))
+    own = load("optimizer.schedule_function", config.schedule_function)[1] if config.schedule == "custom" else None
+    return LambdaLR(optimizer, lambda step: learning_rate_factor(step, config, last, own))
 
 
-def learning_rate_factor(step: int, config: OptimizerConfig, total_steps: int) -> float:
+def learning_rate_factor(
+    step: int, config: OptimizerConfig, total_steps: int, own: Callable[[int, int], float] | None = None
+) -> float:
     """Return the share of the peak learning rate at optimiser step `step`, counted from 0.
 
     Warm-up rises in equal steps, without a step at 0. Then, with progress x from 0 to 1 and the final ratio m: constant
-    1, linear m + (1 - m)(1 - x), cosine m + (1 - m)(1 + cos(pi x)) / 2.
+    1, linear m + (1 - m)(1 - x), cosine m + (1 - m)(1 + cos(pi x)) / 2. wsd is 1, then linear in the last `decay_ratio`
+    of all steps (arXiv 2405.18392). own: a custom schedule.
     """
-    if step < config.warmup_steps:
-        return (step + 1) / (config.warmup_steps + 1)
+    warmup = begin = config.warmup(total_steps)
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    if own is not None:
+        return _own_factor(own, step, total_steps, config)
     if config.schedule == "constant":
         return 1.0
-    progress = min(1.0, (step - config.warmup_steps) / (total_steps - config.warmup_steps))
-    remaining = 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    if config.schedule == "wsd":
+        begin = max(warmup, total_steps - max(1, round(config.decay_ratio * total_steps)))
+    progress = min(1.0, max(0, step - begin) / (total_steps - begin))
+    remaining = 0.5 * (1.0 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1.0 - progress
     return config.final_learning_rate_ratio + (1.0 - config.final_learning_rate_ratio) * remaining
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, dict[str, Tensor]]:
-    """Return AdamW's tensors of every parameter, initialised before the first step: checkpoints always hold the same
-    tensors.
+def _own_factor(own: Callable[[int, int], float], step: int, total_steps: int, config: OptimizerConfig) -> float:
+    try:
+        factor = float(own(step, total_steps))
+        problem = "" if 0 <= factor < math.inf else f"returned {factor}, not a number of at least 0"
+    except RAISED as error:
+        problem = f"raised {named_error(error)}"
+    if problem:
+        raise ConfigError(f"optimizer.schedule_function={config.schedule_function!r}, at step {step}, {problem}.")
+    return factor
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, dict[str, Any]]:
+    """Return the state of every parameter, initialised before the first step: checkpoints always hold the same tensors.
+
+    A step with zero gradients and learning rate 0 makes what is missing. Its count of steps is set back to 0.
     """
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if not optimizer.state[parameter]:
-                optimizer.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
-    return {parameter: optimizer.state[parameter] for group in optimizer.param_groups for parameter in group["params"]}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    fresh = [parameter for parameter in parameters if not optimizer.state[parameter]]
+    if fresh:
+        rates = [group["lr"] for group in optimizer.param_groups]
+        optimizer.zero_grad(set_to_none=True)
+        for parameter in fresh:
+            parameter.grad = torch.zeros_like(parameter)
+        for group in optimizer.param_groups:
+            group["lr"] = 0 * group["lr"]
+        optimizer.step()
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        optimizer.zero_grad(set_to_none=True)
+        for parameter in fresh:
+            for name, value in optimizer.state[parameter].items():
+                optimizer.state[parameter][name] = 0 * value if name == "step" else value
+    return {parameter: optimizer.state[parameter] for parameter in parameters}
 
 
 def resume_schedule(schedule: LambdaLR, steps: int) -> None:

@@ -79,6 +79,11 @@ def check_loss(key: str, name: str, *trial: Any, timeout_s: float) -> None:
     _imported("workers.trials:try_loss", key, name, timeout_s, *trial)
 
 
+def check_optimizer(key: str, name: str, *trial: Any, timeout_s: float) -> None:
+    """Raise ConfigError if workers could not use the optimiser or schedule. See `workers.trials.try_optimizer`."""
+    _imported("workers.trials:try_optimizer", key, name, timeout_s, *trial)
+
+
 class IsolatedFunction:
     """Call a user's function in its own process, started at the first call and kept until `close`."""
 

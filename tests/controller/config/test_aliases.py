@@ -61,7 +61,7 @@ def test_the_table_names_settings_and_values_that_load() -> None:
         ("val_kwargs.temperature", "here it is validation.sampling.temperature"),
         ("actor_rollout_ref.rollout.max_num_batched_tokens", "here it is rollout.engine"),
         ("actor_rollout_ref.actor.optim.betas", "here it is policy.optimizer.beta1 and policy.optimizer.beta2"),
-        ("policy.optimizer.lr", "policy.optimizer has learning_rate, "),
+        ("policy.optimizer.lr", "policy.optimizer has name, "),
         ("ppo_mini_batch_size", "here it is batch.mini_batches (a number of mini-batches, "),
         ("use_dynamic_bsz", "it has no counterpart here (always)"),
         ("trainer.logger", "here it is tracking ("),

@@ -132,7 +132,7 @@ def test_trl_arguments_become_settings_in_every_form(kind: str, capsys: pytest.C
         "batch.prompts_per_step": 16,  # 16 x 4 completions in groups of 4
         "batch.mini_batches": 2,
         "run.steps": 100,
-        "policy.optimizer.warmup_steps": 20,
+        "policy.optimizer.warmup_ratio": 0.1,
         "algorithm.loss.aggregation": "sequence_mean_token_sum_norm",
         "algorithm.loss.constant_length": 256,
         "algorithm.loss.clip_low": 0.1,

@@ -52,6 +52,7 @@ ACCEPTED = """
 model.dtype=bfloat16
 "rollout.engine={block_size: 16, kv_cache_dtype: fp8}"
 data.validation=
+policy.optimizer.name=sgd policy.optimizer.schedule=wsd policy.optimizer.warmup_ratio=0.5
 policy.optimizer.schedule=cosine policy.optimizer.total_steps=10 policy.optimizer.warmup_steps=9
 algorithm.loss.kl_coefficient=0.1 reference.path=model reference.forward_max_tokens_per_micro_batch=96
 policy.max_tokens_per_micro_batch=96 rollout.max_model_tokens=128
@@ -111,6 +112,12 @@ algorithm.loss.columns=reward CUSTOM
 algorithm.loss.name=reinforce batch.epochs=2
 policy.optimizer.warmup_steps=21
 policy.optimizer.warmup_steps=41 batch.epochs=2
+policy.optimizer.warmup_ratio=0.5 policy.optimizer.warmup_steps=1
+policy.optimizer.function policy.optimizer.name=custom
+policy.optimizer.function=losses.py:gone policy.optimizer.name=custom
+policy.optimizer.schedule_function=losses.py:gone policy.optimizer.schedule=custom
+policy.cpu_offload=optimizer policy.optimizer.name=sgd resources.device=cuda
+critic.cpu_offload=all critic.optimizer.name=muon resources.device=cuda PPO
 algorithm.loss.function algorithm.loss.name=custom
 algorithm.loss.function=gone.py:mine algorithm.loss.name=custom
 algorithm.loss.function=losses:gone algorithm.loss.name=custom

@@ -10,10 +10,17 @@ from workers.config import OptimizerConfig
 from workers.model.copies import CopyStream
 from workers.model.optimizer import make_optimizer, make_schedule, optimizer_state, resume_schedule
 
+OWN_SCHEDULE = f"{__name__}:fifths"
+
+
+def fifths(step: int, total_steps: int) -> float:
+    assert total_steps == 3
+    return step / 5
+
 
 def factors(config: OptimizerConfig, total_steps: int) -> list[float]:
     """Share of the peak learning rate used at each step, as torch's scheduler applies it."""
-    optimizer = make_optimizer([torch.nn.Parameter(torch.ones(2, 2))], config)
+    optimizer = make_optimizer([("w", torch.nn.Parameter(torch.ones(2, 2)))], config)
     schedule = make_schedule(optimizer, config, total_steps)
     used = []
     for _ in range(total_steps):
@@ -34,6 +41,11 @@ ENDS_HIGH = {"final_learning_rate_ratio": 0.2, "total_steps": 4}
         (OptimizerConfig(schedule="cosine"), [1, 0.853553, 0.5, 0.146447]),
         (OptimizerConfig(schedule="linear", **ENDS_HIGH), [1, 0.8, 0.6, 0.4, 0.2, 0.2]),
         (OptimizerConfig(schedule="cosine", **ENDS_HIGH), [1, 0.8828427, 0.6, 0.3171573, 0.2, 0.2]),
+        (
+            OptimizerConfig(schedule="wsd", warmup_ratio=0.2, decay_ratio=0.4),
+            [1 / 3, 2 / 3, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25],
+        ),
+        (OptimizerConfig(schedule="custom", schedule_function=OWN_SCHEDULE, warmup_steps=1), [0.5, 0.2, 0.4]),
         (OptimizerConfig(schedule="linear", total_steps=2), [1, 0.5, 0, 0]),  # wins over the length of the run
     ],
 )
@@ -43,7 +55,7 @@ def test_schedules_warm_up_and_fall_to_their_final_ratio(config, expected):
 
 def test_a_schedule_resumes_where_it_was_and_goes_on_as_if_it_had_never_stopped():
     config = OptimizerConfig(schedule="cosine", warmup_steps=2)
-    optimizer = make_optimizer([torch.nn.Parameter(torch.ones(2, 2))], config)
+    optimizer = make_optimizer([("w", torch.nn.Parameter(torch.ones(2, 2)))], config)
     schedule = make_schedule(optimizer, config, 8)
     resume_schedule(schedule, 3)
     used = []
@@ -59,18 +71,20 @@ def test_a_schedule_that_ends_within_its_warm_up_is_refused():
         factors(OptimizerConfig(schedule="cosine", warmup_steps=5), 5)
 
 
-def test_only_matrices_decay():
+@pytest.mark.parametrize(("name", "decay_on", "left"), [("adamw", "matrices", 1.0), ("sgd", "all", 0.95)])
+def test_matrices_decay_and_others_if_asked(name: str, decay_on: str, left: float) -> None:
     matrix, vector = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
-    optimizer = make_optimizer([matrix, vector], OptimizerConfig(learning_rate=0.1, weight_decay=0.5))
+    config = OptimizerConfig(name=name, learning_rate=0.1, weight_decay=0.5, weight_decay_on=decay_on, momentum=0.0)
+    optimizer = make_optimizer([("matrix", matrix), ("vector", vector)], config)
     matrix.grad, vector.grad = torch.zeros(2, 2), torch.zeros(2)
     optimizer.step()
     torch.testing.assert_close(matrix.detach(), torch.full((2, 2), 0.95))
-    torch.testing.assert_close(vector.detach(), torch.ones(2))
+    torch.testing.assert_close(vector.detach(), torch.full((2,), left))
 
 
 def test_frozen_parameters_are_left_out():
     trainable, frozen = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1), requires_grad=False)
-    optimizer = make_optimizer([trainable, frozen], OptimizerConfig())
+    optimizer = make_optimizer([("trainable", trainable), ("frozen", frozen)], OptimizerConfig())
     assert [parameter for group in optimizer.param_groups for parameter in group["params"]] == [trainable]
 
 
@@ -81,7 +95,8 @@ def trained(offload: bool) -> list[torch.Tensor]:
     """Weights and moments after three steps of buckets of at most 20 elements. One parameter skips the second step."""
     generator = torch.Generator().manual_seed(0)
     parameters = [torch.nn.Parameter(torch.rand(shape, generator=generator)) for shape in SHAPES]
-    optimizer = make_optimizer(parameters, OptimizerConfig(learning_rate=0.1, weight_decay=0.1), offload=offload)
+    config = OptimizerConfig(learning_rate=0.1, weight_decay=0.1)
+    optimizer = make_optimizer([(str(i), each) for i, each in enumerate(parameters)], config, offload=offload)
     schedule = make_schedule(optimizer, OptimizerConfig(warmup_steps=2), 10)
     for step in range(3):
         for index, parameter in enumerate(parameters):

@@ -1,0 +1,76 @@
+"""Muon for the matrices of the layers (Jordan et al. 2024, kellerjordan.github.io/posts/muon), AdamW for the rest.
+
+    m = mu m + (1 - mu) g,  u = mu m + (1 - mu) g,  w = w - lr (decay w + 0.2 sqrt(max(A, B)) NS(u))    w, g, m: [A, B]
+
+NS: torch's Newton-Schulz iteration in bfloat16. The factor is Moonlight's (arXiv 2502.16982): an update has the size of
+AdamW's, so both parts take one learning rate. Ranks share the work: as many matrices as there are ranks are stacked,
+
+    [n, A, B] cut as the parameters --all-to-all--> whole matrices, n / ranks each --NS--> --all-to-all--> cut as before
+
+and experts [E, A, B] are n matrices already. Which rank computes a matrix does not change a bit of it.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS, EPS, _zeropower_via_newtonschulz
+
+
+class Muon(torch.optim.AdamW):
+    """Muon for the groups that have `momentum`, AdamW for the others."""
+
+    param_groups: list[dict[str, Any]]
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        groups = self.param_groups
+        for group in groups:
+            if "momentum" in group:
+                self._step_matrices(group)
+        self.param_groups = [group for group in groups if "momentum" not in group]
+        super().step()
+        self.param_groups = groups
+
+    def _step_matrices(self, group: dict[str, Any]) -> None:
+        rate, shrink = group["lr"], 1 - group["lr"] * group["weight_decay"]
+        for matrices in _stackable(group["params"]):
+            updates = [self._update(matrix, group["momentum"]) for matrix in matrices]
+            for matrix, update in zip(matrices, orthogonalized(updates), strict=True):
+                matrix.mul_(shrink).add_(update, alpha=-rate * 0.2 * math.sqrt(max(matrix.shape[-2:])))
+
+    def _update(self, matrix: nn.Parameter, momentum: float) -> Tensor:
+        gradient, state = matrix.grad, self.state[matrix]
+        assert gradient is not None
+        average = state.setdefault("momentum_buffer", torch.zeros_like(gradient)).lerp_(gradient, 1 - momentum)
+        return gradient.lerp(average, momentum).bfloat16()
+
+
+def _stackable(parameters: Iterable[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
+    """Yield parameters of one shape and layout together, up to one matrix a rank. Experts come alone."""
+    by_layout: dict[Any, list[nn.Parameter]] = defaultdict(list)
+    for each in parameters:
+        if each.grad is not None:
+            layout = (each.device_mesh, each.placements) if isinstance(each, DTensor) else ()
+            by_layout[each.shape, layout].append(each)
+    for (shape, layout), group in by_layout.items():
+        count = layout[0].size() if layout and len(shape) == 2 else 1
+        yield from (group[start : start + count] for start in range(0, len(group), count))
+
+
+def orthogonalized(updates: list[Tensor]) -> list[Tensor]:
+    """Return the nearest semi-orthogonal matrix of each, [A, B] or [E, A, B], cut as they are. Overwrites them."""
+    stacked = updates[0] if updates[0].ndim == 3 else torch.stack(updates)
+    spread = stacked
+    if isinstance(stacked, DTensor):
+        are_whole = all(isinstance(place, Replicate) or place.is_shard(0) for place in stacked.placements)
+        spread = stacked if are_whole else stacked.redistribute(placements=[Shard(0)] * stacked.device_mesh.ndim)
+    for matrix in spread.to_local() if isinstance(spread, DTensor) else spread:
+        matrix.copy_(_zeropower_via_newtonschulz(matrix, (DEFAULT_A, DEFAULT_B, DEFAULT_C), DEFAULT_NS_STEPS, EPS))
+    if isinstance(spread, DTensor) and isinstance(stacked, DTensor):
+        stacked = spread.redistribute(placements=stacked.placements)
+    return [stacked] if updates[0].ndim == 3 else list(stacked.unbind(0))
