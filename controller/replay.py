@@ -98,7 +98,8 @@ def settings(folder: Path, overrides: Sequence[str] = (), *, trust_run: bool = F
             raise ConfigError(f"{override}: samples and log-probs come from the run. Leave it out.")
     config = load_as(ReplayConfig, path, overrides)
     if not trust_run:
-        code = [config.algorithm.loss.function, config.algorithm.advantage_function, config.run.step]
+        loss, own = config.algorithm.loss.function, config.algorithm.advantage_function
+        code = [loss, own, config.run.step, config.batch.replay.by]
         check_trusted(folder, code, overrides, "add --trust-run")
     return config
 
@@ -173,7 +174,7 @@ def recorded_run(config: Config, started: Session, folder: Path, cost_model: Cos
     from controller.run import Run
 
     prompts, buffer = RecordedPrompts(config.data.prompt_key), partial(RecordedBuffer, folder)
-    functions = find_functions(config, settings=["algorithm.advantage_function"])
+    functions = find_functions(config, settings=["algorithm.advantage_function", "batch.replay.by"])
     run = Run(config, started, prompts, None, cost_model=cost_model, buffer=buffer, functions=functions)
     run.logprob_check = LogProbCheck(config, run.weight_version, started.record.console.log)
     return run

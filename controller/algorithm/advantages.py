@@ -284,14 +284,19 @@ def sequence_advantages(
 
     function: algorithm.advantage_function, of columns by name.
     """
-    first, sample = samples_of(batch)
-    columns = {name: column[first] for name, column in (batch.columns | {"reward": rewards}).items()}
-    columns["tokens"] = np.bincount(sample, batch["response_tokens"]).astype(np.int64)
+    columns, sample = sample_columns(batch.with_columns(reward=rewards))
     if function is not None:
-        columns |= {"group": columns["group_number"], "response_tokens": columns["tokens"]}
         return function(columns).astype(np.float32)[sample]
     options = {"normalize_by_std": algorithm.normalize_by_std, "k": algorithm.pass_k}
     return estimate(algorithm.advantage, columns, **options).astype(np.float32)[sample]
+
+
+def sample_columns(batch: RemoteBatch) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Return the columns [S] of samples, as estimators and users' functions read them, and each row's sample [B]."""
+    first, sample = samples_of(batch)
+    tokens = np.bincount(sample, batch["response_tokens"]).astype(np.int64)
+    columns = {name: column[first] for name, column in batch.columns.items()}
+    return columns | {"group": columns["group_number"], "tokens": tokens, "response_tokens": tokens}, sample
 
 
 def sequence_slopes(algorithm: AlgorithmConfig, batch: RemoteBatch, rewards: np.ndarray) -> np.ndarray:

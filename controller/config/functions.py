@@ -19,7 +19,10 @@ from workers.user_code.rewards import RAW
 
 GIVEN = "callable:"  # prefix of the name, in settings, of a function given to a call
 RESPONSES = {"response", "responses"}
-OF_SAMPLES = ("algorithm.advantage_function", "algorithm.group_filter", "reward.shaping", "run.metrics")
+OF_SAMPLES = (
+    *("algorithm.advantage_function", "algorithm.group_filter", "reward.shaping", "run.metrics"),
+    "batch.replay.by",
+)
 """Settings of functions that take columns of samples, see `controller.data.sample_functions`."""
 
 

@@ -148,9 +148,9 @@ class BatchReplayConfig:
     )
     keep: int = setting(8, "Largest age of a replayed sample, in versions of the weights.", minimum=1)
     by: str = setting(
-        "positive",
-        "Which samples are kept. `positive`: those whose advantage is above 0. All are drawn alike.",
-        choices=("positive",),
+        "",
+        "Function that weighs a step's new samples, `module:function` or `path/file.py:function`. Those above 0 are "
+        "kept, and drawn in proportion. If empty, samples with an advantage above 0 are kept, and drawn alike.",
     )
 
 

@@ -4,6 +4,7 @@
 
 algorithm.advantage_function    a number a sample         reward.shaping    a number a sample
 algorithm.group_filter          of one group: a truth     run.metrics       numbers by name
+batch.replay.by                 a number a sample
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -48,7 +49,7 @@ def _by_name(value: Any, count: int) -> dict[str, float] | None:
 EACH = ("a finite number for each sample", _numbers)
 Form = tuple[str, Callable[[Any, int], Any]]
 FORMS = dict[str, Form](
-    zip(OF_SAMPLES, (EACH, ("True or False", _truth), EACH, ("finite numbers by name", _by_name)), strict=True)
+    zip(OF_SAMPLES, (EACH, ("True or False", _truth), EACH, ("finite numbers by name", _by_name), EACH), strict=True)
 )
 """What the function of each setting returns, in words, and checked."""
 

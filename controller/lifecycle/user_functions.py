@@ -71,6 +71,7 @@ def try_functions(config: Config, train: Records, parts: Mapping[str, float], lo
     functions = dict[str, SampleFunction]()
     for key, found in find_functions(config, log).items():
         name, rows = value_of(config, key), 2 if key == "algorithm.group_filter" else 4
+        made = made | {"advantage": np.array([1.0, -1.0] * 2)} if key == "batch.replay.by" else made
         names = requested_names(key, name, found.function.signature, made)
         _check_records(train, set(names) & own.keys(), f"{key}={name!r}")
         functions[key] = tried = replace(found, names=names)

@@ -140,7 +140,7 @@ def check_replay(config: Config) -> None:
         return
     if config.uses_critic or config.uses_token_returns or algorithm.advantage in ("gigpo", "none"):
         raise ConfigError(
-            f"{setting}: a replayed sample keeps one advantage above 0, and algorithm.advantage={algorithm.advantage} "
+            f"{setting}: a replayed sample keeps its one advantage, and algorithm.advantage={algorithm.advantage} "
             "gives none, or one to each token. Choose another estimator such as grpo, or remove batch.replay."
         )
     if not config.replayed_per_step:

@@ -100,9 +100,10 @@ class RolloutBuffer:
 
     def with_trained(self, rollout: RolloutBatch, batch: RemoteBatch, prompts: Mapping[str, Prompt]) -> RolloutBatch:
         """Set the rows that a step trains on, with the columns that its advantages and its loss take."""
-        if own := self.functions.get("algorithm.advantage_function"):
-            names = [name for name in own.names if name not in OFFERED or name == "response"]
-            batch = batch.with_columns(**columns_of(batch, names, rollout.by_sample, self.record_of))
+        for key in ("algorithm.advantage_function", "batch.replay.by"):
+            if own := self.functions.get(key):
+                names = [name for name in own.names if name not in (*OFFERED, "advantage") or name == "response"]
+                batch = batch.with_columns(**columns_of(batch, names, rollout.by_sample, self.record_of))
         return replace(rollout, trained=with_record_columns(batch, prompts, self.config.loss_columns))
 
     def record_of(self, uid: str) -> Record:

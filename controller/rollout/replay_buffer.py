@@ -11,8 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
+from controller.algorithm.advantages import sample_columns
 from controller.checkpoints.progress import Progress
 from controller.config import Config
+from controller.data.sample_functions import SampleFunction
 from controller.observability.run_record import RunRecord
 from controller.rollout.sample_files import read_rows, write_rows
 from controller.rollout.samples import SAMPLED_COLUMNS, learned, sample_numbers
@@ -21,6 +23,7 @@ from workers.errors import DataError
 from workers.remote_batch import RemoteBatch
 
 DRAWS = 2  # separates this random stream from others with the same seed
+WEIGHT = "replay_weight"
 KEPT = "kept_advantages"
 """Column: advantages of replayed rows, NaN for new rows."""
 OF_ESTIMATORS = ("credit", "offsets", "by_turn")
@@ -36,9 +39,13 @@ def newly_sampled(batch: RemoteBatch) -> RemoteBatch:
 class ReplayBuffer:
     """Keeps good samples, as rows in the order of their steps. Does nothing without batch.replay.share."""
 
-    def __init__(self, config: Config, record: RunRecord, progress: Progress) -> None:
-        """progress: names the checkpoint's file. A broken file is logged, and nothing is kept."""
-        self.config, self.record = config, record
+    def __init__(
+        self, config: Config, record: RunRecord, progress: Progress, weights_of: SampleFunction | None = None
+    ) -> None:
+        """progress: names the checkpoint's file. A broken file is logged, and nothing is kept. weights_of: of
+        batch.replay.by.
+        """
+        self.config, self.record, self._weights_of = config, record, weights_of
         self.rows = RemoteBatch({}, {})
         if progress.replay and config.batch.replay.share:
             try:
@@ -66,15 +73,17 @@ class ReplayBuffer:
         ages = version - drawn["weight_version"]
         self.record.add({"replay/age_mean": float(ages.mean()), "replay/age_max": float(ages.max())})
         empty = {name: object_column([()] * len(drawn)) for name in OF_ESTIMATORS if name in new.columns}
-        return RemoteBatch.concat([new, drawn.with_columns(**empty)])
+        columns = {name: column for name, column in drawn.columns.items() if name != WEIGHT}
+        return RemoteBatch.concat([new, RemoteBatch(columns | empty, drawn.tokens)])
 
     def _drawn(self, step: int) -> RemoteBatch:
         if not len(self.rows):
             return self.rows
-        numbers, there = sample_numbers(self.rows), _samples(self.rows)
+        numbers, first = np.unique(sample_numbers(self.rows), return_index=True)
+        weights, count = self.rows[WEIGHT][first], min(len(numbers), self.config.replayed_per_step)
         rng = np.random.default_rng((self.config.run.seed, DRAWS, step))
-        chosen = rng.choice(there, min(there, self.config.replayed_per_step), replace=False)
-        return self.rows.select(np.isin(numbers, chosen))
+        chosen = rng.choice(numbers, count, replace=False, p=weights / weights.sum())
+        return self.rows.select(np.isin(sample_numbers(self.rows), chosen))
 
     def with_advantages(self, batch: RemoteBatch, new: RemoteBatch) -> RemoteBatch:
         """Give `batch` the advantages of its `new` rows and of its replayed rows, and keep the good new samples.
@@ -93,7 +102,11 @@ class ReplayBuffer:
         return batch.with_columns(advantages=np.concatenate([new["advantages"], kept]))
 
     def _remember(self, new: RemoteBatch) -> None:
-        good = new.select(new["advantages"] > 0)
+        weights = (new["advantages"] > 0).astype(np.float64)
+        if self._weights_of is not None and len(new):
+            columns, sample = sample_columns(new.with_columns(advantage=new["advantages"]))
+            weights = self._weights_of(columns)[sample]
+        good = new.with_columns(**{WEIGHT: weights}).select(weights > 0)
         columns = {name: column for name, column in good.columns.items() if name not in OF_A_STEP}
         tokens = {name: good.tokens[name] for name in SAMPLED_COLUMNS if name in good.tokens}
         good = RemoteBatch(columns | {KEPT: good["advantages"]}, tokens)

@@ -39,6 +39,7 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
         "critic.optimizer.learning_rate=1e-3",
         "critic.warmup_steps=3",
     ),
+    "grpo_replay": ("batch.replay.share=0.25",),
 }
 DOCUMENT, PICTURE = Path("docs/algorithms.md"), Path("docs/algorithms.png")
 HEADER = """# Algorithms

@@ -86,9 +86,12 @@ def test_the_functions_of_samples_of_the_documentation(own_run: OwnRun, stand_in
         "run.metrics=parts.py:by_source",
         "run.record_samples=true",
         "batch.prompts_per_step=3",
+        "batch.replay.share=0.5",
+        "batch.replay.by=parts.py:rare_successes",
     )
     last = found.outcome.steps[-1]
     assert [last[name] for name in ("reward/shaping", "rollout/samples_left_out")] == [0.0, 2.0]
+    assert last["replay/share"] > 0
     told = {(int(row["uid"]), row["sample"]): row for row in samples(found) if row["step"] == 2}
     assert told[3, 0]["advantage"] is None and set(told) >= {(4, 0), (4, 1)}
     assert last[f"mine/reward/{told[3, 0]['record'].split('source: ')[1]}"] == 1.0
@@ -148,6 +151,7 @@ CUSTOM, DROPS = ["algorithm.advantage=custom"], ["algorithm.zero_variance_groups
     made("takes what is not there", "algorithm.advantage_function reward, level", "...", "'level'", more=CUSTOM),
     made("says maybe", "algorithm.group_filter", "return 'yes'", "it returned 'yes'", more=DROPS),
     made("returns a list", "run.metrics", "return [1.0]", "it returned [1.0]"),
+    made("weighs by texts", "batch.replay.by", "return ['a'] * 4", "it returned ['a'", more=["batch.replay.share=1"]),
     made("raises", "run.metrics", "raise ValueError('no')", "ValueError: no"),
     made("returns no state", "data.sampler count", "return [0] * count", "and a state"),
     made("names no record", "data.sampler count", "return [9] * count, {}", "record 9 of 1 records"),

@@ -66,6 +66,25 @@ def test_a_step_trains_again_on_good_samples_of_the_last_versions(
     assert replayed > 6
 
 
+def test_a_function_weighs_the_samples_that_are_kept(local_run: Callable[..., LocalRun]) -> None:
+    """Never those of weight 0, and others in proportion."""
+    found = local_run("run.steps=40", "batch.replay.share=0.25")
+    asked = []
+
+    def weights(columns: dict[str, np.ndarray]) -> np.ndarray:
+        asked.append({name: columns[name].tolist() for name in ("advantage", "group", "reward", "response_tokens")})
+        return np.array([0.0, 1.0, 9.0, 0.0])
+
+    found.run.replay = ReplayBuffer(found.config, found.run.record, found.run.progress, weights)  # type: ignore[arg-type]
+    found.fit()
+    assert [sorted(each["reward"]) for each in asked] == [[0, 0, 1, 1]] * 40
+    for each in asked:
+        assert [advantage > 0 for advantage in each["advantage"]] == [reward > 0 for reward in each["reward"]]
+    replayed = [(int(uid) % 2, sample) for batch, _ in found.policy.updates for uid, sample in keys(batch)[4:]]
+    assert len(replayed) == 39 and set(replayed) == {(0, 1), (1, 0)}
+    assert replayed.count((1, 0)) > 25
+
+
 def test_a_step_whose_new_samples_teach_nothing_trains_on_replayed_ones(local_run: Callable[..., LocalRun]) -> None:
     found = local_run("run.steps=2", *REPLAY, "algorithm.zero_variance_groups=drop")
     found.rewards.reward = lambda uid, sample, greedy: float(sample if int(uid) < 2 else 1)
