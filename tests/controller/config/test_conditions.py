@@ -76,7 +76,7 @@ CASES: list[tuple[str, list[list[str]], list[list[str]]]] = [
     ("own reference", [[KL], [KL, LORA, "reference.path=model"]], [[], [KL, LORA]]),
     ("own teacher", [[DISTILLED, "teacher.path=model"], [DISTILLED, "teacher.paths={a: model}"]], [[], [DISTILLED]]),
     ("several updates", [["batch.mini_batches=2"], ["batch.epochs=2"]], [["rollout.max_staleness=1"]]),
-    ("old policy", [["batch.epochs=2"], ["rollout.max_staleness=1"]], [[], [KL]]),
+    ("old policy", [["batch.epochs=2"], ["rollout.max_staleness=1"], ["batch.replay.share=0.5"]], [[], [KL]]),
     ("policy's forward pass", [["batch.mini_batches=2"]], [[], [KL], ["rollout.max_staleness=1"]]),
     ("forward pass", [["batch.epochs=2"], [KL], [GAE], [DISTILLED], ["reward.model.path=model"]], [[]]),
     ("data.validation", [["data.validation=a.jsonl"]], [[]]),
