@@ -179,3 +179,7 @@ def test_a_teacher_of_other_tokens_and_a_top_of_all_tokens_are_refused(
     with pytest.raises(ConfigError) as refused:
         check_models(config)
     assert str(refused.value).startswith("teacher.path=foreign")
+    config.teacher.path, config.teacher.paths = "", {"near": "near", "far": "foreign"}
+    with pytest.raises(ConfigError) as refused:
+        check_models(config)
+    assert str(refused.value).startswith("teacher.paths.far=foreign")

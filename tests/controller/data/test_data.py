@@ -76,6 +76,21 @@ def test_a_system_prompt_goes_before_messages_that_have_none() -> None:
         PromptDataset([{"prompt": "u"}], LETTERS, rules)
 
 
+def test_a_teacher_reads_the_context_in_a_text_or_the_last_question() -> None:
+    rules = replace(RULES, context_key="hint", context_template="{context}|{prompt}")
+    user, parts = {"role": "user", "content": "u"}, {"role": "user", "content": [{"type": "text", "text": "v"}]}
+    records: list[dict[str, Any]] = [
+        {"prompt": "u", "hint": "{prompt}"},
+        {"prompt": [user, {"role": "assistant", "content": "a"}, parts], "hint": 7},
+    ]
+    found = [PromptDataset([record], LETTERS, rules) for record in records]
+    taught = ["".join(map(chr, next(iter(dataset)).teacher_ids)) for dataset in found]
+    assert taught == ["{prompt}|u", "ua7|v"] and [dataset.longest_taught for dataset in found] == [10, 5]
+    for prompt, hint in (([{"role": "system", "content": "s"}], "h"), ("u", None)):
+        with refused("data record 1", DataError):
+            PromptDataset([{"prompt": prompt, "hint": hint}], LETTERS, rules)
+
+
 def test_prompts_carry_their_source() -> None:
     rules = replace(RULES, source_key="kind")
     named = PromptDataset([{"prompt": "a", "kind": "sums"}], LETTERS, rules, name="file")
