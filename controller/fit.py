@@ -133,6 +133,7 @@ def training(
         total_steps=config.total_optimizer_steps,
         rewards=inputs.reward_functions,
         environment=inputs.environment,
+        parser=inputs.parser,
         budget=budget,
     ) as started:
         functions, cost_model = inputs.functions, inputs.cost_model

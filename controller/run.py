@@ -152,4 +152,5 @@ class Run(TrainingRun[Config]):
         if self.config.rollout.max_staleness and loads:
             recomputed = sum(load.recompute_seconds for of_engine in loads.values() for load in of_engine)
             found["rollout/kv_recompute_seconds"] = recomputed / len(loads)
+        found |= self.roles.judge.take_metrics() if self.roles.judge else {}
         return found | engines.fleet.budget.metrics() | {"rollout/weight_version": float(self.weight_version)}

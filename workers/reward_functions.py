@@ -5,6 +5,7 @@ Each takes the `response` and the record's columns that its parameters name. `re
 
 import json
 import re
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -30,6 +31,14 @@ def format_tags(response: str) -> float:
     once = all(response.count(tag) == 1 for tag in ("<think>", "</think>", "<answer>", "</answer>"))
     form = r"\s*<think>.*</think>\s*<answer>.*</answer>\s*"
     return float(once and re.fullmatch(form, response, re.DOTALL) is not None)
+
+
+def last_match(response: str, pattern: str, values: Mapping[str, float] | None = None) -> float:
+    """Return the number in the last match's group, or its value by `values`. Raises ValueError without a match."""
+    found = [*re.finditer(pattern, response)]
+    if not found:
+        raise ValueError(f"no match of {pattern!r}")
+    return float(found[-1][1]) if values is None else values[found[-1][1].upper()]
 
 
 def length(response: str) -> float:

@@ -15,14 +15,16 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from controller.actors.judge import Judge, JudgedScoring
 from controller.actors.layout import Pool, RoleRequest, pools, role_requests, training_pool
 from controller.actors.resources import Reservation, reserve
-from controller.actors.rewards import RewardPool
+from controller.actors.rewards import RewardPool, Scoring
 from controller.actors.worker_group import GroupMethod, Share, WorkerGroup
 from controller.config import Config, TrainingConfig
 from controller.config.file import value_of
 from controller.config.sections import RewardConfig
 from controller.config.training import LEARNING, counted
+from controller.data.questions import Questions
 from controller.engines.engine_calls import MakeActor
 from controller.engines.engine_pool import EnginePool
 from controller.engines.fleet import RestartBudget
@@ -33,6 +35,7 @@ from workers.errors import BallastError, LostError, WorkerError
 from workers.metrics import results
 from workers.model.timing import MicroStepTime
 from workers.model_config import checkpointing_words
+from workers.rendering import Renderer
 from workers.roles.base import Worker
 from workers.roles.critic import CriticWorker
 from workers.roles.model_worker import ReferenceWorker, RewardModelWorker, TeacherWorker
@@ -63,6 +66,7 @@ class WorkerGroups:
     device_to_device: bool = False
     weight_deltas: bool = False
     transfer_timeout_s: float = math.inf
+    judge: Judge | None = None
 
     @property
     def policy(self) -> WorkerGroup:
@@ -87,6 +91,10 @@ class WorkerGroups:
     @property
     def trained(self) -> dict[str, WorkerGroup]:
         return {role: group for role, group in self.groups.items() if role in LEARNING}
+
+    def scoring(self, samples: int) -> Scoring:
+        """Begin to score groups of `samples`, by the reward functions and then the judge, if there is one."""
+        return JudgedScoring(self.rewards, self.judge, samples) if self.judge else self.rewards.begin()
 
     def of_reference(self, method: str) -> GroupMethod:
         """Return a method of the reference, or else of the policy without adapters."""
@@ -173,6 +181,7 @@ def launch(
     total_steps: int = 1,
     rewards: Sequence[RewardFunction] = (),
     environment: bytes = b"",
+    parser: RewardFunction | None = None,
     budget: RestartBudget | None = None,
     live: LiveMetrics | None = None,
     fit: Callable[[TrainingConfig, float], TrainingConfig] | None = None,
@@ -180,9 +189,9 @@ def launch(
     """Start all actors of a run and yield them. Afterwards end them and release all bundles.
 
     only: training roles to start, without engines and rewards, empty for everything. total_steps: optimiser steps of
-    the policy. environment: see `EnvironmentPool`, empty for one turn. budget: for engines, None allows
-    run.max_restarts. live: receives engines' states and queues. fit: decides model.gradient_checkpointing=auto, given
-    the GiB of a GPU (0 on CPUs).
+    the policy. environment: see `EnvironmentPool`, empty for one turn. parser: of a judge's answers, None without a
+    judge. budget: for engines, None allows run.max_restarts. live: receives engines' states and queues. fit: decides
+    model.gradient_checkpointing=auto, given the GiB of a GPU (0 on CPUs).
 
     Raises ResourceError if the cluster is too small, WorkerError or RolloutError if an actor cannot start.
     """
@@ -212,9 +221,11 @@ def launch(
         )
         stack.callback(rollouts.stop)
         rollouts.start()
+        judging = start.judge_engines() or rollouts
         cpus, plays = start.requests["reward"].cpus, bool(config.rollout.environment and not config.rollout.runs_agent)
         reward_pool = RewardPool(rewards, config.model.path, config.reward, cpus, with_environment=plays)
         stack.callback(reward_pool.stop)
+        judge = start.judge(judging, parser) if parser else None
         if colocated:
             # An engine sizes its cache by the free memory: on a shared GPU it must start before models are loaded.
             # It sleeps until the policy sends its weights for the first round of generation.
@@ -228,7 +239,9 @@ def launch(
             reward_pool.wait_ready(timeout_s)
         with start.waiting("engines, which load the model"):
             rollouts.wait_started(timeout_s)
-        found = WorkerGroups(groups, rollouts, reward_pool, between_gpus, deltas, config.resources.collective_timeout_s)
+            judging.wait_started(timeout_s)
+        timeout_s = config.resources.collective_timeout_s
+        found = WorkerGroups(groups, rollouts, reward_pool, between_gpus, deltas, timeout_s, judge)
         if between_gpus:
             with start.waiting("ranks and engines that meet", "resources.collective_timeout_s"):
                 found.connect_engines(config.rollout_placement, config.rollout.tensor_parallel)
@@ -288,6 +301,34 @@ class _Launch:
         self.stack.callback(group.stop)
         self.groups[role] = group
         return group
+
+    def judge_engines(self) -> EnginePool | None:
+        """Start the engines of a judge that has its own."""
+        assert isinstance(self.config, Config)
+        own, resources, make = self.config.judge_engines, self.config.resources, None
+        if own is None:
+            return None
+        make = engine_maker(own, self.bundles, self.requests["judge"], [], b"")
+        budget, log = RestartBudget(self.config.run.max_restarts), self.console.log
+        timeout_s = resources.start_timeout_s
+        engines = EnginePool(make, own.rollout, budget, start_timeout_s=timeout_s, name="judge", log=log)
+        self.stack.callback(engines.stop)
+        engines.start()
+        return engines
+
+    def judge(self, engines: EnginePool, parser: RewardFunction) -> Judge:
+        from workers.model.model import load_tokenizer
+
+        assert isinstance(self.config, Config)
+        config, settings = self.config, self.config.reward.judge
+        model = (config.judge_engines or config).model
+        renderer = Renderer.with_template(load_tokenizer(model.path), model.chat_template)
+        # A sample fails if all its answers do: reward.on_failure is of samples.
+        rewards = replace(config.reward, workers=1, on_failure="zero")
+        answers = RewardPool([parser], model.path, rewards, self.requests["reward"].cpus, name="judge answers")
+        self.stack.callback(answers.stop)
+        questions = Questions(settings, config.data.prompt_key, renderer.tokenizer)
+        return Judge(settings, engines, answers, questions, renderer, config.run.seed)
 
     def load_models(self) -> dict[str, WorkerGroup]:
         """Start the remaining roles, and load every model."""
@@ -373,7 +414,7 @@ def engine_maker(
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         }
         options = {
-            "name": f"rollout {replica}" + (f" restart {attempt}" if attempt else ""),
+            "name": f"{request.role} {replica}" + (f" restart {attempt}" if attempt else ""),
             "num_cpus": request.cpus,
             "num_gpus": request.gpus,
             "max_concurrency": 1000,
@@ -389,7 +430,7 @@ def engine_maker(
             environment=environment,
             environment_timeout_s=config.reward.timeout_s,
             front=front,
-            needs_reward=not (config.reward.weights or config.uses_reward_model),
+            needs_reward=not (config.reward.weights or config.uses_reward_model or config.uses_judge),
         )
 
     return make

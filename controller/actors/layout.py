@@ -3,13 +3,14 @@
     training pool    one bundle for each policy worker      policy i, reference i, critic i, ... share a bundle
     rollout pool     one bundle for each engine             with separate GPUs if rollout.placement is apart
                      none if colocated                      engine i shares the tp ranks from i*tp on
+    judge pool       one bundle for each engine of a judge, with separate GPUs
     no pool                                                 reward workers, wherever there is room
 
 The bundles of a pool are equal, so any bundle suits any rank. `placement` assigns them once Ray has put them on nodes.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from controller.config import Config, TrainingConfig
 from controller.config.training import counted
@@ -63,16 +64,21 @@ def training_pool(config: TrainingConfig) -> Pool:
 def rollout_pool(config: TrainingConfig) -> Pool | None:
     if not isinstance(config, Config) or config.rollout_placement == "colocated":
         return None
-    bundle = {"CPU": config.resources.cpus_per_worker}
-    if config.rollout_placement == "apart":
-        bundle["GPU"] = float(config.rollout.tensor_parallel)
-    return Pool("rollout", (bundle,) * config.engines)
+    bundle, gpus = {"CPU": config.resources.cpus_per_worker}, reserved_by_engine(config)
+    return Pool("rollout", (bundle | ({"GPU": gpus} if gpus else {}),) * config.engines)
+
+
+def reserved_by_engine(config: Config) -> float:
+    """Return the GPUs that an engine reserves besides the policy's."""
+    return float(config.rollout.tensor_parallel) if config.rollout_placement == "apart" else 0.0
 
 
 def pools(config: TrainingConfig) -> list[Pool]:
     """Return everything that is reserved, training first because its groups need whole nodes."""
     training = training_pool(config) if config.training_roles else None
-    return [pool for pool in (training, rollout_pool(config)) if pool is not None]
+    judge = rollout_pool(config.judge_engines) if isinstance(config, Config) and config.judge_engines else None
+    found = (training, rollout_pool(config), replace(judge, name="judge") if judge else None)
+    return [pool for pool in found if pool is not None]
 
 
 def role_requests(config: TrainingConfig) -> list[RoleRequest]:
@@ -83,11 +89,16 @@ def role_requests(config: TrainingConfig) -> list[RoleRequest]:
 
 
 def _sampling_requests(config: Config, cpus: float) -> list[RoleRequest]:
-    gpus = float(config.rollout.tensor_parallel) if config.rollout_placement == "apart" else 0.0
+    gpus = reserved_by_engine(config)
     pool = "training" if config.rollout_placement == "colocated" else "rollout"
+    own, judge = config.judge_engines, []
+    if own:
+        judge = [RoleRequest("judge", own.engines, cpus, reserved_by_engine(own), "judge")]
+    parsers = 1 if config.uses_judge else 0  # of the judge's answers
     return [
         RoleRequest("rollout", config.engines, cpus, gpus, pool),
-        RoleRequest("reward", config.reward.workers, cpus, 0.0, ""),
+        *judge,
+        RoleRequest("reward", config.reward.workers + parsers, cpus, 0.0, ""),
     ]
 
 

@@ -29,13 +29,14 @@ class RewardPool:
         cpus: float,
         *,
         with_environment: bool = False,
+        name: str = "reward",
     ) -> None:
-        """with_environment: whether an environment adds its reward to that of the functions."""
+        """with_environment: whether an environment adds its reward to that of the functions. name: of its actors."""
         self._columns = sorted({name for function in functions for name in function.columns})
         self._on_failure, self._adds = config.on_failure, with_environment and bool(functions)
         actor_class = ray.remote(RewardWorker)
         self._actors = [
-            actor_class.options(name=f"reward {i}", num_cpus=cpus, **AGAIN).remote(
+            actor_class.options(name=f"{name} {i}", num_cpus=cpus, **AGAIN).remote(
                 list(functions), tokenizer_path, timeout_s=config.timeout_s, concurrency=config.concurrency
             )
             for i in range(config.workers)
@@ -78,13 +79,17 @@ class RewardPool:
         for result, score in zip(results, scores, strict=True):
             if result.environment is not None:
                 score = add_environment(score, result.environment, as_part=self._adds)
-            if score.failure and self._on_failure == "stop":
-                raise WorkerError(
-                    f"the reward of sample {result.sample} of prompt {result.uid} failed ({score.failure}). "
-                    "reward.on_failure=zero or drop would continue without it."
-                )
-            found[result.key] = score
+            found[result.key] = self.checked(result.key, score)
         return found
+
+    def checked(self, key: tuple[str, int], score: Score) -> Score:
+        """Return the score. Raises WorkerError for a failure with reward.on_failure=stop."""
+        if score.failure and self._on_failure == "stop":
+            raise WorkerError(
+                f"the reward of sample {key[1]} of prompt {key[0]} failed ({score.failure}). "
+                "reward.on_failure=zero or drop would continue without it."
+            )
+        return score
 
     def stop(self) -> None:
         for actor in self._actors:
@@ -100,6 +105,9 @@ class Scoring:
         finished = [result for result in results if result.row >= 0]
         if finished:
             self._pending[self._pool.score(finished, block, prompts)] = finished
+
+    def without(self, result: SampleResult) -> None:
+        """Expect no score of a sample that was given up."""
 
     def collect(self) -> dict[tuple[str, int], Score]:
         """Wait for all scores, by key. Raises WorkerError as `joined`, LostError if an actor was lost too often."""

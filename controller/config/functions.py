@@ -98,23 +98,23 @@ def _spec(parts: list[str], path: list[str]) -> ModuleSpec | None:
     return None
 
 
-def requested_columns(signature: Signature, record: Mapping[str, Any], name: str) -> tuple[str, ...]:
+def requested_columns(
+    signature: Signature, record: Mapping[str, Any], name: str, *, key: str = "reward.function"
+) -> tuple[str, ...]:
     """Return the record columns, and `response_raw`, that the function takes besides `response` or `responses`.
 
-    Raises ConfigError if it takes neither, or requires a column that the data lack.
+    key: its setting. Raises ConfigError if it takes neither, or requires a column that the data lack.
     """
     names = set(signature.names)
     if "completions" in signature.required:
         raise ConfigError(
-            f"reward.function={name!r} takes 'completions', as rewards of TRL do. Here it takes 'responses', the texts "
+            f"{key}={name!r} takes 'completions', as rewards of TRL do. Here it takes 'responses', the texts "
             "of all samples, or 'response', a single text, and returns a number for each (see docs/migration.md)."
         )
     if len(names & RESPONSES) != 1 and not signature.takes_all:
-        raise ConfigError(
-            f"reward.function={name!r} must take a parameter 'response', or 'responses' for many at once."
-        )
+        raise ConfigError(f"{key}={name!r} must take a parameter 'response', or 'responses' for many at once.")
     offered = set(record)
-    taken = requested_names("reward.function", name, signature, offered | RESPONSES | {RAW})
+    taken = requested_names(key, name, signature, offered | RESPONSES | {RAW})
     return tuple(each for each in taken if each not in RESPONSES and (each in offered or each in names))
 
 

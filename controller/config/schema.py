@@ -35,6 +35,7 @@ from workers.config import (
     RolloutConfig,
     TeacherConfig,
 )
+from workers.judge_config import POLICY
 
 Schema = TypeVar("Schema", bound=TrainingConfig)
 
@@ -103,7 +104,9 @@ class Config(TrainingConfig):
         if self.rollout.replicas or not self.uses_gpus:
             return self.rollout.replicas or 1
         trained_on = self.training_workers if self.training_roles else 0
-        gpus = trained_on if self.rollout_placement == "colocated" else self.gpus - trained_on
+        judge = self.reward.judge
+        others = trained_on + (judge.replicas * judge.tensor_parallel if judge.has_engines else 0)
+        gpus = trained_on if self.rollout_placement == "colocated" else self.gpus - others
         return max(1, gpus // self.rollout.tensor_parallel)
 
     @property
@@ -152,10 +155,11 @@ class Config(TrainingConfig):
     @property
     def needed_model_tokens(self) -> int:
         """Maximum tokens of a sequence in training or validation."""
-        responses = [self.longest_response]
+        responses, judge = [self.longest_response], self.reward.judge
         if self.data.validation:
             responses.append(self.rollout.response_limit(self.validation.sampling))
-        return self.data.max_prompt_tokens + max(responses)
+        asked = judge.max_tokens if judge.model == POLICY else 0
+        return max(self.data.max_prompt_tokens + max(responses), asked)
 
     @property
     def old_log_probs(self) -> str:
@@ -265,6 +269,23 @@ class Config(TrainingConfig):
     def reward_model(self) -> ModelConfig:
         """Reward model: model.* with reward.model.path."""
         return self.model.of_another_role(self.reward.model.path)
+
+    @property
+    def uses_judge(self) -> bool:
+        return bool(self.reward.judge.model)
+
+    @property
+    def judge_engines(self) -> "Config | None":
+        """Settings of the judge's own engines, as if they were a policy's, or None."""
+        judge = self.reward.judge
+        if not judge.has_engines:
+            return None
+        own = {name: getattr(judge, name) for name in ("replicas", "tensor_parallel", "sampling", "engine")}
+        shared = ("max_concurrent", "max_retries", "hang_timeout_s", "threads", "cpu_kv_cache_gib")
+        own |= {name: getattr(self.rollout, name) for name in shared}
+        placement = "apart" if self.uses_gpus else "shared_memory"
+        rollout = RolloutConfig(placement=placement, max_model_tokens=judge.max_tokens, **own)
+        return replace(self, model=self.model.of_another_role(judge.model), rollout=rollout, reward=RewardConfig())
 
     @property
     def critic_model(self) -> ModelConfig:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
 
 from workers.config import GaeConfig, KlInRewardConfig, LossConfig, RewardModelConfig, SamplingConfig, setting
+from workers.judge_config import JudgeConfig
 
 
 @dataclass
@@ -184,7 +185,11 @@ class BatchConfig:
 
 @dataclass
 class RewardConfig:
-    only_with = ((".overlong_tokens above 0", "overlong_penalty"), (".model.path", "model"))
+    only_with = (
+        (".overlong_tokens above 0", "overlong_penalty"),
+        (".model.path", "model"),
+        (".judge.model", "judge"),
+    )
 
     function: str = setting("", "Reward function: `module:function` or `path/file.py:function`.")
     functions: dict[str, float] = setting(
@@ -200,7 +205,8 @@ class RewardConfig:
     )
     on_failure: str = setting(
         "zero",
-        "Handling of a sample whose reward function or environment raised, hung, died or did not return a number: "
+        "Handling of a sample whose reward function or environment raised, hung, died or did not return a number, or "
+        "of which no answer of the judge can be parsed: "
         "`zero` gives reward 0, `drop` leaves the sample out, `stop` ends the run. All failures are counted.",
         choices=("zero", "drop", "stop"),
     )
@@ -226,10 +232,11 @@ class RewardConfig:
     )
 
     model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
 
     @property
     def weights(self) -> dict[str, float]:
-        """Weight of every reward function. Can be empty with an environment or a reward model."""
+        """Weight of every reward function. Can be empty with an environment, a reward model or a judge."""
         return self.functions or ({self.function: 1.0} if self.function else {})
 
 

@@ -51,15 +51,17 @@ class RolloutEngines:
         replaceable: bool = True,
         colocated: bool = False,
         start_timeout_s: float = 600.0,
+        name: str = "rollout",
         log: Callable[[str], None] = print,
     ) -> None:
         """make: makes an actor from (replica, attempt). replaceable: whether a lost engine can be replaced alone, False
-        if weights travel between GPUs. colocated: whether engines sleep during training.
+        if weights travel between GPUs. colocated: whether engines sleep during training. name: of the role.
         """
         self.fleet = fleet
         self.actors = {replica: make(replica, 0) for replica in range(config.replicas)}
         self._starting: dict[int, ray.ObjectRef] = {}
         self._make, self._replaceable, self._colocated, self._log = make, replaceable, colocated, log
+        self._name = name
         self._hang_timeout_s, self._start_timeout_s = config.hang_timeout_s, start_timeout_s
         self._attempts = dict.fromkeys(self.actors, 0)
         self._calls: dict[ray.ObjectRef, _Call] = {}
@@ -84,7 +86,7 @@ class RolloutEngines:
                 ray.get(ref, timeout=timeout_s)
             except RayError as error:
                 raise RolloutError(
-                    f"rollout replica {replica} failed while starting its engine: {cause_of(error)}"
+                    f"{self._name} replica {replica} failed while starting its engine: {cause_of(error)}"
                 ) from error
             del self._starting[replica]
             self.fleet.started(replica)
@@ -140,7 +142,7 @@ class RolloutEngines:
         self.on_lost(replica)
         self._calls = {ref: call for ref, call in self._calls.items() if call.replica != replica}
         ray.kill(self.actors[replica])
-        lost = f"rollout replica {replica} was lost: {text}"
+        lost = f"{self._name} replica {replica} was lost: {text}"
         if self.fleet.is_hopeless(replica):
             raise RolloutError(f"{lost}; {FRUITLESS_DEATHS} engines in a row died before they finished a sample.")
         if not self._replaceable:

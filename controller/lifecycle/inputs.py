@@ -33,6 +33,7 @@ from controller.data.prompts import (
 )
 from controller.data.records import Record, check_loss_columns, check_teachers, read_records
 from controller.data.sample_functions import Functions
+from controller.lifecycle.judge_inputs import find_parser, question
 from controller.lifecycle.template_report import Examined, examine, short_lines
 from controller.lifecycle.user_functions import (
     Records,
@@ -75,11 +76,13 @@ class Tried:
     rollout.tools or function of rollout.agent, and function of run.step, or empty. tools: schemas of rollout.tools.
     identity: of the training data, for checkpoints. score, answered: of the reward and the environment, for an empty
     response to the first record. template: None for texts. functions: of samples. sampled: prompts of data.sampler.
+    parser: of a judge's answers.
     """
 
     train: Records
     held_out: Records
     reward_functions: list[RewardFunction]
+    parser: RewardFunction | None
     environment: bytes
     step: bytes
     curriculum: Curriculum | None
@@ -122,6 +125,7 @@ def try_inputs(config: Config, log: Log = print, given: GivenFunctions = NONE_GI
     check_same_data(config, identity)
     first = next(iter(train.values()))[0]
     functions, score = reward_functions(config, first, log, given)
+    parser = find_parser(config, train | held_out, log)
     added = {RAW} | (_with_messages(config, first).keys() - first.keys())
     for path, rows in (train | held_out).items():
         _check_records(path, rows, functions, added)
@@ -152,6 +156,7 @@ def try_inputs(config: Config, log: Log = print, given: GivenFunctions = NONE_GI
         train,
         held_out,
         functions,
+        parser,
         environment,
         step,
         curriculum,
@@ -174,6 +179,7 @@ def tried_lines(config: Config, tried: Tried) -> list[str]:
         *([f"{', '.join(code)}: tried on the first record and an empty response"] if code else []),
         *([_score_line(tried.score)] if tried.score else []),
         *(_episode_lines(tried.answered) if tried.answered else []),
+        *(quoted("the judge reads:", question(config, next(iter(tried.train.values()))[0])) if tried.parser else []),
         *([f"{config.rollout.tools}: tools {', '.join(map(_name, tried.tools))}"] if tried.tools else []),
         *(short_lines(tried.template, turns_follow=config.rollout.plays_episodes) if tried.template else []),
         *([f"{agent}: {_agent_line(config)}"] if agent else []),

@@ -221,7 +221,7 @@ def check_keep_best(config: Config, parts: Iterable[str]) -> None:
     """
     name, samples = config.validation.keep_best, config.validation.samples
     played = config.rollout.environment or config.rollout.runs_agent
-    adds = played or config.uses_reward_model or config.reward.overlong_tokens
+    adds = played or config.uses_reward_model or config.uses_judge or config.reward.overlong_tokens
     if name and not adds and not is_possible(name, samples, parts):
         raise ConfigError(
             f"validation.keep_best={name} is not a validation metric: the reward gives "

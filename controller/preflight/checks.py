@@ -29,6 +29,7 @@ from controller.preflight.engine_checks import (
     check_weight_sync,
     response_limit,
 )
+from controller.preflight.judge_checks import check_judge
 from controller.preflight.tracker_checks import check_trackers
 from controller.preflight.training_checks import (
     check_attention,
@@ -131,13 +132,17 @@ def _check_devices(config: Config) -> None:
 def check_rewards(config: Config, given: GivenFunctions = NONE_GIVEN) -> None:
     ways = bool(config.reward.function) + bool(config.reward.functions)
     played = config.rollout.environment or config.rollout.runs_agent
-    if ways > 1 or not (ways or played or config.uses_reward_model or config.algorithm.advantage == "none"):
+    by_model = config.uses_reward_model or config.uses_judge
+    if ways > 1 or not (ways or played or by_model or config.algorithm.advantage == "none"):
         raise ConfigError(
-            "one of reward.function and reward.functions (several, by weight) must be set, and not both. "
-            "rollout.environment, an agent, reward.model.path and algorithm.advantage=none need none."
+            "one of reward.function and reward.functions (several, by weight) must be set, and not both. None is "
+            "needed with rollout.environment, an agent, reward.model.path, reward.judge.model and "
+            "algorithm.advantage=none."
         )
     if config.uses_reward_model and config.reward.model.weight == 0:
         raise ConfigError(f"reward.model.weight={config.reward.model.weight}: the model has no effect. Remove it.")
+    if config.uses_judge:
+        check_judge(config)
     key = "reward.functions" if config.reward.functions else "reward.function"
     names: dict[str, str] = {}
     for function in config.reward.weights:

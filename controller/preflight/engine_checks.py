@@ -54,7 +54,8 @@ FORMS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 
 
 def check_samplings(config: Config) -> None:
-    for key, sampling in samplings(config).items():
+    judge = {"reward.judge.sampling": config.reward.judge.sampling} if config.uses_judge else {}
+    for key, sampling in (samplings(config) | judge).items():
         if sampling.min_new_tokens > sampling.max_new_tokens:
             raise ConfigError(
                 f"{key}.min_new_tokens={sampling.min_new_tokens} is above {key}.max_new_tokens="

@@ -69,7 +69,7 @@ class AsyncRolloutBuffer(RolloutBuffer):
         self._released: list[Group] = []
         self._retried = 0
         self._saved = progress.samples
-        self._scoring = roles.rewards.begin()
+        self._scoring = roles.scoring(config.rollout.samples_per_prompt)
         self._generation = roles.rollouts.begin(config.rollout.sampling, self._score)
         for group in roles.groups.values():
             group.meanwhile = self.read
@@ -139,7 +139,7 @@ class AsyncRolloutBuffer(RolloutBuffer):
         for key, score in self._scoring.ready(0.0 if busy else timeout_s).items():
             self._groups[int(key[0])].scores[key] = score
         for result in self._generation.router.take_dropped():
-            self._groups[int(result.uid)].dropped.append(result)
+            self._drop(result)
         for number in self.schedule.in_state(GroupState.RUNNING):
             group = self._groups[number]
             if len(group.scores) + len(group.dropped) == self.config.rollout.samples_per_prompt:
@@ -226,7 +226,11 @@ class AsyncRolloutBuffer(RolloutBuffer):
                 group.finished[result.key], group.scores[result.key] = (result, block), sample.score
         for sample in samples:
             if not sample.rows:
-                self._groups[int(sample.result.uid)].dropped.append(sample.result)
+                self._drop(sample.result)
+
+    def _drop(self, result: SampleResult) -> None:
+        self._groups[int(result.uid)].dropped.append(result)
+        self._scoring.without(result)
 
     def _score(self, results: list[SampleResult], block: ObjectRef) -> None:
         groups = {result.uid: self._groups[int(result.uid)] for result in results}

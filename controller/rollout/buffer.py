@@ -158,7 +158,7 @@ class RolloutBuffer:
         """Sample every prompt `samples` times, scoring while the rest is generated."""
         by_uid = {prompt.uid: prompt for prompt in prompts}
         requests = sample_requests(self.config, prompts, samples, step)
-        scoring = self.roles.rewards.begin()
+        scoring = self.roles.scoring(samples)
         self.roles.wake_engines()
         with self.record.console.samples(len(requests)) as advance:
 

@@ -88,6 +88,7 @@ def job_settings(schema: type[SamplerConfig], request: JobRequest) -> tuple[Samp
         functions = [
             *(() if request.reward else config.reward.weights),
             *config.rollout.code,
+            *filter(None, [config.reward.judge.function]),
             *(path for path in (*config.data.weights, config.data.validation) if package_of(path) == "verifiers"),
         ]
         check_trusted(model.run, functions, request.overrides, "add --trust-run, or give your own --config")
@@ -125,7 +126,7 @@ def described(schema: type[SamplerConfig], request: JobRequest) -> str:
     cut = [f"temperature={sampling.temperature:g}", *sampling.cuts, *sampling.changes]
     options = ", ".join(option.replace("=", " ", 1) for option in cut)
     played = [] if config.rollout.tools else config.rollout.code
-    rewards = [*config.reward.weights, *played, *filter(None, [config.reward.model.path])]
+    rewards = [*config.reward.weights, *played, *filter(None, [config.reward.model.path, config.reward.judge.model])]
     return "\n".join(
         [
             f"model: {written or config.model.path}",

@@ -163,6 +163,10 @@ def job_identity(model: Model, config: SamplerConfig, data: DataIdentity, given:
         rewards["reward.model"] = [config.reward.model.weight, _files(config.reward.model.path, "reward.model.path")]
     checkpoint = model.checkpoint and str(model.checkpoint.resolve())
     records = {name: found for name, found in data.items() if name != "prompts"}  # they follow from the rest
+    if config.uses_judge:
+        judge = config.reward.judge
+        files = _files(judge.model, "reward.judge.model") if judge.has_engines else None
+        rewards["reward.judge"] = [asdict(judge), _content(judge.function) if judge.function else "", files]
     return {
         "command": config.command,
         "model": checkpoint or _files(config.model.path, "model.path"),

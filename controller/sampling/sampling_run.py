@@ -133,7 +133,9 @@ def sample_missing(job: Job, file: SamplesFile, missing: Sequence[Key], console:
     config, inputs, given_up = job.config, job.inputs, list["SampleResult"]()
     told = time.monotonic()
     with (
-        launch(config, console, rewards=inputs.reward_functions, environment=inputs.environment) as roles,
+        launch(
+            config, console, rewards=inputs.reward_functions, environment=inputs.environment, parser=inputs.parser
+        ) as roles,
         console.samples(len(missing)) as advance,
     ):
         for done, sampled in enumerate(_sampled(job, roles, _requests(job, set(missing)), given_up), start=1):
@@ -174,7 +176,7 @@ def _scored(
 ) -> Iterator[Sampled]:
     from controller.engines.engine_calls import POLL_SECONDS
 
-    rollouts, scoring, waiting = roles.rollouts, roles.rewards.begin(), iter(requests)
+    rollouts, scoring, waiting = roles.rollouts, roles.scoring(1), iter(requests)
     window = WINDOW * job.config.engines * job.config.rollout.max_concurrent
     unscored: dict[Key, tuple[SampleResult, ObjectRef]] = {}
 

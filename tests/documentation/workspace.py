@@ -38,6 +38,7 @@ def write_documentation_workspace(folder: Path) -> None:
         "model",
         "models/policy",
         "models/teacher",
+        "models/judge",
         "examples/addition/cache/model",
         "examples/addition/cache/random",
     ):

@@ -200,7 +200,8 @@ class VllmEngineActor:
         try:
             vocabulary = engine.model_config.get_vocab_size()
             check_prompt(request.prompt_ids, vocab_size=vocabulary, max_model_tokens=self._max_model_tokens)
-            result, rows = await self._play(request, sampling)
+            async with asyncio.timeout(request.timeout_s):
+                result, rows = await self._play(request, sampling)
         except EngineDeadError as error:
             raise RolloutError(f"the engine of rollout replica {self.index} died: {_reason(error)}") from error
         except Exception as error:  # other errors of vLLM concern this request alone
@@ -214,9 +215,9 @@ class VllmEngineActor:
         return replace(result, replica=self.index, start=start, seconds=time.time() - start), rows
 
     async def _play(self, request: SampleRequest, sampling: SamplingConfig) -> Sample:
-        if self._gateway is not None:
+        if self._gateway is not None and request.start is not None:  # not a question to a judge
             return await self._play_session(request, sampling, self._gateway)
-        limit = self.config.response_limit(sampling)
+        limit = self.config.response_limit(sampling) if request.start else sampling.max_new_tokens
         episode = Episode(request.prompt_ids, max_turns=self.config.max_turns, max_tokens=limit)
         sample = partial(self._turn, request, sampling)
         if request.start is None:

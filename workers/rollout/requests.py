@@ -19,6 +19,7 @@ STOP, LENGTH, TURNS, ERROR = "stop", "length", "turns", "error"
 VALIDATION_STEP = -1  # validations then differ only by the policy
 NUMERICS_CHECK_STEP = -2  # of the comparison between engines and trainer
 GENERATION_STEP = -3  # of `controller.generate`
+JUDGE_STEP = -4  # of a judge's answers
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def not_sampled(ids: np.ndarray, version: int = NOT_SAMPLED) -> Response:
 class SampleRequest:
     """A request for one sample. prompt_ids: int32 [prompt tokens], shared by a group. start: of an episode, None for a
     single response. begun: Response of a lost engine, or SessionRecord. priority: engines short of memory serve the
-    lowest first. failures: failed attempts before this one.
+    lowest first. failures: failed attempts before this one. timeout_s: of an attempt, None for no limit.
     """
 
     uid: str
@@ -91,6 +92,7 @@ class SampleRequest:
     begun: Any = None
     priority: int = 0
     failures: int = 0
+    timeout_s: float | None = None
 
     @property
     def key(self) -> tuple[str, int]:

@@ -19,6 +19,7 @@ SHORT = {
     "KL": "algorithm.loss.kl_coefficient=0.1",
     "REWARD_KL": "algorithm.kl_in_reward.coefficient=0.1",
     "FLOAT32": "model.dtype=float32",
+    "JUDGE": "reward.judge.model=model reward.judge.max_prompt_tokens=64 reward.judge.sampling.max_new_tokens=64",
 }
 
 
@@ -48,7 +49,7 @@ def test_every_recipe_is_accepted(workspace: Path, recipe: Path) -> None:
     assert config.run.name == recipe.stem
 
 
-ACCEPTED = """
+ACCEPTED = r"""
 model.dtype=bfloat16
 "rollout.engine={block_size: 16, kv_cache_dtype: fp8}"
 data.validation=
@@ -90,6 +91,10 @@ PPO policy.parallel.context_parallel=2 critic.max_tokens_per_micro_batch=48
 PPO critic.optimizer.schedule=cosine critic.optimizer.total_steps=9
 PPO model.lora.rank=8 model.layout=padded
 reward.model.path=judge reward.model.weight=-0.5 reward.model.max_tokens_per_micro_batch=96
+JUDGE reward.function= 'reward.judge.parser=Grade (\d)'
+JUDGE reward.judge.form=pairwise reward.judge.parser=losses.py:mine
+JUDGE reward.judge.samples=4 reward.judge.sampling.temperature=1
+reward.judge.model=policy reward.judge.max_prompt_tokens=64 reward.judge.sampling.max_new_tokens=64
 """
 
 
@@ -207,6 +212,23 @@ reward.model.max_tokens_per_micro_batch=95 reward.model.path=judge
 reward.model.max_tokens_per_micro_batch=96 reward.model.path=judge validation.sampling.max_new_tokens=65
 policy.parallel.tensor_parallel=2 reward.model.path=judge
 reward.model.path=model
+reward.judge.weight=2
+reward.judge.model=gone
+reward.judge.weight=0 JUDGE
+'reward.judge.parser=[[7]]' JUDGE
+'reward.judge.parser=(7' JUDGE
+reward.judge.parser=losses.py:gone JUDGE
+reward.judge.samples=2 JUDGE
+reward.judge.min_grade=10 JUDGE
+reward.judge.min_grade=0 JUDGE reward.judge.form=pairwise
+reward.judge.opponents=3 JUDGE
+reward.judge.opponents=8 JUDGE reward.judge.form=pairwise
+reward.judge.form=pairwise JUDGE algorithm.advantage=remax
+reward.judge.form JUDGE reward.judge.form=pairwise reward.function=
+reward.judge.max_prompt_tokens JUDGE reward.judge.max_prompt_tokens=120
+reward.judge.replicas=2 reward.judge.model=policy
+reward.judge.sampling.min_new_tokens=65 JUDGE
+rollout.engine JUDGE reward.judge.engine={model:x}
 """
 
 

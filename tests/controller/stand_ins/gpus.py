@@ -68,8 +68,8 @@ class World:
 
     log_prob: that of every token by the policy's present weights. loses_updates: engines keep their first weights and
     say nothing of it. routed_experts: int16 [layers, k], what engines say that every token went through, if anything.
-    answer: tokens, or their number, and finish reason of the response to a seed. turns: name, prompt and tokens of each
-    request.
+    answer: tokens, or their number, and finish reason of the response to a seed. prompt: which it answers. turns: name,
+    prompt and tokens of each request.
     """
 
     def __init__(self) -> None:
@@ -78,6 +78,7 @@ class World:
         self.loses_updates = False
         self.routed_experts: np.ndarray | None = None
         self.answer: Callable[[int], tuple[int | list[int], str]] = lambda seed: (TOKENS, "stop")
+        self.prompt: list[int] = []
         self.turns: list[tuple[str, list[int], list[int]]] = []
         self.ray: LocalRay
         self.trouble: Callable[[str, str], None] = lambda actor, what: None
@@ -167,6 +168,7 @@ class StandInVllm:
         assert self._owned() >= {"weights", "kv_cache"} and not self._sleeps, "the engine sleeps"
         assert self.version == int(self._name), f"weights {self.version} serve as version {self._name}"
         assert self._cached.setdefault(prompt["cache_salt"], self.version) == self.version, "keys of older weights"
+        self._world.prompt = prompt["prompt_token_ids"]
         answer, reason = self._world.answer(parameters.seed)
         if isinstance(answer, int):
             answer = [1 + (parameters.seed + i) % 30 for i in range(min(answer, parameters.max_tokens))]

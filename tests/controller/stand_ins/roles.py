@@ -246,6 +246,9 @@ class Rewards:
             score = reward if isinstance(reward, Score) else Score(reward or 0.0, "text", failure=failure)
             self._scores[result.key] = score
 
+    def without(self, result: SampleResult) -> None:
+        pass
+
     def collect(self) -> dict[tuple[str, int], Score]:
         scores, self._scores = self._scores, {}
         return scores

@@ -1,0 +1,212 @@
+"""Judge: a generative model on vLLM engines that scores responses while others are generated.
+
+    scored samples --Questions--> prompts --EnginePool--> answers --RewardPool of the parser--> grades
+         ^  '------------- with the mean of its grades, as the part `judge` of the reward <---------'
+    JudgedScoring
+
+Its engines are its own, or the policy's. Retries, time limits and replacement of lost engines are the pool's.
+"""
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import ray
+
+from controller.actors.rewards import RewardPool, Scoring
+from controller.data.prompts import Prompt
+from controller.data.questions import Questions
+from controller.engines.engine_calls import POLL_SECONDS
+from controller.engines.engine_pool import EnginePool
+from controller.engines.router import Key
+from workers.errors import BallastError
+from workers.judge_config import POLICY, JudgeConfig
+from workers.rendering import Renderer
+from workers.rollout.requests import JUDGE_STEP, SampleRequest, SampleResult, sample_seed
+from workers.score import Score
+
+TIE = 0.5
+COUNTED = ("answers", "unparsed", "dropped", "tokens", "seconds")
+
+
+@dataclass
+class Case:
+    """A sample before the judge.
+
+    score: without the judge's. left: answers that are awaited. grades: `judge`, from 0 to 1, and other numbers that the
+    parser returned, for each answer. failure: why the last answer without a grade has none.
+    """
+
+    key: Key
+    prompt: Prompt
+    score: Score
+    left: int = 0
+    grades: list[dict[str, float]] = field(default_factory=list)
+    failure: str = ""
+
+    def judged(self, weight: float) -> Score:
+        """Return the score with the mean grade. Without a grade the sample fails, and its turns earned nothing."""
+        score = self.score
+        if score.failure:
+            return score
+        if not self.grades:
+            credit = tuple((tokens, 0.0, state) for tokens, _, state in score.credit)
+            return replace(score, reward=0.0, parts={}, failure=f"judge: {self.failure}", credit=credit)
+        names = dict.fromkeys(itertools.chain(*self.grades))
+        means = {name: float(np.mean([each[name] for each in self.grades if name in each])) for name in names}
+        return replace(score, reward=score.reward + weight * means["judge"], parts=score.parts | means)
+
+
+class Judge:
+    def __init__(
+        self,
+        settings: JudgeConfig,
+        engines: EnginePool,
+        parser: RewardPool,
+        questions: Questions,
+        renderer: Renderer,
+        seed: int,
+    ) -> None:
+        """engines: its own, or the policy's with reward.judge.model=policy. parser: scores answers as responses."""
+        self.settings, self._engines, self._seed = settings, engines, seed
+        self._questions, self._renderer, self._parsing = questions, renderer, parser.begin()
+        self._router = engines.begin(settings.sampling, self._answered).router
+        self._numbers = itertools.count()
+        self._asked: dict[str, Sequence[Case]] = {}
+        self._counts = dict.fromkeys(COUNTED, 0.0)
+        self._looked = 0.0
+
+    def ask(self, cases: Sequence[Case]) -> None:
+        """Ask about each response, or compare each with the next ones of its group, in a ring."""
+        settings, count = self.settings, len(cases)
+        questions: list[tuple[Case, ...]] = [(case,) for case in cases]
+        if settings.form == "pairwise":
+            distances = range(1, min(settings.opponents, count - 1) + 1)
+            questions = [(a, cases[(i + distance) % count]) for i, a in enumerate(cases) for distance in distances]
+        if not questions:  # others of its group have no score
+            cases[0].grades.append({"judge": TIE})
+        for case in itertools.chain(*questions):
+            case.left += settings.samples
+        for question in questions:
+            self._put(question)
+
+    def _put(self, cases: Sequence[Case]) -> None:
+        settings, prompt = self.settings, cases[0].prompt
+        where = f"the question about prompt {prompt.uid}"
+        try:
+            text = self._questions.text(prompt.columns, [case.score.response for case in cases])
+            chat = [{"role": "user", "content": text}] if self._renderer.tokenizer.chat_template else text
+            ids = self._renderer.prompt_ids(chat, where, settings.chat_template_arguments)
+        except BallastError as error:
+            self._grade(cases, str(error), answers=settings.samples)
+            return
+        if len(ids) > settings.max_prompt_tokens:
+            failure = f"{where} has {len(ids)} tokens, above reward.judge.max_prompt_tokens"
+            self._grade(cases, failure, answers=settings.samples)
+            return
+        self._looked = self._looked if self._asked else time.monotonic()
+        for number in range(settings.samples):
+            uid, seed = f"judge {next(self._numbers)}", f"{[case.key for case in cases]}/{text}"
+            self._asked[uid] = cases
+            seeds = sample_seed(self._seed, JUDGE_STEP, seed, number)
+            self._router.submit([SampleRequest(uid, 0, ids, seeds, timeout_s=settings.timeout_s)])
+
+    def advance(self, timeout_s: float = 0.0, *, pump: bool = True) -> None:
+        """Read answers. Waits up to `timeout_s` for the first. pump: not in a callback of the same engines."""
+        now = time.monotonic()
+        self._counts["seconds"] += now - self._looked if self._asked else 0.0
+        self._looked, busy = now, not self._router.done
+        if pump and busy and self._engines.pump(timeout_s):
+            while self._engines.pump():
+                pass
+        for result in self._router.take_dropped():
+            self._counts["dropped"] += 1
+            self._grade(self._asked.pop(result.uid), f"its engines gave up ({result.error})")
+        for (uid, _), score in self._parsing.ready(0.0 if busy else timeout_s).items():
+            self._hear(self._asked.pop(uid), score)
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return counts since the last call."""
+        counts, self._counts = self._counts, dict.fromkeys(COUNTED, 0.0)
+        return {f"judge/{name}": count for name, count in counts.items()}
+
+    def _answered(self, results: list[SampleResult], block: ray.ObjectRef) -> None:
+        self._counts["answers"] += len(results)
+        self._counts["tokens"] += sum(result.prompt_tokens + result.response_tokens for result in results)
+        self._parsing.submit(results, block, {result.uid: self._asked[result.uid][0].prompt for result in results})
+
+    def _hear(self, cases: Sequence[Case], answer: Score) -> None:
+        lowest, highest = self.settings.grades
+        failure = answer.failure
+        if not failure and not lowest <= answer.reward <= highest:
+            failure = f"the grade {answer.reward:g} is not from {lowest:g} to {highest:g}"
+        self._counts["unparsed"] += bool(failure)
+        grade = (answer.reward - lowest) / (highest - lowest)
+        parts = {f"judge/{name}": value for name, value in answer.parts.items()}
+        self._grade(cases, failure, {"judge": grade, **parts}, {"judge": 1.0 - grade})
+
+    def _grade(self, cases: Sequence[Case], failure: str, *grades: dict[str, float], answers: int = 1) -> None:
+        for place, case in enumerate(cases):
+            case.left -= answers
+            if failure:
+                case.failure = failure
+            else:
+                case.grades.append(grades[place])
+
+
+class JudgedScoring(Scoring):
+    """Scoring whose samples are judged once the reward functions have scored them, or their whole group."""
+
+    def __init__(self, pool: RewardPool, judge: Judge, samples: int) -> None:
+        """samples: of a group."""
+        super().__init__(pool)
+        self._judge, self._samples = judge, samples
+        self._prompts: dict[Key, Prompt] = {}
+        self._groups: dict[str, list[Case]] = {}  # until they are asked about
+        self._missing: Counter[str] = Counter()  # samples of a group that are not judged
+        self._cases: dict[Key, Case] = {}
+
+    def submit(self, results: Sequence[SampleResult], block: ray.ObjectRef, prompts: Mapping[str, Prompt]) -> None:
+        super().submit(results, block, prompts)
+        self._prompts |= {result.key: prompts[result.uid] for result in results}
+        self._ask(super().ready())
+        self._judge.advance(pump=self._judge.settings.model != POLICY)
+
+    def without(self, result: SampleResult) -> None:
+        self._missing[result.uid] += 1
+        self._ask({})
+
+    def collect(self) -> dict[Key, Score]:
+        self._ask(super().collect(), last=True)
+        found = self.ready()
+        while self._cases:
+            found |= self.ready(POLL_SECONDS)
+        return found
+
+    def ready(self, timeout_s: float = 0.0) -> dict[Key, Score]:
+        self._ask(super().ready(0.0 if self._cases else timeout_s))
+        self._judge.advance(timeout_s if self._cases else 0.0)
+        done = [self._cases.pop(key) for key, case in list(self._cases.items()) if not case.left]
+        return {case.key: self._pool.checked(case.key, case.judged(self._judge.settings.weight)) for case in done}
+
+    def _ask(self, scores: Mapping[Key, Score], *, last: bool = False) -> None:
+        """Ask about complete groups, and with `last` about all. A single response is a group unless they are compared.
+
+        Samples without a score are not judged.
+        """
+        for key, score in scores.items():
+            case, uid = Case(key, self._prompts.pop(key), score), key[0]
+            if score.failure:
+                self._cases[key] = case
+                self._missing[uid] += 1
+            else:
+                self._groups.setdefault(uid, []).append(case)
+        compares = self._judge.settings.form == "pairwise"
+        for uid, group in list(self._groups.items()):
+            if last or not compares or len(group) + self._missing[uid] >= self._samples:
+                del self._groups[uid]
+                self._cases |= {case.key: case for case in group}
+                self._judge.ask(sorted(group, key=lambda case: case.key))

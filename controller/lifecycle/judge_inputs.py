@@ -1,0 +1,43 @@
+"""Try what a judge needs before anything starts: its prompt on the records, and the parser of its answers."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import cloudpickle
+
+from controller.config import Config
+from controller.config.functions import requested_columns
+from controller.data.questions import Questions
+from controller.data.records import Record
+from controller.lifecycle.user_functions import imported
+from controller.observability.slow_work import Log
+from workers.reward_functions import last_match
+from workers.user_code.rewards import RewardFunction
+
+VERDICTS = {"A": 1.0, "B": 0.0, "C": 0.5}
+
+
+def find_parser(config: Config, data: Mapping[str, Sequence[Record]], log: Log) -> RewardFunction | None:
+    """Return the function that reads the judge's answers, or None without a judge.
+
+    Raises ConfigError, also if the prompt cannot be written for one of the records.
+    """
+    settings, first = config.reward.judge, next(iter(data.values()))[0]
+    if not config.uses_judge:
+        return None
+    for rows in data.values():
+        for row in {frozenset(row): row for row in rows}.values():  # one for each set of columns
+            question(config, row)
+    if not settings.function:
+        values = None if settings.form == "score" else VERDICTS
+        packed = cloudpickle.dumps(partial(last_match, pattern=settings.pattern, values=values))
+        return RewardFunction("parser", 1.0, packed, ())
+    key, name = "reward.judge.parser", settings.function
+    found = imported(config, log, key, name)
+    return RewardFunction("parser", 1.0, found.packed, requested_columns(found.signature, first, name, key=key))
+
+
+def question(config: Config, record: Record) -> str:
+    """Return the judge's question about an empty response, or two. Raises ConfigError."""
+    settings = config.reward.judge
+    return Questions(settings, config.data.prompt_key).text(record, [""] * (1 if settings.form == "score" else 2))
