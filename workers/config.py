@@ -13,6 +13,7 @@ from workers.loss_config import KlInRewardConfig as KlInRewardConfig
 from workers.loss_config import LossConfig as LossConfig
 from workers.loss_config import RolloutCorrectionConfig as RolloutCorrectionConfig
 from workers.loss_config import SupervisedLossConfig as SupervisedLossConfig
+from workers.loss_config import TeacherConfig as TeacherConfig
 from workers.loss_config import ValueLossConfig as ValueLossConfig
 from workers.model_config import LoraConfig as LoraConfig
 from workers.model_config import ModelConfig as ModelConfig
@@ -144,45 +145,6 @@ class ReferenceConfig:
 
     path: str = setting(
         "", "Model of the reference. If empty, model.path, or with model.lora the policy without its adapters."
-    )
-    forward_max_tokens_per_micro_batch: int = setting(
-        0, "Cap on packed tokens of a micro-batch. 0 uses policy.max_tokens_per_micro_batch.", minimum=0
-    )
-    forward_max_sequences_per_micro_batch: int = setting(
-        0, "Cap on sequences of a micro-batch. 0 uses policy.max_sequences_per_micro_batch.", minimum=0
-    )
-    cpu_offload: bool = setting(False, "Keep parameters in host memory (FSDP2).")
-
-
-@dataclass
-class TeacherConfig:
-    """Frozen model that the policy learns from (algorithm.loss.distillation). It uses the policy's ranks, parallelism,
-    threads and model settings, without adapters."""
-
-    only_with = (
-        (".paths", "key"),
-        (".context_key", "context_template"),
-        ("own teacher", "cpu_offload"),
-        ("GPUs", "cpu_offload"),
-    )
-
-    path: str = setting(
-        "",
-        "Model of the teacher. Its tokenizer gives the policy's tokens the same ids. Empty with teacher.context_key: "
-        "the policy as it is in each step.",
-    )
-    paths: dict[str, str] = setting(
-        {}, "Several teachers by name, instead of teacher.path. They read in turn, each the samples of its records."
-    )
-    key: str = setting("teacher", "Column of the training records that names a record's teacher.")
-    context_key: str = setting(
-        "",
-        "Column of the training records that the teacher alone reads, such as a hint or the solution "
-        "(self-distillation with privileged context, see docs/distillation.md).",
-    )
-    context_template: str = setting(
-        "{prompt} Here is a correct solution: {context} Now answer in your own words.",
-        "Teacher's prompt: of a text, or of the last user message of a chat. Contains `{prompt}` and `{context}`.",
     )
     forward_max_tokens_per_micro_batch: int = setting(
         0, "Cap on packed tokens of a micro-batch. 0 uses policy.max_tokens_per_micro_batch.", minimum=0

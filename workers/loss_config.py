@@ -1,4 +1,4 @@
-"""Settings of the losses and advantages, see `workers.config`, and rules on them."""
+"""Settings of the losses, their teacher and advantages, see `workers.config`, and rules on them."""
 
 from dataclasses import dataclass, field
 
@@ -92,6 +92,45 @@ class DistillationConfig:
     def compares_distributions(self) -> bool:
         """Whether the student's output layer computes a divergence."""
         return self.coefficient > 0 and self.over != "token"
+
+
+@dataclass
+class TeacherConfig:
+    """Frozen model that the policy learns from (algorithm.loss.distillation). It uses the policy's ranks, parallelism,
+    threads and model settings, without adapters."""
+
+    only_with = (
+        (".paths", "key"),
+        (".context_key", "context_template"),
+        ("own teacher", "cpu_offload"),
+        ("GPUs", "cpu_offload"),
+    )
+
+    path: str = setting(
+        "",
+        "Model of the teacher. Its tokenizer gives the policy's tokens the same ids. Empty with teacher.context_key: "
+        "the policy as it is in each step.",
+    )
+    paths: dict[str, str] = setting(
+        {}, "Several teachers by name, instead of teacher.path. They read in turn, each the samples of its records."
+    )
+    key: str = setting("teacher", "Column of the training records that names a record's teacher.")
+    context_key: str = setting(
+        "",
+        "Column of the training records that the teacher alone reads, such as a hint or the solution "
+        "(self-distillation with privileged context, see docs/distillation.md).",
+    )
+    context_template: str = setting(
+        "{prompt} Here is a correct solution: {context} Now answer in your own words.",
+        "Teacher's prompt: of a text, or of the last user message of a chat. Contains `{prompt}` and `{context}`.",
+    )
+    forward_max_tokens_per_micro_batch: int = setting(
+        0, "Cap on packed tokens of a micro-batch. 0 uses policy.max_tokens_per_micro_batch.", minimum=0
+    )
+    forward_max_sequences_per_micro_batch: int = setting(
+        0, "Cap on sequences of a micro-batch. 0 uses policy.max_sequences_per_micro_batch.", minimum=0
+    )
+    cpu_offload: bool = setting(False, "Keep parameters in host memory (FSDP2).")
 
 
 @dataclass

@@ -107,6 +107,11 @@ def _check_teacher(config: Config) -> None:
             f"teacher.context_key={teacher.context_key}: it replaces a record's prompt, which {config.rollout.code[0]} "
             "continues in its own way. Remove one of the two."
         )
+    if not config.starts_teacher and config.model.router_replay != "none":
+        raise ConfigError(
+            f"model.router_replay={config.model.router_replay}: engines chose no experts for the teacher's prompts. "
+            "Set none, or teacher.path."
+        )
     if not all(place in teacher.context_template for place in ("{prompt}", "{context}")):
         raise ConfigError(
             f"teacher.context_template={teacher.context_template!r}: must contain {{prompt}} and {{context}}. Add them."

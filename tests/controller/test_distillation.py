@@ -142,6 +142,7 @@ def log_probs(model: str, ids: torch.Tensor, before: str = "") -> torch.Tensor:
         ("teacher.context_key", (*HINTS, "rollout.environment=reward.py:reward")),
         ("teacher.context_template", (HINTS[0], "teacher.context_template='{context}'")),
         ("teacher.context_template", HINTS[1:]),
+        ("model.router_replay", (*HINTS, "teacher.path=''", "model.router_replay=replay")),
         ("teacher.cpu_offload", (*HINTS, "teacher.path=''", "teacher.cpu_offload=true")),
         ("teacher.forward_max_tokens_per_micro_batch=16", (*HINTS, "policy.max_tokens_per_micro_batch=16")),
         ("prompts.jsonl: record 2", (SEVERAL[0], SEVERAL[2], "teacher.paths={teacher: teacher}")),

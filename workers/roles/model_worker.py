@@ -155,9 +155,9 @@ class ReferenceWorker(ModelWorker):
     """One rank of the reference, the frozen policy of a KL."""
 
 
-class TeachingWorker(ModelWorker):
-    """One rank that reads samples as a teacher, with its prompts (see `with_teacher_prompts`). teacher: its name, if
-    there are several. Columns are of the tokens with `loss_mask`, ragged like `input_ids`.
+class TeacherWorker(ModelWorker):
+    """One rank that reads samples as a teacher, with its own prompts (see `with_teacher_prompts`). teacher: its name,
+    if there are several. Columns are of the tokens with `loss_mask`, ragged like `input_ids`.
     """
 
     @dispatch(Split.PLAN, Join.TOKENS, returns=("teacher_log_probs",))
@@ -190,10 +190,6 @@ class TeachingWorker(ModelWorker):
         found = found or [np.zeros(0, np.float32)] * len(names)  # of a rank without micro-batches
         columns = {name: at_tokens_of(batch, given, values) for name, values in zip(names, found, strict=True)}
         return DataProto(batch.lengths.numpy(), columns), {}
-
-
-class TeacherWorker(TeachingWorker):
-    """One rank of the frozen teachers."""
 
 
 class RewardModelWorker(ModelWorker):

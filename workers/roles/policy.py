@@ -14,12 +14,14 @@ from workers.metrics import Metric, Metrics
 from workers.model.distillation import WholeLayer
 from workers.model.losses import make_policy_loss, make_sft_loss, weighted_log_probs
 from workers.model.losses.returns import KlPenalty, discounted_returns, discounts, token_rewards, turns_of, whiten
-from workers.roles.model_worker import TeachingWorker, TrainedWorker, micro_batches_of, token_block, token_column
+from workers.roles.model_worker import TeacherWorker, TrainedWorker, micro_batches_of, token_block, token_column
 from workers.rollout.weight_delta import DeltaPacker, Payload
 from workers.rollout.weight_transfer import pack_weights
 
 
-class PolicyWorker(TrainedWorker, TeachingWorker):
+class PolicyWorker(TrainedWorker, TeacherWorker):
+    """One rank of the policy, which may be its own teacher."""
+
     @dispatch(Split.PLAN, Join.METRICS)
     def update(self, batch: DataProto, plan: RankPlan, loss: LossConfig) -> Metrics:
         """Take one optimiser step per mini-batch of the plan.
