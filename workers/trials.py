@@ -65,7 +65,7 @@ def try_optimizer(key: str, name: str, config: OptimizerConfig, total_steps: int
     from workers.model.sharding.parallel import full_tensor, make_parallel
 
     mesh = make_parallel(torch.device("cpu")).sharding
-    shapes = {"model.layers.0.mlp.up_proj.weight": (4, 8), "model.norm.weight": (8,)}
+    shapes = {"model.layers.0.mlp.up_proj.weight": (64, 64), "model.norm.weight": (64,)}
     parameters = {each: torch.nn.Parameter(distribute_tensor(torch.ones(shapes[each]), mesh)) for each in shapes}
     problem = ""
     try:

@@ -1,6 +1,6 @@
 """Do the algorithms learn? Each on the addition example, from the same warm-started model, with the same data.
 
-    python -m tests.benchmarks.algorithms [--algorithms ppo grpo] [--seeds 0 1 2] [--steps 40] [--folder FOLDER]
+    python -m tests.benchmarks.algorithms [--only ppo grpo] [--seeds 0 1 2] [--steps 40] [--folder FOLDER]
 
 Runs what is not in the folder yet (3 to 6 minutes a run on 2 cores), then writes docs/algorithms.md and its picture
 from all complete runs in it. Run `make fit` once before: it makes the model.
@@ -21,6 +21,7 @@ from matplotlib import pyplot
 from examples.addition.plot import curve
 
 CONFIG = "examples/addition/config.yaml"
+Runs = dict[tuple[str, int], Path]
 ALGORITHMS: dict[str, tuple[str, ...]] = {
     "grpo": (),
     "dapo": (
@@ -65,12 +66,27 @@ def is_complete(run: Path) -> bool:
     return (run / "summary.json").exists()
 
 
-def train(folder: Path, algorithm: str, seed: int, steps: int) -> None:
+def train(folder: Path, name: str, overrides: tuple[str, ...], seed: int, steps: int) -> None:
     """One run, in a process of its own; goes on from its last checkpoint if it was stopped."""
-    overrides = ["run.resume=auto", "run.checkpoint_every=20", "run.keep_checkpoints=1"]
-    overrides += [f"run.dir={folder}", f"run.name={algorithm}-{seed}", f"run.seed={seed}", f"run.steps={steps}"]
-    command = [sys.executable, "-m", "controller.fit", "--config", CONFIG, *overrides, *ALGORITHMS[algorithm]]
-    subprocess.run(command, check=True)
+    own = ["run.resume=auto", "run.checkpoint_every=20", "run.keep_checkpoints=1"]
+    own += [f"run.dir={folder}", f"run.name={name}-{seed}", f"run.seed={seed}", f"run.steps={steps}"]
+    subprocess.run([sys.executable, "-m", "controller.fit", "--config", CONFIG, *own, *overrides], check=True)
+
+
+def compare(ways: dict[str, tuple[str, ...]], folder: Path, steps: int, description: str | None) -> Runs:
+    """Run what is missing of the ways, with the command line's options, and return all complete runs."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", choices=ways, default=list(ways))
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--folder", type=Path, default=folder)
+    options = parser.parse_args()
+    for seed in options.seeds:
+        for name in options.only:
+            if not is_complete(run_folder(options.folder, name, seed)):
+                train(options.folder, name, ways[name], seed, options.steps)
+    pairs = [(name, seed) for name in ways for seed in range(100)]
+    return {pair: run for pair in pairs if is_complete(run := run_folder(options.folder, *pair))}
 
 
 def row(run: Path, algorithm: str, seed: int) -> str:
@@ -83,39 +99,27 @@ def row(run: Path, algorithm: str, seed: int) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def draw(runs: dict[tuple[str, int], Path]) -> None:
-    """Exact match of the sampled training responses, a colour an algorithm."""
+def draw(runs: Runs, picture: Path) -> None:
+    """Exact match of the sampled training responses, a colour a way."""
     figure, axes = pyplot.subplots(figsize=(8, 4), layout="constrained")
-    labelled = set()
-    for (algorithm, _), run in runs.items():
-        colour = f"C{list(ALGORITHMS).index(algorithm)}"
-        label = None if algorithm in labelled else algorithm
-        labelled.add(algorithm)
+    labelled: list[str] = []
+    for (name, _), run in runs.items():
+        label = None if name in labelled else name
+        labelled += [name] if label else []
         steps, values = curve(run, "reward/exact_match")
         smooth = [statistics.fmean(values[max(0, i - 4) : i + 1]) for i in range(len(values))]
-        axes.plot(steps, smooth, color=colour, label=label)
+        axes.plot(steps, smooth, color=f"C{labelled.index(name)}", label=label)
     axes.set(xlabel="step", ylabel="exact match of training responses\n(mean of 5 steps)", ylim=(0, 1))
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, loc="lower right")
-    figure.savefig(PICTURE, dpi=110)
+    figure.savefig(picture, dpi=110)
 
 
 def main() -> None:
     """Run what is missing and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--algorithms", nargs="*", choices=ALGORITHMS, default=list(ALGORITHMS))
-    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--folder", type=Path, default=Path("runs/algorithms"))
-    options = parser.parse_args()
-    for seed in options.seeds:
-        for algorithm in options.algorithms:
-            if not is_complete(run_folder(options.folder, algorithm, seed)):
-                train(options.folder, algorithm, seed, options.steps)
-    pairs = [(algorithm, seed) for algorithm in ALGORITHMS for seed in range(100)]
-    runs = {pair: run for pair in pairs if is_complete(run := run_folder(options.folder, *pair))}
+    runs = compare(ALGORITHMS, Path("runs/algorithms"), 40, __doc__)
     DOCUMENT.write_text(HEADER + "".join(row(run, *pair) + "\n" for pair, run in runs.items()))
-    draw(runs)
+    draw(runs, PICTURE)
     print(DOCUMENT.read_text())
 
 

@@ -377,7 +377,7 @@ class TrainingEngine:
         """
         norm = clip_over_stages(self.stage, self.module, self._check_trained().max_grad_norm)
         finite = self.nonfinite_guard.takes_step(norm, self.device)
-        learning_rate = self.schedule.get_last_lr()[0]
+        learning_rate = float(self.schedule.get_last_lr()[0])  # own optimisers may keep a tensor
         if finite:
             self.optimizer.step()
             self.schedule.step()

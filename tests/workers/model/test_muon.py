@@ -61,7 +61,8 @@ def trained(
     saved: str = "",
 ) -> dict[str, Tensor]:
     """Train from a checkpoint on, if steps do not begin at 0, and else save one there."""
-    engine = build_engine(path, optimizer=arguments["optimizer"], dtype=dtype, **vars(arguments["parallel"]))
+    given = {"lora": arguments["model"].lora, "dtype": dtype, **vars(arguments["parallel"])}
+    engine = build_engine(path, optimizer=arguments["optimizer"], **given)
     if steps.start:
         engine.load_checkpoint(f"{saved}/{steps.start}")
     for step in steps:
@@ -82,14 +83,18 @@ def arguments_of(path: str, folder: Path, *overrides: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("family", "layouts"),
-    [("qwen2", ["dp 4, copies 2", "dp 2, tp 2", "pp 2, dp 2"]), ("qwen3_moe", ["dp 4, ep 2", "dp 2, tp 2, ep 2"])],
+    ("family", "lora_rank", "layouts"),
+    [
+        ("qwen2", 0, ["dp 4, copies 2", "dp 2, tp 2", "pp 2"]),
+        ("qwen3_moe", 0, ["dp 4, ep 2", "dp 2, tp 2, ep 2"]),
+        ("qwen2", 3, ["dp 4"]),
+    ],
 )
 def test_ranks_that_share_matrices_take_the_step_of_one_process(
-    tmp_path: Path, ranks: RankPool, family: str, layouts: list[str]
+    tmp_path: Path, ranks: RankPool, family: str, lora_rank: int, layouts: list[str]
 ) -> None:
     path = save_tiny_model(tmp_path / "tiny", family, tie_word_embeddings=False)
-    arguments = arguments_of(path, tmp_path, "policy.optimizer.name=muon")
+    arguments = arguments_of(path, tmp_path, "policy.optimizer.name=muon", f"model.lora.rank={lora_rank}")
     expected = trained(path, arguments, 1)
     for layout in map(way, layouts):
         for found in ranks.run(trained, layout.ranks, path, arguments | {"parallel": layout.parallel}, layout.dp):

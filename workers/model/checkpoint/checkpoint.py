@@ -241,8 +241,8 @@ def _check_same_model(path: Path, wanted: dict[str, tuple[int, ...]], metadata: 
     for name in sorted(found.keys() | wanted.keys()):
         if found.get(name) != wanted.get(name):
             raise CheckpointError(
-                f"{path} is of another model or other trained parameters: {name} has shape {found.get(name, 'none')} "
-                f"there and {wanted.get(name, 'none')} here."
+                f"{path} is of another model, optimiser or other trained parameters: {name} has shape "
+                f"{found.get(name, 'none')} there and {wanted.get(name, 'none')} here."
             )
 
 
