@@ -320,9 +320,9 @@ class _Launch:
         from workers.model.model import load_tokenizer
 
         assert isinstance(self.config, Config)
-        config, settings = self.config, self.config.reward.judge
-        model = (config.judge_engines or config).model
-        renderer = Renderer.with_template(load_tokenizer(model.path), model.chat_template)
+        config, settings, model = self.config, self.config.reward.judge, self.config.judge_model
+        timeout_s = config.resources.user_code_timeout_s
+        renderer = Renderer.with_template(load_tokenizer(model.path), model.chat_template, 0, timeout_s)
         # A sample fails if all its answers do: reward.on_failure is of samples.
         rewards = replace(config.reward, workers=1, on_failure="zero")
         answers = RewardPool([parser], model.path, rewards, self.requests["reward"].cpus, name="judge answers")

@@ -275,6 +275,12 @@ class Config(TrainingConfig):
         return bool(self.reward.judge.model)
 
     @property
+    def judge_model(self) -> ModelConfig:
+        """Model of the judge: the policy's, or model.* with reward.judge.model."""
+        judge = self.reward.judge
+        return self.model.of_another_role(judge.model) if judge.has_engines else self.model
+
+    @property
     def judge_engines(self) -> "Config | None":
         """Settings of the judge's own engines, as if they were a policy's, or None."""
         judge = self.reward.judge
@@ -285,7 +291,7 @@ class Config(TrainingConfig):
         own |= {name: getattr(self.rollout, name) for name in shared}
         placement = "apart" if self.uses_gpus else "shared_memory"
         rollout = RolloutConfig(placement=placement, max_model_tokens=judge.max_tokens, **own)
-        return replace(self, model=self.model.of_another_role(judge.model), rollout=rollout, reward=RewardConfig())
+        return replace(self, model=self.judge_model, rollout=rollout, reward=RewardConfig())
 
     @property
     def critic_model(self) -> ModelConfig:

@@ -1,4 +1,4 @@
-"""Try what a judge needs before anything starts: its prompt on the records, and the parser of its answers."""
+"""Try what a judge needs before anything starts: its prompt and chat template, and the parser of its answers."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -7,10 +7,13 @@ import cloudpickle
 
 from controller.config import Config
 from controller.config.functions import requested_columns
+from controller.config.model_files import read_model_files
 from controller.data.questions import Questions
 from controller.data.records import Record
-from controller.lifecycle.user_functions import imported
+from controller.lifecycle.user_functions import imported, waiting
 from controller.observability.slow_work import Log
+from workers.errors import ConfigError
+from workers.rendering import render_isolated, template_of
 from workers.reward_functions import last_match
 from workers.user_code.rewards import RewardFunction
 
@@ -25,6 +28,7 @@ def find_parser(config: Config, data: Mapping[str, Sequence[Record]], log: Log) 
     settings, first = config.reward.judge, next(iter(data.values()))[0]
     if not config.uses_judge:
         return None
+    _try_chat_template(config, question(config, first), log)
     for rows in data.values():
         for row in {frozenset(row): row for row in rows}.values():  # one for each set of columns
             question(config, row)
@@ -35,6 +39,18 @@ def find_parser(config: Config, data: Mapping[str, Sequence[Record]], log: Log) 
     key, name = "reward.judge.parser", settings.function
     found = imported(config, log, key, name)
     return RewardFunction("parser", 1.0, found.packed, requested_columns(found.signature, first, name, key=key))
+
+
+def _try_chat_template(config: Config, text: str, log: Log) -> None:
+    key, model, options = "reward.judge.model", config.judge_model, config.reward.judge.chat_template_arguments
+    template = template_of(read_model_files(model.path, key).folder, model.chat_template)
+    if template is None and options:
+        raise ConfigError(f"reward.judge.chat_template_arguments={options}: the judge has no chat template. Remove it.")
+    if template is not None:
+        which, timeout_s = f"the chat template of {key}={model.path}", config.resources.user_code_timeout_s
+        chat = [([{"role": "user", "content": text}], options)]
+        with waiting(log, which, config):
+            render_isolated(template, chat, options, [], which, answered=False, timeout_s=timeout_s)
 
 
 def question(config: Config, record: Record) -> str:

@@ -14,8 +14,7 @@ def check_judge(config: Config) -> None:
     """Raise ConfigError for a judge that cannot answer, or whose answers have no effect."""
     judge, samples = config.reward.judge, config.rollout.samples_per_prompt
     check_engine_options(judge.engine)
-    model = (judge.model, "reward.judge.model") if judge.has_engines else (config.model.path, "model.path")
-    text = read_model_files(*model).text
+    text = read_model_files(config.judge_model.path, "reward.judge.model").text
     longest, scaled = text.get("max_position_embeddings"), text.get("rope_scaling") or text.get("rope_parameters") or {}
     if judge.function:
         check_function("reward.judge.parser", judge.function)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from controller.actors.layout import pools, role_requests
+from controller.config import load_as
 from controller.config.sampler import GenerateConfig
 from controller.preflight.checks import check_sampler
 from examples.addition.warm_start import tokenizer
@@ -150,10 +151,4 @@ def test_generated_samples_are_judged_too_and_comparisons_are_refused(tmp_path: 
     assert {line["parts"].get("judge") for line in lines} <= {None, *(i / 9 for i in (0, 1, 2, 4))}
     assert judging["judge 0"] == len(lines) == 16
     with refused("reward.judge.form"):
-        check_sampler(load_sampler("reward.judge.model=model", *COMPARED[1:]))
-
-
-def load_sampler(*overrides: str) -> GenerateConfig:
-    from controller.config import load_as
-
-    return load_as(GenerateConfig, None, [*SETTINGS, *overrides])
+        check_sampler(load_as(GenerateConfig, None, [*SETTINGS, "reward.judge.model=model", *COMPARED[1:]]))

@@ -206,6 +206,8 @@ class VllmEngineActor:
             raise RolloutError(f"the engine of rollout replica {self.index} died: {_reason(error)}") from error
         except Exception as error:  # other errors of vLLM concern this request alone
             reason = f"{type(error).__name__}: {error.__cause__ or error}"
+            if isinstance(error, TimeoutError) and request.timeout_s:
+                reason = f"it took more than {request.timeout_s:g} s"
             tokens = len(request.prompt_ids)
             result = SampleResult(request.uid, request.sample, tokens, 0, ERROR, weight_version=-1, error=reason)
         finally:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from controller.config import load
-from controller.lifecycle.inputs import load_renderer, read_inputs
+from controller.lifecycle.inputs import load_renderer, read_inputs, tried_lines, try_inputs
 from tests.controller.bad_inputs import BadInput, check_line
 from tests.controller.stand_ins.run import SETTINGS
 from tests.workers.rollout.test_conversation import STOCK
@@ -135,3 +135,19 @@ def test_a_curriculum_orders_a_run_and_is_not_imported_by_it(workspace: Path) ->
     )
     prompts = read_inputs(load(None, [*SETTINGS, "data.validation=''", "data.curriculum=order.py:order"])).prompts
     assert [prompt.columns["prompt"] for prompt in prompts.take(0, 5)] == ["1+1=", "2+2=", "1+1=", "2+2=", "3+3="]
+
+
+def test_a_judges_question_and_chat_template_are_tried_before_anything_starts(workspace: Path) -> None:
+    config = load(None, [*SETTINGS, "data.validation=''", "reward.judge.model=model"])
+    assert "    </response>" in tried_lines(config, try_inputs(config))
+    template = workspace / "model" / "chat_template.jinja"
+    options = "reward.judge.chat_template_arguments={thinks: false}"
+    assert refusal("reward.judge.model=model", options).startswith("error: reward.judge.chat_template_arguments=")
+    template.write_text(CHAT)
+    read_inputs(config)
+    assert "never reads 'thinks'" in refusal("reward.judge.model=model", options)
+    template.write_text("{{ raise_exception('no') }}")
+    assert refusal("reward.judge.model=model").startswith("error: the chat template of reward.judge.model=model")
+    assert refusal("reward.judge.model=model", "reward.judge.prompt='{{ x }}'").startswith(
+        "error: reward.judge.prompt: "
+    )
