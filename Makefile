@@ -74,6 +74,7 @@ docs: setup
 	$(BIN)/python -m controller.config.settings_page > docs/settings.md
 	$(BIN)/python -m controller.config.settings_page sft > docs/settings-sft.md
 	$(BIN)/python -m controller.config.settings_page preferences > docs/settings-preferences.md
+	$(BIN)/python -m controller.config.settings_page reward-model > docs/settings-reward-model.md
 	$(BIN)/python -m controller.observability.metric_page > docs/metrics.md
 	$(BIN)/python -m tests.workers.rollout.history_page > docs/templates.md
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build

@@ -12,14 +12,25 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ballast.sampling import Evaluation, evaluate, generate
-    from ballast.training import Result, fit, preferences, sft
+    from ballast.training import Result, fit, preferences, reward_model, sft
     from controller.training_loop import RunView, StopTraining
 
 __version__ = "0.3.0"
-__all__ = ["Evaluation", "Result", "RunView", "StopTraining", "evaluate", "fit", "generate", "preferences", "sft"]
+__all__ = [
+    "Evaluation",
+    "Result",
+    "RunView",
+    "StopTraining",
+    "evaluate",
+    "fit",
+    "generate",
+    "preferences",
+    "reward_model",
+    "sft",
+]
 
 _PLACES = {
-    **dict.fromkeys(("Result", "fit", "preferences", "sft"), "ballast.training"),
+    **dict.fromkeys(("Result", "fit", "preferences", "reward_model", "sft"), "ballast.training"),
     **dict.fromkeys(("Evaluation", "evaluate", "generate"), "ballast.sampling"),
     **dict.fromkeys(("RunView", "StopTraining"), "controller.training_loop"),
 }

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ballast.records import Records, data_file
 from ballast.settings import Values, listed, load_settings
 from controller.config import Config, TrainingConfig
-from controller.config.offline import OfflineConfig, PreferencesConfig, SftConfig
+from controller.config.offline import OfflineConfig, PreferencesConfig, RewardTrainingConfig, SftConfig
 from controller.config.python_rewards import Reward, give_rewards, give_step
 from controller.lifecycle.interrupts import handlers_kept
 from controller.observability.run_folder import RunFolder
@@ -107,6 +107,18 @@ def preferences(
 ) -> Result:
     """Train a policy on pairs of responses, as `python -m controller.preferences` does. The rest is as in `fit`."""
     return _offline(load_settings(PreferencesConfig, config, overrides), callbacks, train, validation)
+
+
+def reward_model(
+    config: Settings = None,
+    *,
+    callbacks: Sequence["Callback"] = (),
+    overrides: Values = (),
+    train: Records | None = None,
+    validation: Records | None = None,
+) -> Result:
+    """Train a reward model, as `python -m controller.reward_model` does. The rest is as in `fit`."""
+    return _offline(load_settings(RewardTrainingConfig, config, overrides), callbacks, train, validation)
 
 
 def _offline(

@@ -49,6 +49,7 @@ def test_the_dependency_rule_holds() -> None:
         ("controller.preflight.describe", ("torch", "ray", "vllm", "transformers", "tensordict")),
         ("controller.fit", ("torch", "ray", "vllm", "transformers", "tensordict")),
         ("controller.sft", ("torch", "ray", "vllm", "transformers", "tensordict")),
+        ("controller.reward_model", ("torch", "ray", "vllm", "transformers", "tensordict")),
         ("controller.preferences", ("torch", "ray", "vllm", "transformers", "tensordict")),
     ],
 )

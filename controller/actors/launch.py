@@ -38,8 +38,9 @@ from workers.model_config import checkpointing_words
 from workers.rendering import Renderer
 from workers.roles.base import Worker
 from workers.roles.critic import CriticWorker
-from workers.roles.model_worker import ReferenceWorker, RewardModelWorker, TeacherWorker
+from workers.roles.model_worker import ReferenceWorker, TeacherWorker
 from workers.roles.policy import OfflinePolicyWorker, PolicyWorker
+from workers.roles.reward_model import RewardModelTrainer, RewardModelWorker
 from workers.rollout.engine_actor import VllmEngineActor
 from workers.rollout.front import SessionFront
 from workers.rollout.placement import ranks_of_engine
@@ -265,7 +266,7 @@ class _Launch:
         if isinstance(config, Config):
             self.total_steps["critic"] = config.critic_optimizer_steps
         else:
-            self.classes["policy"] = OfflinePolicyWorker
+            self.classes["policy"] = RewardModelTrainer if config.head == "value" else OfflinePolicyWorker
         self.groups: dict[str, WorkerGroup] = {}
         self.bundles = {pool.name: self._reserve(pool) for pool in ([training_pool(config)] if only else pools(config))}
         self.requests = {request.role: request for request in role_requests(config)}

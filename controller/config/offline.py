@@ -2,6 +2,7 @@
 
 SftConfig             controller.sft            conversations, or prompts with responses
 PreferencesConfig     controller.preferences    pairs of a chosen and a rejected response
+RewardTrainingConfig  controller.reward_model   such pairs, scored responses, or responses with labelled steps
 """
 
 from dataclasses import dataclass, field
@@ -37,11 +38,6 @@ class OfflineDataConfig:
         "Variables of the chat template, such as `{enable_thinking: false}` or `{reasoning_effort: low}`. A record's "
         "column `chat_template_arguments` overrides them, and its column `tools` gives functions to call.",
     )
-    train_on: str = setting(
-        "all",
-        "Assistant turns to learn of a conversation, or of a response of chat messages: `all`, or the `last`.",
-        choices=("all", "last"),
-    )
     max_tokens: int = setting(2048, "Maximum sequence length, in tokens.", minimum=2)
     overlong_records: str = setting(
         "drop",
@@ -52,7 +48,16 @@ class OfflineDataConfig:
 
 
 @dataclass
-class SftDataConfig(OfflineDataConfig):
+class LearnedDataConfig(OfflineDataConfig):
+    train_on: str = setting(
+        "all",
+        "Assistant turns to learn of a conversation, or of a response of chat messages: `all`, or the `last`.",
+        choices=("all", "last"),
+    )
+
+
+@dataclass
+class SftDataConfig(LearnedDataConfig):
     messages_key: str = setting(
         "messages",
         "Column with a conversation, a list of chat messages whose assistant turns are learned. Records without it "
@@ -62,11 +67,34 @@ class SftDataConfig(OfflineDataConfig):
 
 
 @dataclass
-class PreferencesDataConfig(OfflineDataConfig):
+class PairDataConfig:
     """Chosen and rejected responses: strings, or lists of chat messages that follow the prompt's."""
 
     chosen_key: str = setting("chosen", "Column with the better response.")
     rejected_key: str = setting("rejected", "Column with the worse response.")
+
+
+@dataclass
+class PreferencesDataConfig(PairDataConfig, LearnedDataConfig):
+    """Chosen and rejected responses: strings, or lists of chat messages that follow the prompt's."""
+
+
+@dataclass
+class RewardDataConfig(PairDataConfig, OfflineDataConfig):
+    """Responses are strings, or lists of chat messages that follow the prompt's. Steps are strings."""
+
+    only_with = (
+        ("loss.name=bradley_terry", "chosen_key, rejected_key, margin_key"),
+        ("loss.name=regression", "response_key, score_key"),
+        ("loss.name=process", "steps_key, labels_key, step_separator"),
+    )
+
+    margin_key: str = setting("margin", "Column with the margin by which the chosen response should win, if any.")
+    response_key: str = setting("response", "Column with a scored response.")
+    score_key: str = setting("score", "Column with its score.")
+    steps_key: str = setting("completions", "Column with the steps of a response, a list of strings.")
+    labels_key: str = setting("labels", "Column with a label for each step: true or false, or the chance of right.")
+    step_separator: str = setting("\n", "Text between two steps.")
 
 
 @dataclass
@@ -77,6 +105,11 @@ class SequenceBatchConfig:
 @dataclass
 class PairBatchConfig:
     pairs_per_step: int = setting(32, "Pairs per optimiser step.", minimum=1, maximum=10**6)
+
+
+@dataclass
+class RecordBatchConfig:
+    records_per_step: int = setting(32, "Records per optimiser step: pairs, or responses.", minimum=1, maximum=10**6)
 
 
 @dataclass
@@ -117,8 +150,25 @@ class PreferenceLossConfig:
 
 
 @dataclass
+class RewardLossConfig:
+    """Loss of a reward model. Formulas: `controller.offline.preference_losses`, `workers.model.losses.value`."""
+
+    only_with = ((".name=bradley_terry", "center_rewards_coefficient"),)
+
+    name: str = setting(
+        "bradley_terry",
+        "`bradley_terry` ranks pairs. `regression` predicts scores (squared error). `process` predicts whether each "
+        "step is right (cross-entropy).",
+        choices=("bradley_terry", "regression", "process"),
+    )
+    center_rewards_coefficient: float = setting(
+        0.0, "Weight of the squared sum of a pair's scores, which keeps scores around 0. 0.01 is common.", minimum=0
+    )
+
+
+@dataclass
 class OfflineConfig(TrainingConfig):
-    """Settings of both commands. Each redeclares batch and loss, which only keep their position here."""
+    """Settings of all commands. Each redeclares batch and loss, which only keep their position here."""
 
     only_with = (("data.validation", "validation"),)
 
@@ -227,3 +277,49 @@ class PreferencesConfig(OfflineConfig):
     @property
     def uses_reference(self) -> bool:
         return self.loss.name != "simpo"
+
+
+@dataclass
+class RewardTrainingConfig(OfflineConfig):
+    """All settings of reward model training. `policy` has those of the reward model."""
+
+    conditions = CONDITIONS | dict.fromkeys(
+        FORWARD_PASSES, ("loss.name=bradley_terry or data.validation", lambda c: c.has_forward_pass)
+    )
+    head = "value"
+
+    data: RewardDataConfig = field(default_factory=RewardDataConfig)
+    batch: RecordBatchConfig = field(default_factory=RecordBatchConfig)
+    loss: RewardLossConfig = field(default_factory=RewardLossConfig)
+    policy: PolicyConfig = field(default_factory=lambda: PolicyConfig(optimizer=OptimizerConfig(learning_rate=1e-5)))
+
+    @property
+    def headline(self) -> str:
+        return (
+            f"{self.model.path} on {self.data.train}: reward model by {self.loss.name}, "
+            f"{counted(self.batch.records_per_step, 'record')} a step, "
+            f"{counted(self.policy.data_parallel, 'rank')}, {self.device}"
+        )
+
+    @property
+    def compares_pairs(self) -> bool:
+        return self.loss.name == "bradley_terry"
+
+    @property
+    def has_forward_pass(self) -> bool:
+        return self.compares_pairs or bool(self.data.validation)
+
+    @property
+    def records_per_step(self) -> int:
+        """Records of an optimiser step, which are pairs or responses."""
+        return self.batch.records_per_step
+
+    @property
+    def sequences_per_record(self) -> int:
+        return 2 if self.compares_pairs else 1
+
+    @property
+    def limits(self) -> dict[str, Limits]:
+        """Limits of each pass's micro-batches. `policy.log_probs` is the pass that scores."""
+        found = super().limits
+        return found if self.has_forward_pass else {"policy.update": found["policy.update"]}

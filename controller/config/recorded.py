@@ -6,13 +6,13 @@ from pathlib import Path
 
 import yaml
 
-from controller.config.offline import PreferencesConfig, SftConfig
+from controller.config.offline import PreferencesConfig, RewardTrainingConfig, SftConfig
 from controller.config.schema import Config, load_as
 from controller.config.training import TrainingConfig
 from workers.errors import ConfigError
 
 OURS = "workers.reward_functions:"
-SCHEMAS: tuple[type[TrainingConfig], ...] = (Config, SftConfig, PreferencesConfig)
+SCHEMAS: tuple[type[TrainingConfig], ...] = (Config, SftConfig, PreferencesConfig, RewardTrainingConfig)
 
 
 def load_recorded(path: Path) -> TrainingConfig:

@@ -9,7 +9,7 @@ from typing import Any
 
 from controller.config.conditions import Conditions, effect_words
 from controller.config.file import LARGEST_FLOAT, LARGEST_INT, Biases, Numbers, Options, Setting, settings, value_of
-from controller.config.offline import PreferencesConfig, SftConfig
+from controller.config.offline import PreferencesConfig, RewardTrainingConfig, SftConfig
 from controller.config.schema import Config
 from controller.config.training import TrainingConfig
 
@@ -29,6 +29,7 @@ PAGES: dict[str, tuple[str, type[TrainingConfig]]] = {
     "": ("Settings", Config),
     "sft": ("Settings of supervised fine-tuning", SftConfig),
     "preferences": ("Settings of preference optimisation", PreferencesConfig),
+    "reward-model": ("Settings of reward model training", RewardTrainingConfig),
 }
 """Title and schema, by the argument of this module."""
 TABLE = """\

@@ -1,6 +1,6 @@
 """Settings that all training commands share, and values derived from them.
 
-TrainingConfig <-- Config (controller.fit), SftConfig (controller.sft), PreferencesConfig (controller.preferences)
+TrainingConfig <-- Config (controller.fit), and those of `controller.config.offline`
 """
 
 import importlib.metadata
@@ -74,6 +74,7 @@ class TrainingConfig:
     conditions = CONDITIONS
     is_described = False  # by --cluster: models and data may be on another machine
     described_gpus = 0
+    head = "lm"  # of the trained model, see `TrainingEngine`
     default_name = ""  # of a run without run.name, made unique by a number after it
 
     @property

@@ -15,7 +15,7 @@ from typing import Any
 from controller.config import Config, TrainingConfig
 from controller.config.file import value_of
 from controller.config.model_files import TOKENIZERS, read_model_files
-from controller.config.offline import OfflineConfig
+from controller.config.offline import LearnedDataConfig, OfflineConfig
 from controller.data.records import Record
 from workers.rendering import template_of
 
@@ -47,7 +47,7 @@ def offline_identity(config: OfflineConfig, train: Sequence[Record]) -> DataIden
     keys = [
         *columns,
         "data.chat_template_arguments",
-        "data.train_on",
+        *(["data.train_on"] if isinstance(config.data, LearnedDataConfig) else []),
         "data.shuffle",
         *(["run.seed"] if config.data.shuffle else []),
     ]

@@ -40,7 +40,7 @@ def write_card(config: TrainingConfig, folder: Path) -> None:
     data = ModelCardData(
         base_model=None if Path(source).exists() else source,
         library_name="transformers",
-        pipeline_tag="text-generation",
+        pipeline_tag="text-generation" if config.head == "lm" else "text-classification",
         tags=["ballast"],
     )
     names = (distribution(), *PACKAGES)

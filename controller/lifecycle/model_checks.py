@@ -48,7 +48,7 @@ class Role:
 
 def _roles(config: TrainingConfig) -> list[Role]:
     """Return the models of the training roles, each once."""
-    heads = {"critic": "value", "reward_model": "value"}
+    heads = {"policy": config.head, "critic": "value", "reward_model": "value"}
     found = [
         Role(path_setting(role, name), model, heads.get(role, "lm"), role != "reward_model")
         for role in config.training_roles
@@ -62,8 +62,10 @@ def check_models(config: TrainingConfig) -> None:
 
     Raises ConfigError or UnsupportedModelError.
     """
-    policy = _model(config, Role("model.path", config.model))
+    policy = _model(config, Role("model.path", config.model, config.head))
     _check_ends(config, policy)
+    if config.head == "value":
+        _check_pad_token(config)
     _check_positions(config, "model.path", config.model.path, policy)
     if isinstance(config, Config):
         _check_token_ids(config, _vocabulary(policy))
@@ -151,6 +153,17 @@ def _check_ends(config: TrainingConfig, model: "PreTrainedModel") -> None:
                 f"model.path={config.model.path}: eos_token_id {end!r} is outside the vocabulary of "
                 f"{_vocabulary(model)}. Correct config.json or generation_config.json."
             )
+
+
+def _check_pad_token(config: TrainingConfig) -> None:
+    """Raise ConfigError without a pad token, behind which transformers finds the scores of a batch."""
+    from workers.model.model import load_tokenizer
+
+    if load_tokenizer(config.model.path).pad_token_id is None:
+        raise ConfigError(
+            f"model.path={config.model.path}: its tokenizer has no pad token, without which transformers scores no "
+            "batch. Set pad_token in tokenizer_config.json to a token that ends no response."
+        )
 
 
 def _check_token_ids(config: Config, vocabulary: int) -> None:

@@ -1,20 +1,22 @@
 """Datasets: tokenized records in an endless stream of epochs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
-from controller.config.offline import OfflineDataConfig
+from controller.config.offline import LearnedDataConfig, OfflineDataConfig
 from controller.data.prompts import epoch_order
 from controller.observability.slow_work import Log, count_if_slow
-from controller.offline.tokenized import Example, Row, example_row
-from workers.dataproto import DataProto
+from controller.offline.tokenized import Example, Row, example_row, scored_row
+from workers.dataproto import DataProto, object_column
 from workers.errors import DataError
 from workers.remote_batch import RemoteBatch
 from workers.rendering import Renderer
 
 Item = tuple[Row, ...]
 """The sequences of one record, trained in the same step."""
+MakeRow = Callable[[Renderer, Example, str], Row]
 
 
 def record_name(path: str, index: int) -> str:
@@ -42,12 +44,15 @@ class SequenceDataset:
         """
         self.name, self._shuffle, self._seed, self.dropped = name, shuffle, seed, 0
         self._items: list[Item] = []
+        self._labels: list[float] = []
+        make_row: MakeRow = scored_row
+        if isinstance(settings, LearnedDataConfig):
+            make_row = partial(example_row, train_on=settings.train_on)
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
         counted = count_if_slow(records, f"{name}: records tokenized", log, total=len(records))
         for index, record in enumerate(counted):
             where = record_name(name, index)
-            rows = (example_row(renderer, example, where, settings.train_on) for example in record)
-            self._add(tuple(rows), settings, where)
+            self._add(tuple(make_row(renderer, example, where) for example in record), record, settings, where)
         if not self._items:
             raise DataError(
                 f"{name}: all {len(records)} records are longer than data.max_tokens={settings.max_tokens}. Raise it."
@@ -57,10 +62,11 @@ class SequenceDataset:
             raise DataError(f"{name}: chosen and rejected responses are equal in all records. See data.chosen_key.")
         self.warnings = [f"{name}: {equal} of {len(self)} pairs have equal responses, and teach nothing"] * (equal > 0)
 
-    def _add(self, item: Item, settings: OfflineDataConfig, where: str) -> None:
+    def _add(self, item: Item, record: tuple[Example, ...], settings: OfflineDataConfig, where: str) -> None:
         longest = max(len(row["input_ids"]) for row in item)
         if longest <= settings.max_tokens:
             self._items.append(item)
+            self._labels.append(record[0].label)
         elif settings.overlong_records == "error":
             raise DataError(
                 f"{where} has {longest} tokens. Raise data.max_tokens ({settings.max_tokens}) or "
@@ -83,26 +89,40 @@ class SequenceDataset:
     def take(self, start: int, count: int) -> RemoteBatch:
         """Return `count` records from position `start` (from 0) of the stream, determined by the seed (see `first`)."""
         places = range(start, start + count)
-        return _batch([f"{place}" for place in places], [self._at(place) for place in places])
+        return self._batch([f"{place}" for place in places], [self._at(place) for place in places])
 
     def first(self, count: int) -> RemoteBatch:
         """Return the first `count` records in file order, 0 for all.
 
-        Light columns `uid`, equal for a record's sequences, `length`, `response_tokens` (learned ones), and tokens
-        `input_ids`, `loss_mask`. A record's sequences are adjacent.
+        Light columns `uid`, equal for a record's sequences, `length`, `response_tokens` (learned ones), `label` (see
+        `Example`), and the tokens of a `Row`. A record's sequences are adjacent.
         """
-        items = self._items[: count or None]
-        return _batch([f"{number}" for number in range(len(items))], items)
+        items = range(len(self._items[: count or None]))
+        return self._batch([f"{number}" for number in items], items)
 
-    def _at(self, place: int) -> Item:
+    def _at(self, place: int) -> int:
         epoch, index = divmod(place, len(self._items))
         if self._shuffle and self._order[0] != epoch:
             self._order = epoch, epoch_order(self._seed, epoch, len(self._items))
-        return self._items[self._order[1][index] if self._shuffle else index]
+        return int(self._order[1][index]) if self._shuffle else index
+
+    def _batch(self, uids: Sequence[str], numbers: Sequence[int]) -> RemoteBatch:
+        batch = _batch(uids, [self._items[number] for number in numbers])
+        if "label" in batch.tokens:
+            return batch
+        labels = np.array([self._labels[number] for number in numbers])
+        return batch.with_columns(label=labels[batch["group_number"]])
 
 
 def _are_equal(item: Item) -> bool:
     return len(item) == 2 and np.array_equal(item[0]["input_ids"], item[1]["input_ids"])
+
+
+def _shared_tokens(item: Item) -> int:
+    """Count the first tokens that all sequences share, each with at least one more."""
+    size = min(len(row["input_ids"]) for row in item) - 1
+    alike = np.all([row["input_ids"][:size] == item[0]["input_ids"][:size] for row in item], axis=0)
+    return int(np.cumprod(alike).sum())
 
 
 def _batch(uids: Sequence[str], items: Sequence[Item]) -> RemoteBatch:
@@ -115,4 +135,8 @@ def _batch(uids: Sequence[str], items: Sequence[Item]) -> RemoteBatch:
         "length": np.array([len(row["input_ids"]) for row in rows]),
         "response_tokens": np.array([int(row["loss_mask"].sum()) for row in rows]),
     }
-    return RemoteBatch.of_block(ray.put(DataProto.from_rows(rows)), columns, ("input_ids", "loss_mask"))
+    if len(items) < len(rows):  # the planner keeps sequences with the same beginning together
+        shared = [_shared_tokens(item) for item in items for _ in item]
+        hashes = object_column([b""] * len(rows))
+        columns |= {"prompt_hash": columns["group_number"], "prompt_tokens": np.array(shared), "prefix_hashes": hashes}
+    return RemoteBatch.of_block(ray.put(DataProto.from_rows(rows)), columns, list(rows[0]))

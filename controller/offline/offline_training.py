@@ -1,4 +1,4 @@
-"""Prepare and run `controller.sft` and `controller.preferences`.
+"""Prepare and run `controller.sft`, `controller.preferences` and `controller.reward_model`.
 
 records --examples--> examples --tokenizer--> SequenceDataset --> Ray, roles, trainer --> report
 """
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from balancing import CostModel
 from controller.checkpoints.progress import check_same_data
 from controller.config import load_as
-from controller.config.offline import OfflineConfig, SftConfig
+from controller.config.offline import OfflineConfig, PreferencesConfig, SftConfig
 from controller.config.training import counted
 from controller.data.identity import DataIdentity, offline_identity
 from controller.data.records import Record, read_records
@@ -21,7 +21,7 @@ from controller.lifecycle.model_checks import check_models, numerics_lines
 from controller.lifecycle.session import finished, prepare_start, run_training, session
 from controller.observability.slow_work import Log
 from controller.offline.datasets import SequenceDataset, record_name
-from controller.offline.tokenized import Example, preference_examples, sft_examples, with_options
+from controller.offline.tokenized import Example, preference_examples, reward_examples, sft_examples, with_options
 from controller.preflight.arguments import Command, parse_arguments
 from controller.preflight.cluster import check_machine
 from controller.preflight.describe import describe
@@ -118,8 +118,10 @@ def _examples_of(config: OfflineConfig, record: Record, where: str) -> tuple[Exa
     examples: Sequence[Example]
     if isinstance(config, SftConfig):
         examples = sft_examples(record, (data.messages_key, data.prompt_key, data.response_key), where)
-    else:
+    elif isinstance(config, PreferencesConfig):
         examples = preference_examples(record, (data.prompt_key, data.chosen_key, data.rejected_key), where)
+    else:
+        examples = reward_examples(record, data, config.loss.name, where)
     return with_options(examples, record, data.chat_template_arguments, where)
 
 
@@ -135,7 +137,10 @@ def read_inputs(config: OfflineConfig, log: Log = print) -> OfflineInputs:
     train = dataset(data.train, shuffle=data.shuffle)
     identity |= {"records": len(train)}
     check_same_data(config, identity)
-    first_text = renderer.tokenizer.decode(train.first_ids)
+    first, pad = train.first_ids, renderer.tokenizer.pad_token
+    if config.head == "value" and first[-1] == renderer.tokenizer.pad_token_id:
+        warnings.append(f"{pad} pads and ends responses, so transformers reads a score one token before reward.model")
+    first_text = renderer.tokenizer.decode(first)
     return OfflineInputs(train, validation, cost_model, identity, first_text, [*warnings, *train.warnings])
 
 

@@ -1,4 +1,4 @@
-"""Compute losses of pairs from log-probs of whole responses, and their gradients.
+"""Compute losses of pairs from log-probs or scores of whole responses, and their gradients.
 
     S = sum over the response's tokens of log pi(y_t), or with `averages` their mean
     h = (S_c - S_c^ref) - (S_r - S_r^ref)                   c chosen, r rejected, without ^ref for simpo
@@ -7,8 +7,13 @@
     simpo   the same of beta h - margin                                    Meng et al. 2024, eq. 6
     ipo     (h - 1 / (2 beta))^2                                           Azar et al. 2023, eq. 17
 
-The loss of P pairs is their mean. Its gradient by a sequence's log-prob needs the whole pair, but is one number, known
-after a forward pass (`workers.model.losses.supervised`).
+    bradley_terry   -log sigmoid(s_c - s_r - margin) + c (s_c + s_r)^2     s scores of a reward model
+
+Bradley-Terry: Ouyang et al. 2022, eq. 1, margins of Touvron et al. 2023 (Llama 2), eq. 2, centring of Eisenstein et al.
+2023 (arXiv:2312.09244).
+
+The loss of P pairs is their mean. Its gradient by a sequence's log-prob or score needs the whole pair, but is one
+number, known after a forward pass (`workers.model.losses.supervised`).
 
 P pairs, 2P sequences: chosen, rejected, chosen, ...
 """
@@ -17,12 +22,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from controller.config.offline import PreferenceLossConfig
+from controller.config.offline import PreferenceLossConfig, RewardLossConfig
 
 
 @dataclass(frozen=True)
 class PairLoss:
-    """loss: mean over pairs. coefficients: dL/dS of each sequence's summed log-prob, float64 [2P]."""
+    """loss: mean over pairs. coefficients: dL/dS of each sequence's summed log-prob, or score, float64 [2P]."""
 
     loss: float
     coefficients: np.ndarray
@@ -37,10 +42,23 @@ def pair_loss(
     rewards = settings.beta * weight * (log_probs if reference is None else log_probs - reference)
     chosen, rejected = rewards[0::2], rewards[1::2]
     losses, slopes = _ipo(settings, chosen - rejected) if settings.name == "ipo" else _dpo(settings, chosen - rejected)
-    pairs = len(losses)
+    coefficients = settings.beta * weight * np.stack([slopes, -slopes], axis=1).ravel()
+    return _loss_of(losses, coefficients, chosen, rejected)
+
+
+def bradley_terry(settings: RewardLossConfig, scores: np.ndarray, margins: np.ndarray) -> PairLoss:
+    """scores: float64 [2P]. margins: float64 [P]."""
+    chosen, rejected, weight = scores[0::2], scores[1::2], settings.center_rewards_coefficient
+    logit, both = chosen - rejected - margins, chosen + rejected
+    slopes, pull = -np.exp(-np.logaddexp(0, logit)), 2 * weight * both
+    losses = np.logaddexp(0, -logit) + weight * both**2
+    return _loss_of(losses, np.stack([slopes + pull, pull - slopes], axis=1).ravel(), chosen, rejected)
+
+
+def _loss_of(losses: np.ndarray, slopes: np.ndarray, chosen: np.ndarray, rejected: np.ndarray) -> PairLoss:
     return PairLoss(
         loss=float(losses.mean()),
-        coefficients=settings.beta * weight * np.stack([slopes, -slopes], axis=1).ravel() / pairs,
+        coefficients=slopes / len(losses),
         metrics={
             "accuracy": float((chosen > rejected).mean()),
             "margin": float((chosen - rejected).mean()),

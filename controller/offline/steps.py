@@ -2,19 +2,21 @@
 
 records -> batch -> plan -> update                                             sft_step
 records -> batch -> plan -> log-probs, the reference's -> loss -> update       preferences_step
+records -> batch -> plan -> [pairs: scores -> loss] -> update                  reward_model_step
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy as np
 
 from balancing import CostModel, Plan
-from controller.config.offline import OfflineConfig, PreferencesConfig, SftConfig
+from controller.config.offline import OfflineConfig, PreferencesConfig, RewardTrainingConfig, SftConfig
 from controller.lifecycle.session import Session
 from controller.observability.step_metrics import update_throughput
 from controller.offline.datasets import SequenceDataset
-from controller.offline.preference_losses import PairLoss, pair_loss
+from controller.offline.preference_losses import PairLoss, bradley_terry, pair_loss
 from controller.training_loop import Step, TrainingRun, prefixed
 from workers.metrics import Metrics, results
 from workers.remote_batch import RemoteBatch
@@ -50,7 +52,7 @@ class OfflineRun(TrainingRun[Settings]):
             return {}
         with self.record.phase("validation"):
             batch = self.held_out.first(self.config.validation.records)
-            metrics = (sft_loss if isinstance(self.config, SftConfig) else preferences_loss)(self, batch)
+            metrics = LOSSES[type(self.config)](self, batch)
         self.roles.take_micro_step_times()  # so that the next step's times exclude earlier work
         self.record.console.validation(step, metrics)
         return metrics
@@ -69,6 +71,10 @@ def preferences_step(run: OfflineRun[PreferencesConfig]) -> None:
     batch, plan = next_batch(run)
     with run.record.phase("log_probs"):
         found = losses_of_pairs(run, batch)
+    _learn_pairs(run, batch, plan, found)
+
+
+def _learn_pairs(run: OfflineRun[Any], batch: RemoteBatch, plan: Plan, found: PairLoss) -> None:
     run.interrupts.hold()
     with run.record.phase("update"):
         weighted = batch.with_columns(coefficient=found.coefficients)
@@ -78,7 +84,24 @@ def preferences_step(run: OfflineRun[PreferencesConfig]) -> None:
     run.record.add(prefixed("preferences", found.metrics))
 
 
-STEPS: dict[type[OfflineConfig], Step] = {SftConfig: sft_step, PreferencesConfig: preferences_step}
+def reward_model_step(run: OfflineRun[RewardTrainingConfig]) -> None:
+    """Score pairs first, because their loss needs both scores. Other losses are of single scores."""
+    batch, plan = next_batch(run)
+    if run.config.compares_pairs:
+        with run.record.phase("log_probs"):
+            found = scores_of_pairs(run, batch)
+        return _learn_pairs(run, batch, plan, found)
+    run.interrupts.hold()
+    with run.record.phase("update"):
+        updated: Metrics = run.roles.policy.learn_labels(batch, plan, run.config.loss.name)
+    return run.record.add(prefixed("policy", results(updated)))
+
+
+STEPS: dict[type[OfflineConfig], Step] = {
+    SftConfig: sft_step,
+    PreferencesConfig: preferences_step,
+    RewardTrainingConfig: reward_model_step,
+}
 
 
 def next_batch(run: OfflineRun[Any]) -> tuple[RemoteBatch, Plan]:
@@ -106,6 +129,29 @@ def preferences_loss(run: OfflineRun[Any], batch: RemoteBatch) -> dict[str, floa
     """Return `loss` and the metrics of `pair_loss`, of a forward pass."""
     found = losses_of_pairs(run, batch)
     return {"loss": found.loss, **found.metrics}
+
+
+def reward_model_loss(run: OfflineRun[RewardTrainingConfig], batch: RemoteBatch) -> dict[str, float]:
+    """Return `loss` and metrics of `bradley_terry` or `score_errors`, of a forward pass."""
+    if run.config.compares_pairs:
+        found = scores_of_pairs(run, batch)
+        return {"loss": found.loss, **found.metrics}
+    plan = run.planner.forward_plan(batch, "policy.log_probs")
+    return results(run.roles.policy.measure_labels(batch, plan, run.config.loss.name))
+
+
+LOSSES: dict[type[OfflineConfig], Callable[[OfflineRun[Any], RemoteBatch], dict[str, float]]] = {
+    SftConfig: sft_loss,
+    PreferencesConfig: preferences_loss,
+    RewardTrainingConfig: reward_model_loss,
+}
+"""Of held-out records."""
+
+
+def scores_of_pairs(run: OfflineRun[RewardTrainingConfig], batch: RemoteBatch) -> PairLoss:
+    """Return the loss of the batch's pairs, and its gradient by each sequence's score."""
+    scores = run.roles.policy.score(batch, run.planner.forward_plan(batch, "policy.log_probs"))
+    return bradley_terry(run.config.loss, scores, batch["label"][::2])
 
 
 def losses_of_pairs(run: OfflineRun[PreferencesConfig], batch: RemoteBatch) -> PairLoss:

@@ -1,6 +1,6 @@
 """Records as token ids, with a mask of the tokens to learn.
 
-    record --sft_examples, preference_examples--> (prompt, response), ... --example_row--> Row
+    record --sft_examples, preference_examples, ...--> (prompt, response), ... --example_row, scored_row--> Row
 
     text prompt, text response                                 learned: the response and <eos>
     chat messages, template with {% generation %} marks        learned: what the template marks in the response
@@ -9,7 +9,9 @@
 T tokens of a sequence.
 """
 
+import itertools
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,20 +19,26 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from controller.config.offline import RewardDataConfig
 from controller.data.records import Record
 from workers.errors import DataError
 from workers.rendering import Messages, Options, Renderer, cleaned, options_of
 
 Row = dict[str, np.ndarray]
-"""`input_ids` int32 [T], `loss_mask` bool [T]."""
+"""`input_ids` int32 [T], `loss_mask` bool [T], and with labels of steps `label` float64 [T]."""
 
 
 class Example(NamedTuple):
-    """A prompt and its response: two texts, or two lists of chat messages, rendered with `options`."""
+    """A prompt and its response: two texts, or two lists of chat messages, rendered with `options`.
+
+    label: the response's score, or the margin of its pair. steps: characters up to each step's end, and its label.
+    """
 
     prompt: Any
     response: Any
     options: Options = {}  # noqa: RUF012 (never changed)
+    label: float = 0.0
+    steps: tuple[tuple[int, float], ...] = ()
 
 
 ALL_TURNS, LAST_TURN = "all", "last"
@@ -72,6 +80,42 @@ def preference_examples(record: Record, keys: tuple[str, str, str], where: str) 
         prompt = _common_start(chosen, rejected, where)
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
     return _example(prompt, chosen, where), _example(prompt, rejected, where)
+
+
+def reward_examples(record: Record, data: RewardDataConfig, loss: str, where: str) -> tuple[Example, ...]:
+    """Return a pair with its margin, a response with its score, or one with its steps and their labels.
+
+    Raises DataError.
+    """
+    if loss == "bradley_terry":
+        pair = preference_examples(record, (data.prompt_key, data.chosen_key, data.rejected_key), where)
+        margin = record.get(data.margin_key)
+        return pair[0]._replace(label=0.0 if margin is None else _number(margin, data.margin_key, where)), pair[1]
+    keys = (data.response_key, data.score_key) if loss == "regression" else (data.steps_key, data.labels_key)
+    if missing := [key for key in (data.prompt_key, *keys) if record.get(key) is None]:
+        raise DataError(f"{where} has no {missing[0]!r}. Set the data.*_key settings to its columns.")
+    prompt, response, label = (record[key] for key in (data.prompt_key, *keys))
+    if loss == "regression":
+        return (_example(prompt, response, where)._replace(label=_number(label, keys[1], where)),)
+    return (_stepwise(prompt, response, label, data.step_separator, where),)
+
+
+def _number(value: Any, key: str, where: str) -> float:
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise DataError(f"{where} has {key}={value!r:.80}. Give a finite number.")
+    return float(value)
+
+
+def _stepwise(prompt: Any, steps: Any, labels: Any, separator: str, where: str) -> Example:
+    lists = isinstance(steps, list) and isinstance(labels, list) and len(steps) == len(labels) > 0
+    if not lists or not all(isinstance(step, str) and step for step in steps):
+        raise DataError(f"{where} needs a list of steps, which are texts, and as many labels. Correct them.")
+    numbers = [_number(label, "a label", where) for label in labels]
+    if not all(0 <= number <= 1 for number in numbers):
+        raise DataError(f"{where} has the labels {numbers!r:.80}. Give numbers from 0 to 1.")
+    ends = np.cumsum([len(step) for step in steps]) + len(separator) * np.arange(len(steps))
+    example = _example(prompt, separator.join(steps), where)
+    return example._replace(steps=tuple(zip(ends.tolist(), numbers, strict=True)))
 
 
 def _common_start(chosen: Any, rejected: Any, where: str) -> Messages:
@@ -118,6 +162,38 @@ def example_row(renderer: Renderer, example: Example, where: str, train_on: str 
     messages, first = [*example.prompt, *example.response], len(example.prompt)
     turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
     return _chat_row(renderer, messages, turns if train_on == ALL_TURNS else turns[-1:], example.options, where)
+
+
+def scored_row(renderer: Renderer, example: Example, where: str) -> Row:
+    """Tokenize up to the response's end token, and mark it: a reward model is read there. Raises as `example_row`.
+
+    Steps before the last one are marked at their own last tokens, all with their labels.
+    """
+    whole = example_row(renderer, example, where, LAST_TURN)
+    learned, decode = np.flatnonzero(whole["loss_mask"]).tolist(), renderer.tokenizer.decode
+    # Sampled responses end with the end token, and templates write a line break behind it.
+    end = next((place for place in reversed(learned) if decode([whole["input_ids"][place]]).strip()), learned[-1])
+    row = {"input_ids": whole["input_ids"][: end + 1], "loss_mask": np.arange(end + 1) == end}
+    if not example.steps:
+        return row
+    places = [*_step_places(renderer, example, where)[:-1].tolist(), end]
+    if any(one >= other for one, other in itertools.pairwise(places)):
+        raise DataError(f"{where} has two steps that end in one token. Change data.step_separator.")
+    row["label"] = np.zeros(end + 1)
+    row["loss_mask"][places], row["label"][places] = True, [label for _, label in example.steps]
+    return row
+
+
+def _step_places(renderer: Renderer, example: Example, where: str) -> np.ndarray:
+    before, text, start = 0, example.response, 0
+    if isinstance(text, str):
+        before = len(renderer.prompt_ids(example.prompt, where))
+    else:
+        text = renderer.text([*example.prompt, *example.response], where, **example.options)
+        start = text.rfind(example.response[0]["content"])
+    if start < 0:
+        raise DataError(f"{where}: the chat template of model.path changes the steps, so they are not found. Fix it.")
+    return before + np.searchsorted(renderer.ids_and_ends(text, where)[1], [start + end for end, _ in example.steps])
 
 
 def _text_row(renderer: Renderer, prompt: str, response: str, where: str) -> Row:

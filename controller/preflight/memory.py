@@ -175,7 +175,7 @@ def _role(config: TrainingConfig, role: str, name: str) -> dict[str, Any]:
     return {
         "description": dict(read_model_files(model.path, key).description),
         "model": settings | {"dtype": "bfloat16" if model.dtype == "auto" else model.dtype},
-        "head": "lm" if role in ("policy", "reference", "teacher") else "value",
+        "head": config.head if role == "policy" else "value" if role in ("critic", "reward_model") else "lm",
         "trains": role in LEARNING,
         "tokens": {
             call: limits.max_tokens * sharing

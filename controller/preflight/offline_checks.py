@@ -1,4 +1,4 @@
-"""Check settings of `controller.sft` and `controller.preferences`, in addition to `training_checks`."""
+"""Check settings of training on given sequences, in addition to `training_checks`."""
 
 from controller.config.conditions import check_settings_have_effect
 from controller.config.offline import OfflineConfig, SftConfig
@@ -32,6 +32,8 @@ def check_offline(config: OfflineConfig) -> None:
     check_parallel(config)
     if isinstance(config, SftConfig):
         check_constant_length("loss.", config.loss.aggregation, config.loss.constant_length)
+    if config.head == "value" and config.model.lora.rank:
+        raise ConfigError(f"model.lora.rank={config.model.lora.rank}: a reward model's head has no adapter. Set 0.")
     check_model_files(config)
     _check_data(config)
     check_trackers(config)

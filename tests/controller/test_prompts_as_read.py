@@ -1,6 +1,7 @@
 """From a file to ids: decoded, a prompt is what its record shows, whatever the tokenizer adds of itself."""
 
 import json
+import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,9 +12,9 @@ import pyarrow.parquet
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from controller import evaluate, fit, generate, preferences, sft
+from controller import evaluate, fit, generate, preferences, reward_model, sft
 from controller.config import Config, load, load_as, to_yaml
-from controller.config.offline import PreferencesConfig, SftConfig
+from controller.config.offline import PreferencesConfig, RewardTrainingConfig, SftConfig
 from controller.data.records import read_records
 from controller.lifecycle.inputs import Inputs, prompt_lines, tokenized, try_inputs
 from controller.observability.shown_text import shown_prompt
@@ -30,7 +31,7 @@ TEMPLATE = (
     "{{ '=' if add_generation_prompt }}"
 )
 USER, SAID = {"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}
-SCHEMA = {sft: SftConfig, preferences: PreferencesConfig}
+SCHEMA = {sft: SftConfig, preferences: PreferencesConfig, reward_model: RewardTrainingConfig}
 CHAT = [
     *SETTINGS,
     "data.train=x.jsonl",
@@ -183,6 +184,8 @@ def test_a_template_gets_contents_in_the_form_that_it_shows(shows: str, content:
         (preferences, {"prompt": [USER], "chosen": "1", "rejected": [{"role": "assistant"}]}),
         *((command, {"prompt": "1", "response": "2\ud800"}) for command in (fit, generate, evaluate, sft)),
         (preferences, {"prompt": "1", "chosen": "2", "rejected": "3", "\udfff": 1}),
+        (reward_model, {"prompt": "1", "chosen": "2", "rejected": "3", "margin": math.nan}),
+        (reward_model, {"prompt": "1", "chosen": "2", "rejected": "3", "margin": "1"}),
     ],
 )
 def test_every_command_refuses_a_bad_record_by_name(

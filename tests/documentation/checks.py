@@ -14,13 +14,14 @@ import pytest
 from balancing.__main__ import main as balance
 from ballast.commands import COMMANDS
 from ballast.commands import main as ballast
-from controller import evaluate, fit, generate, preferences, sft
+from controller import evaluate, fit, generate, preferences, reward_model, sft
 from tests.documentation.blocks import ROOT
 
 MAINS = {
     "controller.fit": fit.main,
     "controller.sft": sft.main,
     "controller.preferences": preferences.main,
+    "controller.reward_model": reward_model.main,
     "controller.evaluate": evaluate.main,
     "controller.generate": generate.main,
 }

@@ -26,6 +26,7 @@ RUN = {
     f"{NEWCOMER}::test_given_responses_and_pairs_train": [
         "python -m controller.sft",
         "python -m controller.preferences",
+        "python -m controller.reward_model",
     ],
     f"{NEWCOMER}::test_a_trained_model_is_evaluated_and_sampled_from": [
         "python -m controller.evaluate --config mine.yaml --model runs/NAME",

@@ -281,6 +281,8 @@ def test_given_responses_and_pairs_train(checkout: Checkout, addition: Said) -> 
     said = checkout.run("python -m controller.preferences --config examples/addition/preferences.yaml run.steps=2")
     assert len(re.findall(r"^step +\d/2  .*accuracy \d", said.out, re.M)) == 2
     assert said.lines[-1].startswith("runs/preferences: model, report.html")
+    said = checkout.run("python -m controller.reward_model --config examples/addition/reward_model.yaml run.steps=6")
+    assert said.lines[-1].startswith("runs/reward_model: model, report.html")
 
 
 def test_a_cluster_that_is_described_is_checked(checkout: Checkout) -> None:

@@ -14,7 +14,7 @@ from hypothesis.strategies import SearchStrategy
 
 from controller.config import Config, TrainingConfig
 from controller.config.file import Setting, settings
-from controller.config.offline import PreferencesConfig, SftConfig
+from controller.config.offline import PreferencesConfig, RewardTrainingConfig, SftConfig
 
 ANY_CHARACTER = st.characters()  # lone surrogates too
 ODD_TEXTS = (
@@ -49,8 +49,9 @@ SCHEMAS: dict[str, type[TrainingConfig]] = {
     "generate": Config,
     "sft": SftConfig,
     "preferences": PreferencesConfig,
+    "reward-model": RewardTrainingConfig,
 }
-FILES = {"sft": "sft.yaml", "preferences": "preferences.yaml"}
+FILES = {"sft": "sft.yaml", "preferences": "preferences.yaml", "reward-model": "preferences.yaml"}
 """Configurations of commands; of others it is config.yaml."""
 
 

@@ -30,6 +30,7 @@ TRAINING = [
     ("fit", ("--config", "config.yaml", "--dry-run")),
     ("sft", ("--config", "sft.yaml", "--dry-run")),
     ("preferences", ("--config", "preferences.yaml", "--dry-run")),
+    ("reward-model", ("--config", "preferences.yaml", "--dry-run")),
     ("evaluate", ("--config", "config.yaml", "--dry-run")),
     ("generate", ("--config", "config.yaml", "--model", "model", "--prompts", "3", "--dry-run")),
 ]

@@ -114,6 +114,8 @@ class TrainingEngine:
         parameter_dtype = torch.promote_types(self.dtype, torch.float32)
         source = self._source(parameter_dtype)
         self.module = source.module
+        if head == "value" and getattr(self.module.model.config, "pad_token_id", None) is None:
+            self.module.model.config.pad_token_id = self.tokenizer.pad_token_id  # whom transformers needs for batches
         self.vocabulary = self.module.model.get_input_embeddings().num_embeddings
         self.positions = max_positions(self.module.model.config)
         self._check_model()
@@ -255,26 +257,31 @@ class TrainingEngine:
         return WholeLayer(weight, bias, self.module.softcap, self.module.logit_factor, self.dtype)
 
     @torch.no_grad()
-    def values(self, sequences: DataProto, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Metrics]:
-        """Return the value of the state before every token with `loss_mask`, like `log_probs`. The metric `values` is
-        their mean.
+    def values(
+        self,
+        sequences: DataProto,
+        micro_batches: Sequence[MicroBatch],
+        measure: Callable[[ValuePredictions], Statistics] = lambda found: {"values": mean(found.values)},
+        cells: str = "before",
+    ) -> tuple[Tensor, Metrics]:
+        """Return the value of the state before every token with `loss_mask`, like `log_probs`, and metrics.
+
+        cells: see `RowLayout.lay_out`.
         """
         self._check_head("value")
-        (values,), metrics = self._forward_only(
-            "values", sequences, micro_batches, ("values",), lambda found: {"values": mean(found.values)}
-        )
+        (values,), metrics = self._forward_only("values", sequences, micro_batches, ("values",), measure, cells)
         return values, metrics
 
     @torch.no_grad()
     def scores(self, sequences: DataProto, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Return the value head's output at the last token of each sequence, forward only: float32 [B] on the CPU."""
+        """Return the value head's output at the last token of each sequence, forward only: float64 [B] on the CPU."""
         self._check_head("value")
-        result = torch.zeros(len(sequences), dtype=torch.float32, device=self.device)
+        result = torch.zeros(len(sequences), dtype=torch.float64, device=self.device)
 
         def finish(start: int, stop: int, rows: ModelInput, outputs: Any) -> None:
-            result[start:stop] = rows.whole(outputs).float()
+            result[start:stop] = rows.whole(outputs).double()
 
-        self._forward_passes("scores", sequences, micro_batches, finish, last=True)
+        self._forward_passes("scores", sequences, micro_batches, finish, cells="last")
         return self.stage.from_last(result.cpu())
 
     def _forward_only(
@@ -284,6 +291,7 @@ class TrainingEngine:
         micro_batches: Sequence[MicroBatch],
         kept: Sequence[str],
         measure: Callable[[Any], Statistics],
+        cells: str = "before",
     ) -> tuple[list[Tensor], Metrics]:
         result = torch.zeros(len(kept), sequences.num_tokens, dtype=torch.float32)
         positions: list[Tensor] = []
@@ -296,7 +304,7 @@ class TrainingEngine:
             values.append(torch.stack([getattr(predictions, column).float() for column in kept]))
             statistics.append(measure(predictions))
 
-        self._forward_passes(name, sequences, micro_batches, finish)
+        self._forward_passes(name, sequences, micro_batches, finish, cells=cells)
         if values:  # one copy to the host: a copy of each micro-batch would wait for its computation
             result[:, torch.cat(positions)] = torch.cat(values, 1).cpu()
         return self.stage.from_last((list(result), to_metrics(statistics)))
@@ -308,7 +316,7 @@ class TrainingEngine:
         micro_batches: Sequence[MicroBatch],
         finish: Callable[[int, int, ModelInput, Any], None],
         *,
-        last: bool = False,
+        cells: str = "before",
         read: Read | None = None,
     ) -> None:
         check_sequences(sequences, self.vocabulary, self.positions)
@@ -319,7 +327,7 @@ class TrainingEngine:
         def finish_slice(index: int, rows: ModelInput, outputs: Any) -> None:
             finish(*rounds[index], rows, outputs)
 
-        work = EnginePass(name, slices, self._computed(read), finish_slice, forward=True, last=last)
+        work = EnginePass(name, slices, self._computed(read), finish_slice, forward=True, cells=cells)
         self.runner.run(work)
         reshard(self.module)  # without a backward pass nothing else frees the gathered parameters
 
@@ -338,11 +346,13 @@ class TrainingEngine:
         micro_batches: Sequence[MicroBatch],
         loss_function: LossFunction | ValueLossFunction,
         denominators: Denominators,
+        cells: str = "before",
     ) -> Metrics:
         """Add the gradient of a mini-batch's loss to the parameters' gradients. Returns the loss function's metrics.
 
         micro_batches: this rank's share of the mini-batch, at least one and as many on every rank. denominators: of the
-        whole mini-batch over all ranks. The metric `loss` adds up over ranks to the mini-batch's loss.
+        whole mini-batch over all ranks. cells: see `RowLayout.lay_out`. The metric `loss` adds up over ranks to the
+        mini-batch's loss.
 
         Raises ConfigError for an engine without optimiser, DataError for missing or repeated rows.
         """
@@ -364,7 +374,7 @@ class TrainingEngine:
 
         self.routing.begin(parts, self.data_parallel_groups)
         read = distilled(loss_function, self.teacher_layer)
-        self.runner.run(EnginePass("update", parts, self._computed(read), finish, trains=True))
+        self.runner.run(EnginePass("update", parts, self._computed(read), finish, trains=True, cells=cells))
         return self.stage.from_last(to_metrics([*statistics, *self.routing.take()]))
 
     def optimizer_step(self) -> Metrics:

@@ -59,7 +59,7 @@ class _Begun:
 
 @dataclass
 class EnginePass:
-    """Hold one pass over micro-batches. trains: backward follows. forward, last: see `RowLayout.lay_out`.
+    """Hold one pass over micro-batches. trains: backward follows. forward, cells: see `RowLayout.lay_out`.
 
     compute: the model's outputs, or the hidden states for the next part. finish: takes the outputs of micro-batch
     number i, on the last stage alone. Returns its loss, or None.
@@ -71,7 +71,7 @@ class EnginePass:
     finish: Callable[[int, ModelInput, Any], Tensor | None]
     trains: bool = False
     forward: bool = False
-    last: bool = False
+    cells: str = "before"
     rows: dict[int, ModelInput] = field(default_factory=dict, init=False)
     begun: dict[tuple[int, int], _Begun] = field(default_factory=dict, init=False)
 
@@ -159,5 +159,6 @@ class MicroBatchRunner:
 
     def _lay_out(self, work: EnginePass, index: int) -> ModelInput:
         if index not in work.rows:
-            work.rows[index] = self._layout.lay_out(work.micro_batches[index], forward=work.forward, last=work.last)
+            batch = work.micro_batches[index]
+            work.rows[index] = self._layout.lay_out(batch, forward=work.forward, cells=work.cells)
         return work.rows[index]

@@ -28,7 +28,7 @@ from workers.model.attention.ring_attention import RingAttention
 from workers.model.attention.shared_attention import SharedAttention
 from workers.model.copies import to_device
 from workers.model.model import PackedModel
-from workers.model.rows.packing import ModelInput, PackedRow, pack, pad, read_last
+from workers.model.rows.packing import ModelInput, PackedRow, pack, pad, read_last, read_own
 from workers.model.rows.prefix_rows import SharedRow, pack_shared
 from workers.model.rules.model_rules import shares_prefixes
 from workers.model.sharding.parallel import Parallel
@@ -69,11 +69,11 @@ class RowLayout:
         if self._by_segment and not self._ring:
             self._backend = choose_backend(config.attention, device, compute_dtype, features, model=name)
 
-    def lay_out(self, micro_batch: DataProto, *, forward: bool = False, last: bool = False) -> ModelInput:
+    def lay_out(self, micro_batch: DataProto, *, forward: bool = False, cells: str = "before") -> ModelInput:
         """Lay out a micro-batch. The model's inputs are on the device.
 
-        forward: use the layout of forward-only passes. last: read the last cell of each sequence instead of the cell
-        before each token with `loss_mask`. Raises DataError if `loss_mask` marks the first token of a sequence.
+        forward: use the layout of forward-only passes. cells: which to read: `before` each token with `loss_mask`, its
+        `own`, or each sequence's `last`. Raises DataError if `loss_mask` marks the first token of a sequence.
         """
         layout, multiple = self._config.rows(forward=forward)
         multiple = math.lcm(multiple, self._sharing)
@@ -83,7 +83,8 @@ class RowLayout:
             rows = pad(micro_batch, multiple)
         if not len(micro_batch):  # its row has a token without work, so that the rank takes part in collectives
             rows = replace(rows, source=torch.full_like(rows.source, -1), cells=rows.cells[:0])
-        rows = read_last(rows, micro_batch) if last else rows
+        if cells != "before":
+            rows = read_own(rows) if cells == "own" else read_last(rows, micro_batch)
         if isinstance(rows, PackedRow):
             attention = self._attention(rows)
             rows = cut(rows, self._group, self._device) if self._group else rows

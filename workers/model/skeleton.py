@@ -41,6 +41,9 @@ def build_skeleton(settings: ModelConfig, folder: Path, head: str, *, trained: b
     """
     check_kind(folder, (head, "lm") if trained else (head,))
     shapes = weight_shapes(folder) if weights else None
+    labels = (shapes or {}).get(f"{HEAD}.weight", (1,))[0]
+    if head == "value" and labels != 1:
+        raise ConfigError(f"model.path={folder}: it has {labels} labels. Take a reward model, which has one.")
     with _quiet():
         packed = LOADERS[head](replace(settings, path=str(folder)), torch.float32, skeleton=True, shapes=shapes)
     if head == "value" and not trained and shapes is not None and f"{HEAD}.weight" not in shapes:

@@ -1,4 +1,4 @@
-"""Ranks that hold a model and compute under a plan: reference, reward model, and all roles with an optimiser."""
+"""Ranks that hold a model and compute under a plan: reference, teacher, and all roles with an optimiser."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -119,11 +119,14 @@ class ModelWorker(Worker):
 
 
 class TrainedWorker(ModelWorker):
+    cells = "before"  # the cells that the loss reads, see `RowLayout.lay_out`
+
     def train(self, batch: DataProto, plan: RankPlan, loss_function: Callable[..., Any]) -> Metrics:
         parts: list[Metrics] = []
         for mini_batch in plan.mini_batches:
             denominators = Denominators(mini_batch.loss_tokens, mini_batch.sequences, mini_batch.groups)
-            metrics = self.engine.forward_backward(batch, mini_batch.micro_batches, loss_function, denominators)
+            work = batch, mini_batch.micro_batches, loss_function, denominators
+            metrics = self.engine.forward_backward(*work, self.cells)
             # A sum over ranks, but a mean over mini-batches.
             metrics["loss"] = Metric.sum(metrics["loss"].value / len(plan.mini_batches))
             parts += [metrics, self.engine.optimizer_step()]
@@ -190,19 +193,6 @@ class TeacherWorker(ModelWorker):
         found = found or [np.zeros(0, np.float32)] * len(names)  # of a rank without micro-batches
         columns = {name: at_tokens_of(batch, given, values) for name, values in zip(names, found, strict=True)}
         return DataProto(batch.lengths.numpy(), columns), {}
-
-
-class RewardModelWorker(ModelWorker):
-    """One rank of the frozen reward model."""
-
-    head = "value"
-
-    @dispatch(Split.PLAN, Join.ROWS)
-    def score(self, batch: DataProto, plan: RankPlan) -> np.ndarray:
-        """Return the score of each sequence, prompt and response, read at its last token: float64 [B]."""
-        scores = self.engine.scores(batch, micro_batches_of(plan))
-        self.free_cached_memory()
-        return scores.double().numpy()
 
 
 def micro_batches_of(plan: RankPlan) -> list[tuple[int, int]]:

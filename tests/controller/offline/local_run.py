@@ -1,10 +1,10 @@
-"""Whole runs of `controller.sft` and `controller.preferences` in this process."""
+"""Whole runs of `controller.sft`, `controller.preferences` and `controller.reward_model` in this process."""
 
 import json
 from pathlib import Path
 
 from controller.config import load_as
-from controller.config.offline import OfflineConfig, PreferencesConfig, SftConfig
+from controller.config.offline import OfflineConfig, PreferencesConfig, RewardTrainingConfig, SftConfig
 from controller.offline.offline_training import read_inputs, training
 from controller.offline.steps import STEPS
 from controller.preflight.offline_checks import check_offline
@@ -13,7 +13,11 @@ from examples.addition import data
 from examples.addition.warm_start import create_model, pairs
 from tests.end_to_end.faults import Listening
 
-SCHEMAS: dict[str, type[OfflineConfig]] = {"sft": SftConfig, "preferences": PreferencesConfig}
+SCHEMAS: dict[str, type[OfflineConfig]] = {
+    "sft": SftConfig,
+    "preferences": PreferencesConfig,
+    "reward_model": RewardTrainingConfig,
+}
 SETTINGS = (
     "run.steps=3",
     "model.path=model",
@@ -28,6 +32,7 @@ SETTINGS = (
 OF_COMMAND = {
     "sft": ("data.response_key=chosen", "batch.sequences_per_step=6"),
     "preferences": ("batch.pairs_per_step=5", "loss.beta=1.0"),
+    "reward_model": ("batch.records_per_step=5", "policy.optimizer.learning_rate=1e-2"),
 }
 
 

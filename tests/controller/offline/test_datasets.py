@@ -2,7 +2,7 @@
 
 import pytest
 
-from controller.config.offline import OfflineDataConfig
+from controller.config.offline import SftDataConfig
 from controller.offline.datasets import SequenceDataset
 from controller.offline.tokenized import Example
 from tests.controller.stand_ins.local_ray import LocalRay
@@ -34,7 +34,7 @@ def example(number: int) -> Example:
 
 def dataset(seed: int = 0, *, shuffle: bool = True) -> SequenceDataset:
     records = [(example(number), example(number + COUNT)) for number in range(COUNT)]
-    return SequenceDataset(records, Renderer(Numbers()), OfflineDataConfig(), name="x", shuffle=shuffle, seed=seed)
+    return SequenceDataset(records, Renderer(Numbers()), SftDataConfig(), name="x", shuffle=shuffle, seed=seed)
 
 
 def numbers(batch: RemoteBatch) -> list[int]:

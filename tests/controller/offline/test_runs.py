@@ -23,7 +23,7 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("command", ["sft", "preferences"])
+@pytest.mark.parametrize("command", ["sft", "preferences", "reward_model"])
 def test_curves_do_not_depend_on_the_plan(run: Run, command: str) -> None:
     held_out = "data.validation=held_out.jsonl"
     curves = []

@@ -15,6 +15,7 @@ from workers.loss_config import DistillationConfig
 from workers.model.losses import group_tokens
 
 CONSTANT_LENGTH = 40
+CENTRED = 0.3  # coefficient of a reward model's loss
 GROUPS = torch.arange(11) // 3  # of the sequences
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, max_grad_norm=0.1, warmup_steps=1, weight_decay=0.1)
 
@@ -46,6 +47,7 @@ class Case:
     lora: tuple[tuple[str, Any], ...] = ()
     compiled: bool = False  # by a backend that only traces
     distillation: tuple[str, str] = ("", "reverse_kl")  # over, divergence
+    scored: str = ""  # with head=value, a reward model's loss instead of a critic's
 
     @property
     def taught(self) -> DistillationConfig:
@@ -73,6 +75,13 @@ class Case:
             tokens = tokens | {"routed_experts": recorded_choices(sequences, self.layers)}
         if self.head == "value":
             tokens = tokens | {"returns": torch.linspace(-1, 2, sequences.num_tokens, dtype=torch.float64)}
+        if self.scored == "process":
+            tokens = tokens | {"label": torch.linspace(0, 1, sequences.num_tokens, dtype=torch.float64)}
+        elif self.scored:
+            columns = columns | {"label": torch.linspace(-1, 2, len(sequences), dtype=torch.float64)}
+            last = torch.zeros_like(tokens["loss_mask"])
+            last[sequences.lengths.cumsum(0) - 1] = True
+            tokens = tokens | {"loss_mask": last}
         return replace(sequences, columns=columns, tokens=tokens)
 
     @property

@@ -7,12 +7,27 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.workers.model.cases import GROUPS, OPTIMIZER, Case, Outcome, Way, random_plan, seed_with_gaps, way
+from controller.config.offline import RewardLossConfig
+from controller.offline.preference_losses import bradley_terry
+from tests.workers.model.cases import (
+    CENTRED,
+    GROUPS,
+    OPTIMIZER,
+    Case,
+    Outcome,
+    RankShare,
+    Way,
+    random_plan,
+    seed_with_gaps,
+    way,
+)
 from tests.workers.model.ranks import RankPool, dp_rank
 from tests.workers.model.reference import LOAD, keep_float64, reference_outcome
 from tests.workers.model.tiny import VOCABULARY, relative_error, teacher_of
@@ -23,7 +38,7 @@ from workers.model import model as compiling
 from workers.model.attention.shared_attention import SharedAttention
 from workers.model.distillation import TopTokens, hidden_states, log_probs
 from workers.model.engine import TrainingEngine
-from workers.model.losses import Denominators, make_policy_loss, make_value_loss
+from workers.model.losses import Denominators, make_policy_loss, make_score_loss, make_value_loss, weighted_values
 from workers.model.sharding.parallel import full_tensor
 
 
@@ -80,7 +95,7 @@ def step_outcome(case: Case, path: str, way: Way, seed: int) -> dict[str, Any]:
         columns = list(engine.log_probs_and_entropies(mine, share.micro_batches)[:2])
     else:
         scores = engine.scores(mine, share.micro_batches)
-        columns = [engine.values(mine, share.micro_batches)[0], torch.repeat_interleave(scores, mine.lengths)]
+        columns = [engine.values(mine, share.micro_batches)[0], torch.repeat_interleave(scores.float(), mine.lengths)]
     metrics = learn(engine, case, way, seed, mine)
     gradients = whole_gradients(engine)
     metrics |= engine.optimizer_step()
@@ -120,7 +135,24 @@ def learn(engine: TrainingEngine, case: Case, way: Way, seed: int, mine: DataPro
     share, whole = random_plan(way.dp, seed)[dp_rank(engine.parallel)], case.sequences
     loss = make_policy_loss(case.loss) if case.head == "lm" else make_value_loss(ValueLossConfig(clip=0.0))
     mine = whole.select_idxs(share.rows) if mine is None else mine
+    if case.scored:
+        loss = weighted_values if case.scored == "pairs" else make_score_loss(case.scored)
+        if case.scored == "pairs":
+            mine = replace(mine, columns=mine.columns | {"coefficient": slopes(engine, whole, share, mine)})
+        return engine.forward_backward(mine, share.micro_batches, loss, Denominators.of(whole), "own")
     return engine.forward_backward(mine, share.micro_batches, loss, Denominators.of(whole, GROUPS))
+
+
+def slopes(engine: TrainingEngine, whole: DataProto, share: RankShare, mine: DataProto) -> Tensor:
+    """dL/ds of this rank's rows, as the driver computes them from the scores of all ranks."""
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, (share.rows, engine.scores(mine, share.micro_batches)))
+    scores = torch.zeros(len(whole), dtype=torch.float64)
+    for rows, found in parts:
+        scores[rows] = found
+    settings, margins = RewardLossConfig(center_rewards_coefficient=CENTRED), whole.columns["label"][0:10:2]
+    found = bradley_terry(settings, scores[:10].numpy(), margins.numpy())
+    return torch.from_numpy(np.append(found.coefficients, 0.0))[share.rows]
 
 
 def whole_gradients(engine: TrainingEngine) -> dict[str, Tensor]:
@@ -148,6 +180,8 @@ def join_ranks(parts: list[dict[str, Any]]) -> Outcome:
 
 def assert_same(case: Case, actual: Outcome, expected: Outcome) -> None:
     left_out = {LOAD, "router_mismatch"} if case.share_prefixes == "always" else set()  # a shared token counts once
+    if case.scored:  # the update's own loss of pairs is the weighted sum of scores
+        left_out |= {"absolute_error", "accuracy", *["loss"] * (case.scored == "pairs")}
     left_out |= {"values", "returns", "returns_square", "value_error", "value_error_square"}
     found, known = (
         {name: each for name, each in outcome.metrics.items() if name not in left_out} for outcome in (actual, expected)

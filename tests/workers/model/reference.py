@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.core_model_loading import revert_weight_conversion
 
-from tests.workers.model.cases import GROUPS, OPTIMIZER, Case, Outcome
+from tests.workers.model.cases import CENTRED, GROUPS, OPTIMIZER, Case, Outcome
 from tests.workers.model.tiny import (
     compute_in_float64,
     log_probs_in,
@@ -105,7 +105,22 @@ def value_reference(case: Case, model: Any, sequences: DataProto) -> tuple[list[
     scores = torch.cat([each[-1:].expand(len(each)) for each in found])
     outputs = torch.stack([values * mask, scores], -1).detach()
     loss = 0.5 * (values - sequences.tokens["returns"])[mask].square().mean()
+    if case.scored:
+        loss = score_reference(case.scored, torch.cat(found)[mask], sequences)
     return list(outputs.split(lengths)), loss, {}
+
+
+def score_reference(name: str, scores: Tensor, sequences: DataProto) -> Tensor:
+    """Of scores at the tokens with `loss_mask`, as the papers write it. Pairs are of sequences 0 and 1, 2 and 3, ..."""
+    if name == "process":
+        right, y = scores.sigmoid(), sequences.tokens["label"][sequences.tokens["loss_mask"]]
+        return -(y * right.log() + (1 - y) * (1 - right).log()).mean()
+    labels = sequences.columns["label"]
+    if name == "regression":
+        return ((scores - labels) ** 2).mean()
+    chosen, rejected, margins = scores[0:10:2], scores[1:10:2], labels[0:10:2]
+    ranked = -(chosen - rejected - margins).sigmoid().log()
+    return (ranked + CENTRED * (chosen + rejected) ** 2).mean()
 
 
 def merged_weights(model: Any, lora: LoraConfig) -> dict[str, Tensor]:

@@ -52,6 +52,10 @@ def critic(**settings: Any) -> Case:
     return Case(head="value", tied=False, **settings)
 
 
+def scored(loss: str, **settings: Any) -> Case:
+    return critic(scored=loss, **settings)
+
+
 PLAIN = Case()
 PADDED = Case(layout="padded", length_multiple=8, aggregation="sequence_mean_token_sum")
 FLOAT32 = Case(dtype="float32", reshard_after_forward=False)
@@ -84,6 +88,9 @@ CASES: dict[str, list[Case]] = {
         BALANCED_SHARED,
         Case(distillation=("token", "reverse_kl")),
         qwen3(share_prefixes="always", distillation=("vocabulary", "forward_kl")),
+        scored("pairs", share_prefixes="always"),
+        scored("process", share_prefixes="always"),
+        scored("regression", layout="padded"),
     ],
     "dp 2": [
         Case(distillation=("top_k", "jsd")),
@@ -94,12 +101,13 @@ CASES: dict[str, list[Case]] = {
         moe(share_prefixes="always"),
         critic(),
         adapted(),
+        scored("process"),
     ],
     "dp 4": [PADDED, SHARED, adapted()],
     "dp 4, copies 2": [GATHERED, SHARED],
     "dp 4, copies 2, deferred": [GATHERED],
     "dp 2, deferred": [Case()],
-    "ulysses 2": [PADDED, Case("mistral windowed"), moe("gpt_oss"), BY_GROUP, critic()],
+    "ulysses 2": [PADDED, Case("mistral windowed"), moe("gpt_oss"), BY_GROUP, critic(), scored("process")],
     "ulysses 4": [Case(), qwen3(share_prefixes="always")],  # more than key-value heads
     "ring 2": [
         Case(distillation=("vocabulary", "reverse_kl"), share_prefixes="always"),
@@ -109,6 +117,7 @@ CASES: dict[str, list[Case]] = {
         moe(router_replay="replay"),
         critic(),
         adapted(),
+        scored("pairs", share_prefixes="always"),
     ],
     "ring 4": [qwen3(), BY_PATH],
     "dp 2, ulysses 2": [GATHERED, SHARED_CHECKPOINTED],
@@ -132,6 +141,7 @@ CASES: dict[str, list[Case]] = {
         OFFLOADED,
         critic(layers=3),
         adapted(layers=3, gradient_checkpointing="selective"),
+        scored("regression", layers=3),
     ],
     "pp 4": [DEEP, qwen3(layers=8)],
     "pp 2, dp 2": [moe(reshard_after_forward=False, share_prefixes="always", layers=3)],

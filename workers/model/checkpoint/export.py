@@ -165,7 +165,8 @@ def _write_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> N
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     before = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    if all(getattr(config, key) == getattr(before, key) for key in ("architectures", "model_type", "num_labels")):
+    keys = ("architectures", "model_type", "num_labels", "pad_token_id")
+    if all(getattr(config, key, None) == getattr(before, key, None) for key in keys):
         return
     config.dtype = dtype
     config.to_json_file(folder / "config.json")  # `save_pretrained` refuses generation settings

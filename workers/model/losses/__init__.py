@@ -9,7 +9,7 @@ up over micro-batches and ranks to the mini-batch's, however the batch was split
     aggregation.py   denominators, and token losses to one number
     registry.py      LossConfig to the function, and how to register a custom loss
     ratio_losses.py  reinforce, ppo_clip, cispo, sapo, gspo, gmpo        clip_cov.py    clip_cov, kl_cov
-    supervised.py    sft, and weighted_log_probs for losses of pairs     value.py       loss of a critic
+    supervised.py    sft, and weighted_log_probs for losses of pairs     value.py       value heads
     correction.py    sampler against trainer: weights, rejection         kl.py          estimators of a KL
     returns.py       token rewards, advantages and returns
 """
@@ -33,8 +33,11 @@ from workers.model.losses.value import (
     ValueLossFunction,
     ValuePredictions,
     explained_variance,
+    make_score_loss,
     make_value_loss,
+    score_errors,
     value_statistics,
+    weighted_values,
 )
 
 __all__ = [
@@ -53,6 +56,7 @@ __all__ = [
     "kl_estimate",
     "kl_of_loss",
     "make_policy_loss",
+    "make_score_loss",
     "make_sft_loss",
     "make_value_loss",
     "mean",
@@ -61,10 +65,12 @@ __all__ = [
     "ppo_clip",
     "prepare",
     "rollout_mismatch",
+    "score_errors",
     "sft",
     "to_metrics",
     "token_weights",
     "total",
     "value_statistics",
     "weighted_log_probs",
+    "weighted_values",
 ]

@@ -1,8 +1,9 @@
-"""Loss of a critic: values V_t of the state before token t against returns R_t.
+"""Losses of value heads: a critic's values V_t of the state before token t, a reward model's scores s_t at token t.
 
     values [N] + columns `returns`, `old_values` --value loss--> [N] --aggregate by Denominators--> loss
+    scores [N] + column `label`                  --score loss--> [N] --mean over all scores-------> loss
 
-N predicted tokens.
+N predicted tokens, or scores.
 """
 
 import math
@@ -57,6 +58,40 @@ def make_value_loss(config: ValueLossConfig) -> ValueLossFunction:
         return loss, {"loss": total(loss), **statistics}
 
     return value_loss
+
+
+def weighted_values(predictions: ValuePredictions, denominators: Denominators) -> tuple[Tensor, Statistics]:
+    """Return sum_i c_i s_i, with c_i the column `coefficient` [B], as `weighted_log_probs` does."""
+    del denominators
+    loss = (predictions["coefficient"].to(predictions.values.dtype) * predictions.values).sum()
+    return loss, {"loss": total(loss)}
+
+
+def make_score_loss(name: str) -> ValueLossFunction:
+    """Return the mean over all scores of `score_errors`."""
+
+    def score_loss(predictions: ValuePredictions, denominators: Denominators) -> tuple[Tensor, Statistics]:
+        losses, statistics = score_errors(name, predictions)
+        loss = aggregate(losses, predictions, denominators, "token_mean")
+        return loss, {"loss": total(loss), **statistics}
+
+    return score_loss
+
+
+def score_errors(name: str, predictions: ValuePredictions) -> tuple[Tensor, Statistics]:
+    """Return the loss of each score [N], and statistics, against the column `label` y.
+
+    regression   (s - y)^2
+    process      -y log sigmoid(s) - (1 - y) log sigmoid(-s)          Lightman et al. 2023, y the chance of a right step
+    """
+    scores = predictions.values
+    labels = predictions["label"].to(scores.dtype)
+    if name == "regression":
+        errors = scores - labels
+        return errors.square(), {"absolute_error": mean(errors.abs())}
+    right = (scores > 0) == (labels > 0.5)
+    losses = torch.nn.functional.binary_cross_entropy_with_logits(scores, labels, reduction="none")
+    return losses, {"accuracy": mean(right.to(scores.dtype))}
 
 
 def value_statistics(values: Tensor, returns: Tensor) -> Statistics:

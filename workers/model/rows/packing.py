@@ -158,13 +158,13 @@ def place(sequences: DataProto, cells: Tensor, shape: tuple[int, int]) -> dict[s
 def read_last(rows: Rows, sequences: DataProto) -> Rows:
     """Return `rows` so that only the cell of each sequence's last token is read: N = B. `targets` is 0."""
     last = sequences.lengths.cumsum(0) - 1
-    return replace(
-        rows,
-        predicting=rows.cells[last],
-        targets=torch.zeros_like(last),
-        loss_positions=last,
-        sequence_index=torch.arange(len(sequences)),
-    )
+    return read_own(replace(rows, loss_positions=last, sequence_index=torch.arange(len(sequences))))
+
+
+def read_own(rows: Rows) -> Rows:
+    """Return `rows` so that the cell of each token with `loss_mask` is read, not the one before it. `targets` is 0."""
+    predicting = rows.cells[rows.loss_positions]
+    return replace(rows, predicting=predicting, targets=torch.zeros_like(predicting))
 
 
 def cumulative(lengths: Tensor) -> Tensor:

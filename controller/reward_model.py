@@ -1,0 +1,23 @@
+"""`python -m controller.reward_model --config FILE [key.sub=value ...]`: reward models.
+
+Exit codes: see `controller.fit`.
+"""
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+
+from controller.config.offline import RewardTrainingConfig
+from controller.lifecycle.session import exit_code
+from controller.offline.offline_training import prepare_command
+from controller.preflight.arguments import Command
+
+COMMAND = Command("controller.reward_model", "Train a reward model.", RewardTrainingConfig)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return exit_code(partial(prepare_command, COMMAND, arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

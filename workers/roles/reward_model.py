@@ -1,0 +1,51 @@
+"""RewardModelWorker: scores sequences. RewardModelTrainer: trains one, at the cells of tokens with `loss_mask`."""
+
+from functools import partial
+
+import numpy as np
+
+from balancing import RankPlan
+from workers.dataproto import DataProto
+from workers.dispatch import Join, Split, dispatch
+from workers.metrics import Metrics
+from workers.model.losses import Statistics, ValuePredictions, make_score_loss, mean, score_errors, weighted_values
+from workers.roles.model_worker import ModelWorker, TrainedWorker, micro_batches_of
+
+
+class RewardModelWorker(ModelWorker):
+    """One rank of a reward model."""
+
+    head = "value"
+
+    @dispatch(Split.PLAN, Join.ROWS)
+    def score(self, batch: DataProto, plan: RankPlan) -> np.ndarray:
+        """Return the score of each sequence, prompt and response, read at its last token: float64 [B]."""
+        scores = self.engine.scores(batch, micro_batches_of(plan))
+        self.free_cached_memory()
+        return scores.numpy()
+
+
+class RewardModelTrainer(RewardModelWorker, TrainedWorker):
+    cells = "own"
+
+    @dispatch(Split.PLAN, Join.METRICS)
+    def learn_weighted(self, batch: DataProto, plan: RankPlan) -> Metrics:
+        """Take one optimiser step per mini-batch, on `weighted_values` with the column `coefficient` [B]."""
+        return self.train(batch, plan, weighted_values)
+
+    @dispatch(Split.PLAN, Join.METRICS)
+    def learn_labels(self, batch: DataProto, plan: RankPlan, loss: str) -> Metrics:
+        """Take one optimiser step per mini-batch, towards the column `label`, see `score_errors`."""
+        return self.train(batch, plan, make_score_loss(loss))
+
+    @dispatch(Split.PLAN, Join.METRICS)
+    def measure_labels(self, batch: DataProto, plan: RankPlan, loss: str) -> Metrics:
+        """Return `loss` and the statistics of `score_errors`, forward only."""
+        _, metrics = self.engine.values(batch, micro_batches_of(plan), partial(_measure, loss), self.cells)
+        self.free_cached_memory()
+        return metrics
+
+
+def _measure(name: str, predictions: ValuePredictions) -> Statistics:
+    losses, statistics = score_errors(name, predictions)
+    return {"loss": mean(losses), **statistics}
