@@ -50,7 +50,7 @@ class JudgeConfig:
     min_grade: float = setting(1.0, "Lowest grade, which becomes 0. An answer with a lower one counts as unparsed.")
     max_grade: float = setting(10.0, "Highest grade, which becomes 1. An answer with a higher one counts as unparsed.")
     opponents: int = setting(
-        2, "Responses of its group that each response is compared with, once as A and once as B.", minimum=1
+        2, "Comparisons of each response as A, with the next responses of its group. It is B in as many.", minimum=1
     )
     samples: int = setting(
         1, "Answers to each question. Their mean counts, without those that cannot be parsed.", minimum=1, maximum=1000

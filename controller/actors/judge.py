@@ -22,13 +22,14 @@ from controller.data.questions import Questions
 from controller.engines.engine_calls import POLL_SECONDS
 from controller.engines.engine_pool import EnginePool
 from controller.engines.router import Key
-from workers.errors import BallastError
+from workers.errors import BallastError, DataError, quoted
 from workers.judge_config import POLICY, JudgeConfig
 from workers.rendering import Renderer
 from workers.rollout.requests import JUDGE_STEP, SampleRequest, SampleResult, sample_seed
 from workers.score import Score
 
 TIE = 0.5
+LONGEST_QUOTE = 60
 COUNTED = ("answers", "unparsed", "dropped", "tokens", "seconds")
 
 
@@ -36,20 +37,21 @@ COUNTED = ("answers", "unparsed", "dropped", "tokens", "seconds")
 class Case:
     """A sample before the judge.
 
-    score: without the judge's. left: answers that are awaited. grades: `judge`, from 0 to 1, and other numbers that the
-    parser returned, for each answer. failure: why the last answer without a grade has none.
+    score: without the judge. left: answers that are awaited. answer: the last one. grades: of each answer `judge`, from
+    0 to 1, and other numbers that the parser returned. failure: why the last answer without a grade has none.
     """
 
     key: Key
     prompt: Prompt
     score: Score
     left: int = 0
+    answer: str = ""
     grades: list[dict[str, float]] = field(default_factory=list)
     failure: str = ""
 
     def judged(self, weight: float) -> Score:
         """Return the score with the mean grade. Without a grade the sample fails, and its turns earned nothing."""
-        score = self.score
+        score = replace(self.score, judgement=self.answer)
         if score.failure:
             return score
         if not self.grades:
@@ -100,19 +102,17 @@ class Judge:
             text = self._questions.text(prompt.columns, [case.score.response for case in cases])
             chat = [{"role": "user", "content": text}] if self._renderer.tokenizer.chat_template else text
             ids = self._renderer.prompt_ids(chat, where, settings.chat_template_arguments)
+            if len(ids) > settings.max_prompt_tokens:
+                raise DataError(f"{where} has {len(ids)} tokens, above reward.judge.max_prompt_tokens.")
         except BallastError as error:
             self._grade(cases, str(error), answers=settings.samples)
             return
-        if len(ids) > settings.max_prompt_tokens:
-            failure = f"{where} has {len(ids)} tokens, above reward.judge.max_prompt_tokens"
-            self._grade(cases, failure, answers=settings.samples)
-            return
         self._looked = self._looked if self._asked else time.monotonic()
         for number in range(settings.samples):
-            uid, seed = f"judge {next(self._numbers)}", f"{[case.key for case in cases]}/{text}"
+            uid, name = f"judge {next(self._numbers)}", f"{[case.key for case in cases]}/{text}"
             self._asked[uid] = cases
-            seeds = sample_seed(self._seed, JUDGE_STEP, seed, number)
-            self._router.submit([SampleRequest(uid, 0, ids, seeds, timeout_s=settings.timeout_s)])
+            seed = sample_seed(self._seed, JUDGE_STEP, name, number)
+            self._router.submit([SampleRequest(uid, 0, ids, seed, timeout_s=settings.timeout_s)])
 
     def advance(self, timeout_s: float = 0.0, *, pump: bool = True) -> None:
         """Read answers. Waits up to `timeout_s` for the first. pump: not in a callback of the same engines."""
@@ -143,7 +143,11 @@ class Judge:
         failure = answer.failure
         if not failure and not lowest <= answer.reward <= highest:
             failure = f"the grade {answer.reward:g} is not from {lowest:g} to {highest:g}"
+        if failure:
+            failure += f"; the answer ends with {quoted(answer.response[-LONGEST_QUOTE:])}"
         self._counts["unparsed"] += bool(failure)
+        for case in cases:
+            case.answer = answer.response
         grade = (answer.reward - lowest) / (highest - lowest)
         parts = {f"judge/{name}": value for name, value in answer.parts.items()}
         self._grade(cases, failure, {"judge": grade, **parts}, {"judge": 1.0 - grade})

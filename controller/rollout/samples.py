@@ -345,9 +345,12 @@ def _totals(counts: Iterable[Mapping[int, int]]) -> dict[int, int]:
 
 
 def _told(score: Score, longest: int) -> dict[str, Any]:
-    """Return the turns of an episode, cut to `longest` characters together, or the tree of an agent's session."""
+    """Return the turns of an episode, cut to `longest` characters together, or the tree of an agent's session, and the
+    judge's answer.
+    """
+    told: dict[str, Any] = {"judgement": shortened(score.judgement, longest)} if score.judgement else {}
     if score.session:
-        return {"session": as_recorded(score.session, LONGEST_SESSION * longest)}
+        return told | {"session": as_recorded(score.session, LONGEST_SESSION * longest)}
     most = max(1, longest // max(1, len(score.turns)))
     turns = [{who: shortened(text, most) for who, text in turn.items()} for turn in score.turns]
-    return {"turns": turns} if turns else {}
+    return told | ({"turns": turns} if turns else {})

@@ -1,5 +1,6 @@
 """Judges of runs on stand-ins: who is asked what, and what becomes of the answers. Each response is one digit."""
 
+import json
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -92,6 +93,9 @@ def test_a_judge_on_engines_of_its_own_grades_each_response(
     for name, count in {"answers": 32, "unparsed": 2 * lost, "dropped": 0}.items():
         assert sum(step[f"judge/{name}"] for step in found.outcome.steps) == count
     assert sum(step["reward/failures"] for step in found.outcome.steps) == lost
+    assert any("the answer ends with '='" in line for line in found.said)
+    recorded = [json.loads(line) for line in (found.config.run_folder / "samples.jsonl").read_text().splitlines()]
+    assert {(row["response"], row["judgement"]) for row in recorded} <= {("3", "="), *((c, c) for c in "0124")}
     assert all(step["reward/judge/sure"] == 1 and step["judge/tokens"] > 0 for step in found.outcome.steps)
 
 
