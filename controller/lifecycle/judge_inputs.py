@@ -29,6 +29,8 @@ def find_parser(config: Config, data: Mapping[str, Sequence[Record]], log: Log) 
     if not config.uses_judge:
         return None
     _try_chat_template(config, question(config, first), log)
+    if question(config, first, "1") == question(config, first, "2"):
+        raise ConfigError("reward.judge.prompt: it does not show the response. Write {{ response }} in it.")
     for rows in data.values():
         for row in {frozenset(row): row for row in rows}.values():  # one for each set of columns
             question(config, row)
@@ -53,7 +55,7 @@ def _try_chat_template(config: Config, text: str, log: Log) -> None:
             render_isolated(template, chat, options, [], which, answered=False, timeout_s=timeout_s)
 
 
-def question(config: Config, record: Record) -> str:
-    """Return the judge's question about an empty response, or two. Raises ConfigError."""
+def question(config: Config, record: Record, response: str = "") -> str:
+    """Return the judge's question about a response, or about two equal ones. Raises ConfigError."""
     settings = config.reward.judge
-    return Questions(settings, config.data.prompt_key).text(record, [""] * (1 if settings.form == "score" else 2))
+    return Questions(settings, config.data.prompt_key).text(record, [response] * (1 if settings.form == "score" else 2))

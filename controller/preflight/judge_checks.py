@@ -12,46 +12,38 @@ from workers.rollout.engine_options import check_engine_options
 
 def check_judge(config: Config) -> None:
     """Raise ConfigError for a judge that cannot answer, or whose answers have no effect."""
-    judge, samples = config.reward.judge, config.rollout.samples_per_prompt
+    judge, others = config.reward.judge, config.rollout.samples_per_prompt - 1
     check_engine_options(judge.engine)
     text = read_model_files(config.judge_model.path, "reward.judge.model").text
     longest, scaled = text.get("max_position_embeddings"), text.get("rope_scaling") or text.get("rope_parameters") or {}
     if judge.function:
         check_function("reward.judge.parser", judge.function)
+    pairwise, single = judge.form == "pairwise", isinstance(config, SamplerConfig)
     alone = not (config.reward.weights or config.rollout.code or config.uses_reward_model)
-    pairwise, greedy = judge.form == "pairwise", judge.sampling.temperature == 0
     problems = {
-        f"weight={judge.weight}": (judge.weight == 0, "the judge has no effect. Remove it"),
-        f"parser={judge.parser}": (not judge.function and not _has_group(judge.pattern), "give it one group"),
-        f"samples={judge.samples}": (
-            judge.samples > 1 and greedy,
-            "answers at reward.judge.sampling.temperature=0 are equal. Ask for one, or set it above 0",
-        ),
-        f"min_grade={judge.min_grade:g}": (
-            judge.min_grade >= judge.max_grade,
-            f"set it below reward.judge.max_grade={judge.max_grade:g}",
-        ),
-        "form=pairwise": (
-            pairwise and (isinstance(config, SamplerConfig) or config.algorithm.advantage == "remax"),
-            "it compares whole groups, and controller.evaluate, controller.generate and algorithm.advantage=remax "
-            "score single samples. Set score",
-        ),
-        f"max_prompt_tokens={judge.max_prompt_tokens}": (
-            longest and judge.max_tokens > longest and "factor" not in scaled,
-            f"with reward.judge.sampling.max_new_tokens it exceeds the {longest} tokens of the judge. Lower either",
-        ),
-        f"opponents={judge.opponents}": (
-            pairwise and judge.opponents >= samples,
-            f"a response has {samples - 1} others of its prompt. Lower it, or raise rollout.samples_per_prompt",
-        ),
-        "form": (
-            pairwise and bool(config.data.validation) and alone,
-            "responses of one policy win half of their comparisons, so data.validation always shows 0.5. Add a "
-            "reward function, or remove data.validation",
-        ),
+        f"weight={judge.weight}": judge.weight == 0 and "the judge has no effect. Remove it",
+        f"parser={judge.parser}": not (judge.function or _has_group(judge.pattern)) and "give it one group",
+        f"samples={judge.samples}": judge.samples > 1
+        and judge.sampling.temperature == 0
+        and "answers are equal. Ask for one, or raise reward.judge.sampling.temperature",
+        f"min_grade={judge.min_grade:g}": judge.min_grade >= judge.max_grade and "set it below reward.judge.max_grade",
+        "form=pairwise": pairwise
+        and (single or config.algorithm.advantage == "remax")
+        and "controller.evaluate, controller.generate and algorithm.advantage=remax score single samples. Set score",
+        f"opponents={judge.opponents}": pairwise
+        and judge.opponents > others
+        and f"a response has {others} others of its prompt. Lower it, or raise rollout.samples_per_prompt",
+        "form": pairwise
+        and config.data.validation
+        and alone
+        and "data.validation would always show 0.5. Add a reward function, or remove data.validation",
+        f"max_prompt_tokens={judge.max_prompt_tokens}": longest
+        and judge.max_tokens > longest
+        and "factor" not in scaled
+        and f"with reward.judge.sampling.max_new_tokens it exceeds the judge's {longest} tokens. Lower either",
     }
-    for setting, (there, problem) in problems.items():
-        if there:
+    for setting, problem in problems.items():
+        if problem:
             raise ConfigError(f"reward.judge.{setting}: {problem}.")
 
 

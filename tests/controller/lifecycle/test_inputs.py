@@ -148,6 +148,7 @@ def test_a_judges_question_and_chat_template_are_tried_before_anything_starts(wo
     assert "never reads 'thinks'" in refusal("reward.judge.model=model", options)
     template.write_text("{{ raise_exception('no') }}")
     assert refusal("reward.judge.model=model").startswith("error: the chat template of reward.judge.model=model")
-    assert refusal("reward.judge.model=model", "reward.judge.prompt='{{ x }}'").startswith(
-        "error: reward.judge.prompt: "
-    )
+    template.unlink()
+    for prompt in ("{{ x }}", "Grade {{ prompt }}"):
+        told = refusal("reward.judge.model=model", f"reward.judge.prompt='{prompt}'")
+        assert told.startswith("error: reward.judge.prompt: ")
