@@ -50,7 +50,7 @@ class Run(TrainingRun[Config]):
         self.weight_version, self.kl_coefficient = self.progress.weight_version, self.progress.kl_coefficient
         buffer = buffer or (AsyncRolloutBuffer if config.rollout.max_staleness else RolloutBuffer)
         self.buffer = buffer(config, self.roles, prompts, self.planner, self.record, self.progress, functions)
-        self.replay = ReplayBuffer(config, self.record, self.progress, functions.get("batch.replay.by"))
+        self.replay = ReplayBuffer(config, self.record, self.progress.replay, functions.get("batch.replay.by"))
         self.logprob_check = LogProbCheck(config, self.weight_version)
 
     def begin(self) -> None:

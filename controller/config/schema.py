@@ -6,6 +6,7 @@
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -121,7 +122,7 @@ class Config(TrainingConfig):
     @property
     def replayed_per_step(self) -> int:
         """Samples of earlier steps that a step trains on again, if as many are kept."""
-        return round(self.batch.replay.share * self.sequences_per_step)
+        return math.ceil(self.batch.replay.share * self.sequences_per_step)
 
     @property
     def older_samples(self) -> str:

@@ -150,8 +150,8 @@ class BatchReplayConfig:
     keep: int = setting(8, "Largest age of a replayed sample, in versions of the weights.", minimum=1)
     by: str = setting(
         "",
-        "Function that weighs a step's new samples, `module:function` or `path/file.py:function`. Those above 0 are "
-        "kept, and drawn in proportion. If empty, samples with an advantage above 0 are kept, and drawn alike.",
+        "Function that chooses the samples to keep, `module:function` or `path/file.py:function`: those for which it "
+        "returns a number above 0. If empty, samples with an advantage above 0. See docs/your-own.md.",
     )
 
 

@@ -148,10 +148,6 @@ def check_replay(config: Config) -> None:
             f"{setting}: a replayed sample keeps its one advantage, and algorithm.advantage={algorithm.advantage} "
             "gives none, or one to each token. Choose another estimator such as grpo, or remove batch.replay."
         )
-    if not config.replayed_per_step:
-        raise ConfigError(
-            f"{setting}: it is less than one of the {config.sequences_per_step} sequences of a step. Raise it."
-        )
 
 
 def _check_sampled_ratios(config: Config) -> None:

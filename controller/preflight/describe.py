@@ -104,11 +104,10 @@ def _sampling_sizes(config: Config) -> list[str]:
     sizes = config.mini_batch_sizes
     spread = f"{sizes[0]}" if sizes[0] == sizes[-1] else f"{sizes[-1]} to {sizes[0]}"
     tokens = config.sequences_per_step * config.longest_sequence
-    replayed = f", and up to {config.replayed_per_step} replayed" if config.replayed_per_step else ""
     passes = f", in each of {config.batch.epochs} epochs" if config.batch.epochs > 1 else ""
     return [
         f"a step: {config.batch.prompts_per_step} prompts x {config.rollout.samples_per_prompt} samples = "
-        f"{config.sequences_per_step} sequences, at most {tokens:,} tokens{replayed}",
+        f"{config.sequences_per_step} sequences, at most {tokens:,} tokens",
         f"a mini-batch: {spread} sequences over {counted(config.policy.data_parallel, 'rank')}; "
         f"{len(sizes)} a step{passes}",
         f"a sequence: at most {config.data.max_prompt_tokens} + {config.longest_response} = "
