@@ -28,6 +28,7 @@ from controller.lifecycle.user_functions import find_functions, find_step
 from controller.observability.run_folder import RunFolder, recorded_steps
 from controller.preflight.arguments import OneLineParser
 from controller.preflight.checks import check_layout
+from workers.config import RewardModelConfig
 from workers.errors import ConfigError, DataError
 from workers.model.checkpoint.checkpoint_folder import complete, read_manifest
 
@@ -135,7 +136,7 @@ def prepared(config: Config, start: Start) -> Config:
     """Return the replay's settings: load the checkpoint, without sampling, scoring or recording."""
     resume = str(start.checkpoint) if start.checkpoint else "never"
     run = replace(config.run, record_samples=False, resume=resume, on_data_change="keep_place")
-    reward = replace(config.reward, model=replace(config.reward.model, path=""))  # samples have their rewards
+    reward = replace(config.reward, model=RewardModelConfig())  # samples have their rewards
     return replace(config, run=run, reward=reward, tracking=TrackingConfig(tensorboard=False, timeline=False))
 
 

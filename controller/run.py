@@ -71,6 +71,7 @@ class Run(TrainingRun[Config]):
             "best": self.best,
             "kl_coefficient": self.kl_coefficient,
             "sampler": self.buffer.sampler,
+            "score_scales": dict(self.buffer.score_scales.state),
         }
 
     def save_models(self) -> None:

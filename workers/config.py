@@ -428,10 +428,10 @@ class RolloutConfig:
 
 @dataclass
 class RewardModelConfig:
-    """A model whose score is part of the reward. It uses the policy's ranks, parallelism, threads and model settings,
+    """Models whose scores are part of the reward. They use the policy's ranks, parallelism, threads and model settings,
     without adapters."""
 
-    only_with = (("GPUs", "cpu_offload"),)
+    only_with = (("GPUs", "cpu_offload"), (".paths", "weights"))
 
     path: str = setting(
         "",
@@ -439,6 +439,16 @@ class RewardModelConfig:
         "Empty disables it.",
     )
     weight: float = setting(1.0, "Weight of its score in the reward.")
+    paths: dict[str, str] = setting(
+        {}, "Several reward models by name, `{helpful: models/helpful, short: models/short}`, instead of path."
+    )
+    weights: dict[str, float] = setting({}, "Weights of several models' scores by name. Others have `weight`.")
+    normalize: str = setting(
+        "none",
+        "`running`: subtract the mean of a model's scores in the run so far and divide by their standard deviation, "
+        "before the weight. Validation adds scores as they are.",
+        choices=("none", "running"),
+    )
     max_tokens_per_micro_batch: int = setting(
         0, "Cap on packed tokens of a micro-batch. 0 uses policy.max_tokens_per_micro_batch.", minimum=0
     )
@@ -446,6 +456,11 @@ class RewardModelConfig:
         0, "Cap on sequences of a micro-batch. 0 uses policy.max_sequences_per_micro_batch.", minimum=0
     )
     cpu_offload: bool = setting(False, "Keep parameters in host memory (FSDP2).")
+
+    @property
+    def named_weights(self) -> dict[str, float]:
+        """Weight of each model's score, by name. A single model has none."""
+        return {name: self.weights.get(name, self.weight) for name in self.paths} or {"": self.weight}
 
 
 @dataclass

@@ -35,6 +35,7 @@ class Progress:
     before: dict[str, float] = field(default_factory=dict)  # validation before the first step
     latest: dict[str, float] = field(default_factory=dict)
     kl_coefficient: float | None = None  # adapted KL weight in the reward
+    score_scales: dict[str, list[float]] = field(default_factory=dict)  # see `ScoreScales`
     sampler: dict[str, Any] | None = None  # see `SampledPrompts.state`
     trackers: dict[str, str] = field(default_factory=dict)  # the run's id in each tracker
     refit: dict[str, Any] | None = None  # see `CostModelFitter.state`

@@ -46,6 +46,7 @@ CONDITIONS: Conditions = {
         lambda c: c.starts_reference,
     ),
     "own teacher": ("teacher.path or teacher.paths", lambda c: c.starts_teacher),
+    "a reward model": ("reward.model.path or reward.model.paths", lambda c: c.uses_reward_model),
     "discount": (
         "algorithm.gamma below 1 (with gae algorithm.gae.gamma)",
         lambda c: (c.algorithm.gae if c.uses_critic else c.algorithm).gamma < 1,

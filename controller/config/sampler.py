@@ -21,6 +21,7 @@ TRAINING_KEYS = """
     run.steps run.save_every run.checkpoint_every run.keep_checkpoints run.resume run.on_data_change
     run.log_completions run.record_samples run.step run.metrics batch. algorithm. reference. teacher. critic. tracking.
     data.shuffle data.curriculum data.sampler reward.overlong_ reward.truncated reward.shaping
+    reward.model.normalize
     validation.every validation.at_start validation.keep_best
     rollout.placement rollout.max_staleness rollout.out_of_order_window rollout.kv_cache_after_update
     rollout.weight_sync
@@ -32,7 +33,7 @@ OF_RANKS = ("policy.", "balance.", "resources.collective_timeout_s")
 
 @dataclass
 class SamplerConfig(Config):
-    """Engines, reward workers and, with reward.model.path, reward model ranks."""
+    """Engines, reward workers and, with a reward model, its ranks."""
 
     # Facts about the command.
     command = ""

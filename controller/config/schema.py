@@ -228,7 +228,7 @@ class Config(TrainingConfig):
         return self.model.of_another_role(path) if path else self.model
 
     def models_of(self, role: str) -> dict[str, ModelConfig]:
-        several = self.teacher.paths if role == "teacher" else {}
+        several = {"teacher": self.teacher.paths, "reward_model": self.reward.model.paths}.get(role, {})
         return {name: self.model.of_another_role(path) for name, path in several.items()} or super().models_of(role)
 
     @property
@@ -264,12 +264,13 @@ class Config(TrainingConfig):
 
     @property
     def uses_reward_model(self) -> bool:
-        return bool(self.reward.model.path)
+        return bool(self.reward.model.path or self.reward.model.paths)
 
     @property
     def reward_model(self) -> ModelConfig:
-        """Reward model: model.* with reward.model.path."""
-        return self.model.of_another_role(self.reward.model.path)
+        """Reward model, or the first of several: model.* with its path."""
+        path = self.reward.model.path or next(iter(self.reward.model.paths.values()), "")
+        return self.model.of_another_role(path)
 
     @property
     def uses_judge(self) -> bool:

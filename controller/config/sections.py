@@ -187,7 +187,7 @@ class BatchConfig:
 class RewardConfig:
     only_with = (
         (".overlong_tokens above 0", "overlong_penalty"),
-        (".model.path", "model"),
+        ("a reward model", "model"),
         (".judge.model", "judge"),
     )
 

@@ -6,6 +6,8 @@ Nothing is imported or started: checks read config.json of models and parse rewa
 checked later, when the placement groups are reserved.
 """
 
+import re
+
 from controller.actors.cluster_address import check_address
 from controller.config import Config
 from controller.config.conditions import check_settings_have_effect
@@ -39,6 +41,7 @@ from controller.preflight.training_checks import (
     check_run,
     check_writable,
 )
+from workers.config import RewardModelConfig
 from workers.errors import ConfigError
 from workers.rollout.engine_options import check_engine_options
 from workers.rollout.placement import fits_device
@@ -129,6 +132,20 @@ def _check_devices(config: Config) -> None:
     check_attention(config)
 
 
+def _check_reward_models(model: RewardModelConfig) -> None:
+    if model.path and model.paths:
+        raise ConfigError(f"reward.model.path={model.path}: reward.model.paths names models too. Set one of the two.")
+    if unknown := sorted(model.weights.keys() - model.paths.keys()):
+        known = ", ".join(model.paths)
+        raise ConfigError(f"reward.model.weights.{unknown[0]}: reward.model.paths has only {known}. Correct the name.")
+    for name, weight in model.named_weights.items():
+        key = f"weights.{name}" if name in model.weights else "weight"
+        if weight == 0:
+            raise ConfigError(f"reward.model.{key}={weight}: the model has no effect. Remove it.")
+        if name and not re.fullmatch(r"\w+", name):
+            raise ConfigError(f"reward.model.paths: {name!r} becomes a metric. Use letters, digits and _.")
+
+
 def check_rewards(config: Config, given: GivenFunctions = NONE_GIVEN) -> None:
     ways = bool(config.reward.function) + bool(config.reward.functions)
     played = config.rollout.environment or config.rollout.runs_agent
@@ -139,8 +156,8 @@ def check_rewards(config: Config, given: GivenFunctions = NONE_GIVEN) -> None:
             "needed with rollout.environment, an agent, reward.model.path, reward.judge.model and "
             "algorithm.advantage=none."
         )
-    if config.uses_reward_model and config.reward.model.weight == 0:
-        raise ConfigError(f"reward.model.weight={config.reward.model.weight}: the model has no effect. Remove it.")
+    if config.uses_reward_model:
+        _check_reward_models(config.reward.model)
     if config.uses_judge:
         check_judge(config)
     key = "reward.functions" if config.reward.functions else "reward.function"

@@ -25,6 +25,7 @@ from controller.engines.engine_pool import Sample
 from controller.engines.router import Key
 from controller.observability.run_record import RunRecord
 from controller.planning.planner import Planner
+from controller.rollout.model_scores import ScoreScales, with_model_scores
 from controller.rollout.samples import (
     SAMPLED_COLUMNS,
     TOKEN_COLUMNS,
@@ -56,6 +57,7 @@ class RolloutBuffer:
         """functions: that replace parts, by setting."""
         self.config, self.roles, self.prompts, self.planner, self.record = config, roles, prompts, planner, record
         self.position, self.functions = progress.position, functions
+        self.score_scales = ScoreScales(progress.score_scales)
         if isinstance(prompts, SampledPrompts):
             prompts.load(progress.sampler, progress.position)
         self._left = list(progress.active)
@@ -145,6 +147,8 @@ class RolloutBuffer:
 
     def shaped(self, rollout: RolloutBatch) -> RolloutBatch:
         settings, longest = self.config.reward, self.config.longest_response
+        if settings.model.normalize == "running":
+            rollout = self.score_scales.normalized(self.config, rollout)
         if settings.overlong_tokens:
             tokens = rollout.batch["length"] - rollout.batch["prompt_tokens"]
             penalty = overlong_penalty(tokens, longest, settings.overlong_tokens)
@@ -189,10 +193,8 @@ class RolloutBuffer:
     def scored_by_model(self, rollout: RolloutBatch) -> RolloutBatch:
         if self.roles.reward_model is None:
             return rollout
-        plan = self.planner.forward_plan(rollout.last_rows, "reward_model.scores")
         self.roles.sleep_engines()
-        scores = self.roles.reward_model.score(rollout.last_rows, plan)
-        return rollout.with_reward_part("model", scores, weight=self.config.reward.model.weight)
+        return with_model_scores(self.config, self.roles.reward_model, self.planner, rollout)
 
     def keep_groups_with_signal(self, batch: RemoteBatch, rollout: RolloutBatch) -> RemoteBatch:
         """Drop groups without signal, unless algorithm.zero_variance_groups keeps them. batch: rows of `rollout`."""

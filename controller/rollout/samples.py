@@ -94,11 +94,14 @@ class RolloutBatch:
             _totals([found.version_tokens for found in rounds]),
         )
 
-    def with_reward_part(self, name: str, values: np.ndarray, *, weight: float = 1.0) -> "RolloutBatch":
-        """Add weighted `values` [B] to the rewards, and keep them as the part `name`."""
+    def with_reward_part(
+        self, name: str, values: np.ndarray, *, weight: float = 1.0, added: np.ndarray | None = None
+    ) -> "RolloutBatch":
+        """Add weighted `values` [B], or what is `added`, to the rewards, and keep `values` as the part `name`."""
+        more = weight * values if added is None else added
         by_sample = {
-            key: replace(score, reward=score.reward + weight * value, parts=score.parts | {name: value})
-            for (key, score), value in zip(self.by_sample.items(), values.tolist(), strict=True)
+            key: replace(score, reward=score.reward + add, parts=score.parts | {name: value})
+            for (key, score), value, add in zip(self.by_sample.items(), values.tolist(), more.tolist(), strict=True)
         }
         return replace(self, by_sample=by_sample)
 

@@ -126,7 +126,8 @@ def described(schema: type[SamplerConfig], request: JobRequest) -> str:
     cut = [f"temperature={sampling.temperature:g}", *sampling.cuts, *sampling.changes]
     options = ", ".join(option.replace("=", " ", 1) for option in cut)
     played = [] if config.rollout.tools else config.rollout.code
-    rewards = [*config.reward.weights, *played, *filter(None, [config.reward.model.path, config.reward.judge.model])]
+    scoring = [config.reward.model.path, *config.reward.model.paths.values(), config.reward.judge.model]
+    rewards = [*config.reward.weights, *played, *filter(None, scoring)]
     return "\n".join(
         [
             f"model: {written or config.model.path}",

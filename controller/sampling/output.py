@@ -19,6 +19,7 @@ from controller.config.functions import source_file
 from controller.config.model_files import TOKENIZERS, WEIGHTS, read_model_files
 from controller.config.python_rewards import GivenFunctions
 from controller.config.sampler import SamplerConfig
+from controller.config.training import path_setting
 from controller.data.identity import DataIdentity
 from controller.data.prompts import Prompt
 from controller.observability.run_folder import finite, writing
@@ -160,7 +161,10 @@ def job_identity(model: Model, config: SamplerConfig, data: DataIdentity, given:
         for name, weight in config.reward.weights.items()
     }
     if config.uses_reward_model:
-        rewards["reward.model"] = [config.reward.model.weight, _files(config.reward.model.path, "reward.model.path")]
+        paths = {name: model.path for name, model in config.models_of("reward_model").items()}
+        for name, weight in config.reward.model.named_weights.items():
+            key = path_setting("reward_model", name)
+            rewards[key.removesuffix(".path")] = [weight, _files(paths[name], key)]
     checkpoint = model.checkpoint and str(model.checkpoint.resolve())
     records = {name: found for name, found in data.items() if name != "prompts"}  # they follow from the rest
     if config.uses_judge:

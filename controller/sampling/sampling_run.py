@@ -199,14 +199,14 @@ def _scored(
 
 def _with_model_scores(job: Job, roles: "WorkerGroups", samples: list[Sampled]) -> list[Sampled]:
     from controller.planning.planner import Planner
+    from controller.rollout.model_scores import with_model_scores
     from controller.rollout.samples import assemble
 
     assert roles.reward_model is not None
     scores = {sample.result.key: sample.score for sample in samples}
     rollout = assemble([(sample.result, sample.block) for sample in samples], scores)
-    plan = Planner(job.config, job.inputs.cost_model).forward_plan(rollout.last_rows, "reward_model.scores")
-    values = roles.reward_model.score(rollout.last_rows, plan)
-    rollout = rollout.with_reward_part("model", values, weight=job.config.reward.model.weight)
+    planner = Planner(job.config, job.inputs.cost_model)
+    rollout = with_model_scores(job.config, roles.reward_model, planner, rollout)
     return [sample._replace(score=rollout.by_sample[sample.result.key]) for sample in samples]
 
 

@@ -13,14 +13,17 @@ from workers.roles.model_worker import ModelWorker, TrainedWorker, micro_batches
 
 
 class RewardModelWorker(ModelWorker):
-    """One rank of a reward model."""
+    """One rank of the reward models."""
 
     head = "value"
 
     @dispatch(Split.PLAN, Join.ROWS)
-    def score(self, batch: DataProto, plan: RankPlan) -> np.ndarray:
-        """Return the score of each sequence, prompt and response, read at its last token: float64 [B]."""
-        scores = self.engine.scores(batch, micro_batches_of(plan))
+    def score(self, batch: DataProto, plan: RankPlan, name: str = "") -> np.ndarray:
+        """Return the score of each sequence, prompt and response, read at its last token: float64 [B].
+
+        name: of one of several models.
+        """
+        scores = self.engines[name].scores(batch, micro_batches_of(plan))
         self.free_cached_memory()
         return scores.numpy()
 

@@ -68,6 +68,7 @@ CASES: list[tuple[str, list[list[str]], list[list[str]]]] = [
     ("episodes", [["rollout.environment=a.py:b"], ["rollout.tools=a.py"], ["rollout.agent=http"]], [[]]),
     ("an agent", [["rollout.agent=http"], ["rollout.agent_command=a"]], [["rollout.tools=a.py"]]),
     ("an agent's process", [["rollout.agent=a.py:b"], ["rollout.agent_command=a"]], [[], ["rollout.agent=http"]]),
+    ("a reward model", [["reward.model.path=model"], ["reward.model.paths={a: model}"]], [[]]),
     ("discount", [[GAE, "algorithm.gae.gamma=0.9"], ["algorithm.gamma=0.9"]], [[], [GAE, "algorithm.gamma=0.9"]]),
     ("reasoning", [["rollout.tools=a.py"], ["validation.sampling.max_thinking_tokens=5"]], [[]]),
     ("several ranks", [["policy.data_parallel=2"], ["policy.parallel.context_parallel=2"]], [[]]),

@@ -249,6 +249,9 @@ def test_every_model_is_looked_at(workspace: Path, capsys: pytest.CaptureFixture
         (workspace / "other" / "model.safetensors").write_bytes(b"")
         assert main(["--config", "config.yaml", *overrides]) == 2
         assert f"error: {key}=other: other/model.safetensors" in capsys.readouterr().err
+    shapes = qwen2_weights(MODEL | judge) | {"score.weight": (3, MODEL["hidden_size"])}
+    write_weight_file(workspace / "other" / "model.safetensors", shapes)
+    assert "reward.model.paths.a=other: it has 3 labels" in refusal("reward.model.paths.a=other")
     write_model(workspace / "other")
     (workspace / "other" / "config.json").write_text(json.dumps(MODEL | judge))
     assert "reward.model.path=other: the weight files have no score.weight" in refusal("reward.model.path=other")

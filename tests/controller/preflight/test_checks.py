@@ -208,6 +208,11 @@ algorithm.loss.name=gmpo PPO
 policy.parallel.tensor_parallel=2 PPO
 algorithm.zero_variance_groups=drop PPO
 reward.model.weight=0 reward.model.path=judge
+reward.model.path=judge reward.model.paths.a=judge
+reward.model.weights.b=2 reward.model.paths.a=judge
+reward.model.weights.a=0 reward.model.paths.a=judge
+reward.model.paths='{"a b": judge}'
+reward.model.normalize=running
 reward.model.max_tokens_per_micro_batch=95 reward.model.path=judge
 reward.model.max_tokens_per_micro_batch=96 reward.model.path=judge validation.sampling.max_new_tokens=65
 policy.parallel.tensor_parallel=2 reward.model.path=judge

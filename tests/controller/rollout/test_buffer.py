@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 from controller.rollout.buffer import RolloutBuffer, overlong_penalty
+from controller.rollout.model_scores import ScoreScales
 from controller.rollout.samples import RolloutBatch
 from tests.controller.stand_ins.roles import LocalRun
+from tests.refusals import refused
 from workers.errors import RolloutError
 
 Run = Callable[..., LocalRun]
@@ -114,6 +116,25 @@ def test_a_reward_model_adds_its_scores_by_weight_while_the_engines_sleep(local_
     batch = collected(found).trained
     assert batch["reward"].tolist() == [0, 1.25, 0.5, 1.75]
     assert found.log == ["generate", "sleep", "reward_model.score"]
+
+
+def test_several_reward_models_are_normalised_by_their_scores_so_far(local_run: Run) -> None:
+    weights = "reward.model.weights={second: 2}"
+    found = local_run("reward.model.paths={first: judge, second: judge}", weights, "reward.model.normalize=running")
+    rewards = [collected(found, step, position=0).trained["reward"] - [0, 1, 0, 1] for step in (1, 2)]
+    scores, more = np.arange(4.0), np.array([3.0, 5, 5, 5])
+    assert rewards[0] == pytest.approx(3 * (scores - scores.mean()) / scores.std())
+    kept = found.run.state()["score_scales"]
+    found.reward_model.scores = more
+    third = collected(found, 3).trained["reward"] - [0, 1, 0, 1]
+    every = np.concatenate([scores, scores, more])
+    assert third == pytest.approx(3 * (more - every.mean()) / every.std())
+    found.run.buffer.score_scales = ScoreScales(kept)  # as from the checkpoint of step 2
+    assert collected(found, 3).trained["reward"] - [0, 1, 0, 1] == pytest.approx(third)
+    assert collected(found, 3).metrics()["reward/model_second"] == pytest.approx(more.mean()), "as the model gave it"
+    found.reward_model.scores = np.array([0, np.nan, 0, 0])
+    with refused("reward.model.paths.first=judge", RolloutError):
+        collected(found, 4)
 
 
 @pytest.mark.parametrize(("rule", "rewards"), [("zero", [0.0, 1.0, 0.0, 0.0]), ("drop", [0.0, 1.0, 0.0])])
