@@ -18,6 +18,7 @@ def grade(response, source):
 """
 
 
+@pytest.mark.slow
 def test_a_judge_grades_256_samples_and_counts_the_answers_that_cannot_be_parsed(
     ray_session: None, settings: list[str], workspace: Path, tmp_path: Path
 ) -> None:
