@@ -23,6 +23,7 @@ from workers.score import Score
 
 CHARACTERS = tokenizer()
 Run = Callable[..., StandInRun]
+END = CHARACTERS.eos_token_id
 NO_GRADE = CHARACTERS.convert_tokens_to_ids("=")
 JUDGE = ("data.validation=", "reward.judge.max_prompt_tokens=99", "reward.judge.sampling.max_new_tokens=8")
 GRADED = (*JUDGE, "reward.judge.min_grade=0", "reward.judge.max_grade=9", "reward.judge.prompt='{{ response }}'")
@@ -36,7 +37,8 @@ def digits(ids: Sequence[int]) -> list[int]:
 
 @pytest.fixture(autouse=True)
 def judging(monkeypatch: pytest.MonkeyPatch, stand_ins: Any) -> Counter[str]:
-    """Policies write one digit. Judges repeat a response, but not a 3, and of two they prefer the larger number.
+    """Policies write one digit, and the text of an end token. Judges repeat a response, but not a 3, and of two they
+    prefer the larger number.
 
     Reward workers give the digit in hundreds. Returns who was asked how often.
     """
@@ -45,7 +47,8 @@ def judging(monkeypatch: pytest.MonkeyPatch, stand_ins: Any) -> Counter[str]:
 
     def answer(seed: int) -> tuple[list[int], str]:
         if "+" in CHARACTERS.decode(world.prompt):
-            return [CHARACTERS.convert_tokens_to_ids(str(seed % 5))], "stop"
+            return [CHARACTERS.convert_tokens_to_ids(str(seed % 5)), END], "stop"
+        assert END not in world.prompt, "a response has ended the judge's turn"
         asked[world.actor] += 1
         found = digits(world.prompt)
         verdict = found[0] if len(found) == 1 else int(found[0] > found[1])
@@ -56,7 +59,7 @@ def judging(monkeypatch: pytest.MonkeyPatch, stand_ins: Any) -> Counter[str]:
         return [
             (Score(float(text), text, {"sure": 1.0}) if text != "=" else Score(0.0, text, failure="no grade"))
             if self.parses
-            else Score(int(text) / 100, text)
+            else Score(int(text[0]) / 100, text)
             for text in texts
         ]
 
@@ -95,7 +98,7 @@ def test_a_judge_on_engines_of_its_own_grades_each_response(
     assert sum(step["reward/failures"] for step in found.outcome.steps) == lost
     assert any("the answer ends with '='" in line for line in found.said)
     recorded = [json.loads(line) for line in (found.config.run_folder / "samples.jsonl").read_text().splitlines()]
-    assert {(row["response"], row["judgement"]) for row in recorded} <= {("3", "="), *((c, c) for c in "0124")}
+    assert {(row["response"][0], row["judgement"]) for row in recorded} <= {("3", "="), *((c, c) for c in "0124")}
     assert all(step["reward/judge/sure"] == 1 and step["judge/tokens"] > 0 for step in found.outcome.steps)
 
 
