@@ -4,7 +4,7 @@
             -> update, mini-batch by mini-batch: critic, policy -> weights to the engines
 
 With rollout.max_staleness, samples are made ahead during training, and `collect` takes the ready ones. Otherwise
-`collect` makes them.
+`collect` makes them. With batch.replay.share, it adds good samples of earlier steps.
 
 Each part takes the run and a batch, and returns the batch with more columns, or an update's metrics. The driver handles
 lengths, ids and rewards. Tokens stay in the object store (see `workers.remote_batch`). `run.record` only observes.
