@@ -18,6 +18,7 @@ class OptimizerConfig:
         (".schedule=linear or cosine or wsd", "final_learning_rate_ratio"),
         (".schedule=wsd", "decay_ratio"),
         (".weight_decay above 0", "weight_decay_on"),
+        (".warmup_steps=0", "warmup_ratio"),
     )
 
     name: str = setting(
@@ -31,15 +32,8 @@ class OptimizerConfig:
         "Custom optimiser, `module:function` or `path/file.py:function`: named parameters and these settings in, a "
         "torch optimiser out. The file must have the same path on every node.",
     )
-    learning_rate: float = setting(
-        1e-6,
-        "Peak learning rate. Updates of `muon` have the size of AdamW's, so it takes AdamW's rate.",
-        above=0,
-        maximum=1,
-    )
-    weight_decay: float = setting(
-        0.0, "Weight decay: decoupled, but part of the gradient with `sgd`.", minimum=0, maximum=100
-    )
+    learning_rate: float = setting(1e-6, "Peak learning rate. `muon` takes AdamW's.", above=0, maximum=1)
+    weight_decay: float = setting(0.0, "Decoupled weight decay. With `sgd` in the gradient.", minimum=0, maximum=100)
     weight_decay_on: str = setting(
         "matrices", "What decays. `matrices` leaves out norms and biases.", choices=("matrices", "all")
     )
@@ -58,17 +52,11 @@ class OptimizerConfig:
         "", "Custom schedule, as `function`: `(step, total_steps)` in, a share of the peak out. Warm-up comes first."
     )
     warmup_steps: int = setting(0, "Optimiser steps of linear warm-up from 0.", minimum=0)
-    warmup_ratio: float = setting(
-        0.0, "Warm-up as a share of all optimiser steps, in place of warmup_steps.", minimum=0, below=1
-    )
+    warmup_ratio: float = setting(0.0, "Warm-up as a share of all optimiser steps.", minimum=0, below=1)
     total_steps: int = setting(
-        0,
-        "Optimiser steps after which the schedule ends. 0 derives it from run.steps and batch.",
-        minimum=0,
+        0, "Optimiser steps after which the schedule ends. 0 derives it from run.steps and batch.", minimum=0
     )
-    decay_ratio: float = setting(
-        0.2, "Share of all optimiser steps at the end in which `wsd` falls.", above=0, maximum=1
-    )
+    decay_ratio: float = setting(0.2, "Share of all optimiser steps in which `wsd` falls.", above=0, maximum=1)
     final_learning_rate_ratio: float = setting(
         0.0, "Final learning rate of `linear`, `cosine` and `wsd`, as a share of the peak.", minimum=0, maximum=1
     )

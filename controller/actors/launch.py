@@ -22,6 +22,7 @@ from controller.actors.rewards import RewardPool, Scoring
 from controller.actors.worker_group import GroupMethod, Share, WorkerGroup
 from controller.config import Config, TrainingConfig
 from controller.config.file import value_of
+from controller.config.functions import absolute
 from controller.config.sections import RewardConfig
 from controller.config.training import LEARNING, counted
 from controller.data.questions import Questions
@@ -452,7 +453,11 @@ def worker_arguments(config: TrainingConfig, role: str, total_steps: int = 1) ->
     }
     if role in LEARNING:
         arguments |= {
-            "optimizer": settings.optimizer,
+            "optimizer": replace(
+                settings.optimizer,
+                function=absolute(settings.optimizer.function),
+                schedule_function=absolute(settings.optimizer.schedule_function),
+            ),
             "optimizer_offload": settings.cpu_offload == "optimizer",
             "total_steps": total_steps,
             "reshard_after_forward": config.policy.reshard_after_forward,

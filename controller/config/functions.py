@@ -46,6 +46,12 @@ def check_function(key: str, name: str) -> None:
         raise ConfigError(f"{key}={name!r}: {path} defines no {function}.")
 
 
+def absolute(name: str) -> str:
+    """Return a function's name with the whole path of its file, because workers have their own folders."""
+    place, _, function = name.rpartition(":")
+    return f"{Path(place).resolve()}:{function}" if place.endswith(".py") else name
+
+
 def check_command(key: str, command: str) -> None:
     """Raise ConfigError for a command line that cannot be split, or whose program does not exist here."""
     try:

@@ -15,6 +15,7 @@ from typing import TypeVar
 from omegaconf import OmegaConf
 
 from controller.config.file import read, settings, value_of
+from controller.config.functions import absolute
 from controller.config.sections import (
     AlgorithmConfig,
     BalanceConfig,
@@ -183,10 +184,8 @@ class Config(TrainingConfig):
 
     @property
     def policy_loss(self) -> LossConfig:
-        """algorithm.loss for workers: a custom loss's path is absolute, because workers have their own folders."""
-        loss = self.algorithm.loss
-        place, _, name = loss.function.rpartition(":")
-        return replace(loss, function=f"{Path(place).resolve()}:{name}") if place.endswith(".py") else loss
+        """Return algorithm.loss for workers."""
+        return replace(self.algorithm.loss, function=absolute(self.algorithm.loss.function))
 
     @property
     def loss_columns(self) -> tuple[str, ...]:

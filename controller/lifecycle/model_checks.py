@@ -90,7 +90,7 @@ def _check_optimizers(config: TrainingConfig) -> None:
     """Try custom optimisers and schedules."""
     for role in (role for role in LEARNING if role in config.training_roles):
         optimizer = value_of(config, f"{role}.optimizer")
-        total = optimizer.total_steps or config.run.steps or 1
+        total = max(optimizer.total_steps or config.run.steps or 100, optimizer.warmup_steps + 1)
         own = [name for name in ("function", "schedule_function") if getattr(optimizer, name)]
         for name in own[:1]:  # a trial is of both
             key, timeout_s = f"{role}.optimizer.{name}", config.resources.user_code_timeout_s

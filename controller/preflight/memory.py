@@ -185,15 +185,10 @@ def _role(config: TrainingConfig, role: str, name: str) -> dict[str, Any]:
         },
         "cpu_offload": _is_offloaded(config, role),
         "optimizer_offload": _offloads_optimizer(config, role),
-        "optimizer": _optimizer(config, role),
+        "optimizer": {name: value_of(config, f"{role}.optimizer.{name}") for name in ("name", "function", "momentum")}
+        if role in LEARNING
+        else {},
     }
-
-
-def _optimizer(config: TrainingConfig, role: str) -> dict[str, Any]:
-    """Return the settings of an optimiser that its memory depends on."""
-    if role not in LEARNING:
-        return {}
-    return {name: value_of(config, f"{role}.optimizer.{name}") for name in ("name", "function", "momentum")}
 
 
 def _is_offloaded(config: TrainingConfig, role: str) -> bool:

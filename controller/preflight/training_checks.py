@@ -103,11 +103,6 @@ def check_optimizer(config: TrainingConfig, role: str, total: int, follows: str)
             f"{role}.cpu_offload={offload}: not with {key}.name={optimizer.name}. Set {role}.cpu_offload=none, or "
             f"{key}.name=adamw."
         )
-    if optimizer.warmup_steps and optimizer.warmup_ratio:
-        raise ConfigError(
-            f"{key}.warmup_ratio={optimizer.warmup_ratio}: {key}.warmup_steps={optimizer.warmup_steps} is set too. "
-            "Remove one."
-        )
     warmup = optimizer.warmup(total)
     if total and (warmup > total or (warmup == total and optimizer.schedule != "constant")):
         raise ConfigError(

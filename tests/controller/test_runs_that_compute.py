@@ -14,6 +14,7 @@ import torch
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from controller.actors.launch import worker_arguments
 from controller.algorithm.advantages import sequence_advantages
 from controller.data.records import read_records
 from controller.lifecycle.user_functions import loss_trial
@@ -50,6 +51,15 @@ def no_number(predictions, config):
 def looks(sequence, config):
     SEEN.append(sequence)
     return -sequence["advantages"] * sequence.log_probs, {}
+"""
+OWN = """
+import torch
+
+def function(named_parameters, config):
+    return torch.optim.Adagrad([parameter for _, parameter in named_parameters], lr=0.5)
+
+def schedule_function(step, total_steps):
+    return (step + 0.5) * total_steps / 2
 """
 TWO_EPOCHS = ("batch.epochs=2", "batch.mini_batches=2", "policy.optimizer.learning_rate=1e-3")
 
@@ -93,6 +103,16 @@ def test_too_many_skipped_steps_stop_the_run_with_the_names_of_its_sequences(run
     names = ", ".join(f"uid {prompt} sample {sample}" for prompt in (0, 1) for sample in (0, 1))
     with pytest.raises(NonFiniteError, match=rf"the loss was NaN or infinite for rank 0: {names}\. Look"):
         run(*custom("no_number", "losses_of_a_user.py"), "policy.optimizer.max_skipped_steps=1")
+
+
+def test_a_run_trains_by_an_optimizer_and_a_schedule_of_its_own(run: Run, folder: Path) -> None:
+    """The file's path is relative to where the run was started. Workers have their own folders."""
+    (folder / "own.py").write_text(OWN)
+    own = [f"policy.optimizer.{name}=own.py:{name}" for name in ("function", "schedule_function")]
+    finished = run("policy.optimizer.name=custom", "policy.optimizer.schedule=custom", *own)
+    assert [step["policy/learning_rate"] for step in finished.outcome.steps] == pytest.approx([0.25, 0.75])
+    assert isinstance(engine_of(finished).optimizer, torch.optim.Adagrad)
+    assert worker_arguments(finished.config, "policy")["optimizer"].function == f"{folder}/own.py:function"
 
 
 def test_a_run_with_adapters_saves_them_for_peft_beside_the_merged_model(

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS, EPS, _zeropower_via_newtonschulz
 
 
@@ -46,7 +46,9 @@ class Muon(torch.optim.AdamW):
     def _update(self, matrix: nn.Parameter, momentum: float) -> Tensor:
         gradient, state = matrix.grad, self.state[matrix]
         assert gradient is not None
-        average = state.setdefault("momentum_buffer", torch.zeros_like(gradient)).lerp_(gradient, 1 - momentum)
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        average = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
         return gradient.lerp(average, momentum).bfloat16()
 
 
@@ -67,7 +69,7 @@ def orthogonalized(updates: list[Tensor]) -> list[Tensor]:
     stacked = updates[0] if updates[0].ndim == 3 else torch.stack(updates)
     spread = stacked
     if isinstance(stacked, DTensor):
-        are_whole = all(isinstance(place, Replicate) or place.is_shard(0) for place in stacked.placements)
+        are_whole = all(getattr(place, "dim", 0) == 0 for place in stacked.placements)  # replicated or by expert
         spread = stacked if are_whole else stacked.redistribute(placements=[Shard(0)] * stacked.device_mesh.ndim)
     for matrix in spread.to_local() if isinstance(spread, DTensor) else spread:
         matrix.copy_(_zeropower_via_newtonschulz(matrix, (DEFAULT_A, DEFAULT_B, DEFAULT_C), DEFAULT_NS_STEPS, EPS))

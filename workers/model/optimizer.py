@@ -215,7 +215,7 @@ def learning_rate_factor(
     if step < warmup:
         return (step + 1) / (warmup + 1)
     if own is not None:
-        return _own_factor(own, step, total_steps, config)
+        return float(own(step, total_steps))
     if config.schedule == "constant":
         return 1.0
     if config.schedule == "wsd":
@@ -223,17 +223,6 @@ def learning_rate_factor(
     progress = min(1.0, max(0, step - begin) / (total_steps - begin))
     remaining = 0.5 * (1.0 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1.0 - progress
     return config.final_learning_rate_ratio + (1.0 - config.final_learning_rate_ratio) * remaining
-
-
-def _own_factor(own: Callable[[int, int], float], step: int, total_steps: int, config: OptimizerConfig) -> float:
-    try:
-        factor = float(own(step, total_steps))
-        problem = "" if 0 <= factor < math.inf else f"returned {factor}, not a number of at least 0"
-    except RAISED as error:
-        problem = f"raised {named_error(error)}"
-    if problem:
-        raise ConfigError(f"optimizer.schedule_function={config.schedule_function!r}, at step {step}, {problem}.")
-    return factor
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, dict[str, Any]]:
