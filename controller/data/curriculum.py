@@ -62,7 +62,7 @@ class SampledPrompts:
     def state(self) -> dict[str, Any]:
         """Return what the next call depends on, and the prompts chosen so far, from place `first` on."""
         kept = {"first": self._first, "chosen": list(self._chosen)}
-        return kept | {"state": self._state, "results": list(self._results)}
+        return kept | {"state": self._state, "results": [list(each) for each in self._results]}  # JSON has no tuples
 
     def take(self, start: int, count: int) -> list[Prompt]:
         """Return prompts from place `start` on. Chooses those beyond the last place, all in one call.

@@ -19,7 +19,7 @@ import torch
 
 from tests.controller.stand_ins.local_ray import LocalRay, NeverReturnsError
 from workers.metrics import Metric, Metrics
-from workers.model.checkpoint.checkpoint_folder import Manifest, commit, read_manifest, unfinished_folder
+from workers.model.checkpoint.checkpoint_folder import Manifest, check_json, commit, read_manifest, unfinished_folder
 from workers.score import Score
 
 UNDEFINED = -1  # the version of weights whose memory is there and whose values are not
@@ -291,7 +291,7 @@ class StandInEngine:
             return
         unfinished = unfinished_folder(final)
         unfinished.mkdir(parents=True)
-        commit(unfinished, final, Manifest(step, 1, {}, extra, {}))
+        commit(unfinished, final, Manifest(step, 1, {}, check_json(extra), {}))
 
     def wait_for_checkpoint(self) -> None:
         pass
