@@ -50,7 +50,7 @@ def test_the_version_is_the_changelogs_last(capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.parametrize(
     ("words", "completed"),
-    [("ballast pref", "preferences"), ("ballast fit policy.optimizer.weight", "policy.optimizer.weight_decay=")],
+    [("ballast pref", "preferences"), ("ballast fit policy.optimizer.eps", "policy.optimizer.epsilon=")],
 )
 def test_the_tab_key_completes_commands_and_settings(
     words: str, completed: str, capsys: pytest.CaptureFixture[str]
