@@ -132,7 +132,8 @@ class Run(TrainingRun[Config]):
             share = advantages.share_without_signal(samples["reward"], samples["uid"])
             record.add({"rollout/groups_without_signal": share})
         if own := self.functions.get("run.metrics"):
-            record.add(own(columns_of(samples, own.names, rollout.by_sample, self.buffer.record_of)))
+            found = own(columns_of(samples, own.names, rollout.by_sample, self.buffer.record_of))
+            record.add({name: float(number) for name, number in found.items()})
         if self.config.run.record_samples:
             with record.phase("record"):
                 write_step(step_file(self.folder, self.number), rollout)

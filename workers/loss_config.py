@@ -138,7 +138,7 @@ class LossConfig:
     """The policy loss. Formulas: the functions in `workers.model.losses`."""
 
     only_with = (
-        (".name=custom", "function, columns, old_entropies"),
+        (".name=custom", "function, columns, old_entropies, hidden_states"),
         (".name=ppo_clip or cispo or gspo or gmpo or clip_cov or custom", "clip_low, clip_high"),
         (".name=ppo_clip or custom", "dual_clip"),
         (".name=sapo or custom", "sapo_tau_positive, sapo_tau_negative"),
@@ -167,6 +167,9 @@ class LossConfig:
         False,
         "Give a custom loss each token's entropy before the first update, as the column `old_entropies`. May need an "
         "extra forward pass.",
+    )
+    hidden_states: bool = setting(
+        False, "Give a custom loss the last hidden states, with their gradient, as `predictions.hidden`."
     )
     clip_low: float = setting(
         0.2, "Lower clip: ratios below 1 - clip_low give no gradient (gmpo: of the log-ratio).", minimum=0, maximum=1

@@ -47,7 +47,8 @@ def try_loss(
             (part,) = prepare(loss, [part], denominators)
             row = pack(with_work(part))
             log_probs = -torch.ones(len(row.loss_positions)).requires_grad_()
-            value, statistics = loss(Predictions.gather((log_probs, log_probs**2), part, row), denominators)
+            hidden = (log_probs[:, None].expand(-1, 8),) if config.hidden_states else ()
+            value, statistics = loss(Predictions.gather((log_probs, log_probs**2, *hidden), part, row), denominators)
             value.backward()
             to_metrics([statistics])
         except BallastError as error:

@@ -36,7 +36,7 @@ class Progress:
     latest: dict[str, float] = field(default_factory=dict)
     kl_coefficient: float | None = None  # adapted KL weight in the reward
     score_scales: dict[str, list[float]] = field(default_factory=dict)  # see `ScoreScales`
-    sampler: dict[str, Any] | None = None  # see `SampledPrompts.state`
+    sampler: dict[str, Any] | None = None  # see `SampledPrompts.kept`
     trackers: dict[str, str] = field(default_factory=dict)  # the run's id in each tracker
     refit: dict[str, Any] | None = None  # see `CostModelFitter.state`
     data: dict[str, Any] = field(default_factory=dict)  # see `controller.data.identity`

@@ -5,7 +5,7 @@ records, count, state, results --data.sampler--> record numbers of the next prom
         rewards since the last call --^            checkpoints keep the state <--'
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing
 from typing import Any
 
@@ -18,8 +18,6 @@ from workers.user_code.functions import IsolatedFunction, UserFunction
 
 SAMPLER_TAKES = ("records", "count", "state", "results", "rng")
 SAMPLER = 1  # separates this random stream from others with the same seed
-Results = list[tuple[int, list[float]]]
-"""Record number and the rewards of its samples, in the order of the prompts."""
 
 
 def isolated_order(found: UserFunction, timeout_s: float, records: list[Record], epoch: int) -> np.ndarray:
@@ -43,59 +41,53 @@ def checked_numbers(order: Any, records: int, key: str) -> np.ndarray:
 
 
 class SampledPrompts:
-    """Prompts that data.sampler chooses when they are needed. Places of the stream are numbered as in `Prompts`."""
+    """Prompts that data.sampler chooses when they are needed. Places of the stream are numbered as in `Prompts`.
+
+    kept: what the next call depends on, and the prompts chosen so far, from place `first` on. Never changed in place.
+    """
 
     def __init__(self, dataset: PromptDataset, sampler: IsolatedFunction, seed: int) -> None:
         """sampler: with `records` bound."""
-        self._dataset, self._sampler, self._seed = dataset, sampler, seed
-        self.load(None, 0)
+        self._dataset, self._sampler, self._seed, self.kept = dataset, sampler, seed, nothing_chosen(0)
 
-    def load(self, state: Mapping[str, Any] | None, position: int) -> None:
-        """Continue from `state()`, or begin at a place of the stream. Raises DataError for records that are gone."""
-        saved = state or {"first": position, "chosen": [], "state": {}, "results": []}
-        self._first, self._chosen = saved["first"], list(saved["chosen"])
-        self._state: Any = saved["state"]
-        self._results: Results = [(number, list(rewards)) for number, rewards in saved["results"]]
-        if self._chosen:
-            checked_numbers(self._chosen, len(self._dataset), "data.sampler: the checkpoint's prompts")
-
-    def state(self) -> dict[str, Any]:
-        """Return what the next call depends on, and the prompts chosen so far, from place `first` on."""
-        kept = {"first": self._first, "chosen": list(self._chosen)}
-        return kept | {"state": self._state, "results": [list(each) for each in self._results]}  # JSON has no tuples
+    def load(self, kept: dict[str, Any] | None, position: int) -> None:
+        """Continue from `kept`, or begin at a place of the stream. Raises DataError for records that are gone."""
+        self.kept = kept or nothing_chosen(position)
+        if self.kept["chosen"]:
+            checked_numbers(self.kept["chosen"], len(self._dataset), "data.sampler: the checkpoint's prompts")
 
     def take(self, start: int, count: int) -> list[Prompt]:
         """Return prompts from place `start` on. Chooses those beyond the last place, all in one call.
 
-        Places from before data.sampler was set are those of the data set. Raises as `sampled`.
+        Places from before data.sampler was set are those of the data set. Raises as `choose`.
         """
-        if (missing := start + count - self._first - len(self._chosen)) > 0:
-            place, records = self._first + len(self._chosen), len(self._dataset)
-            now = self._state, self._results, self._seed
-            numbers, self._state = sampled(self._sampler, missing, *now, place, records)
-            self._chosen, self._results = self._chosen + numbers, []
-        return [self._at(place) for place in range(start, start + count)]
+        if (missing := start + count - self.kept["first"] - len(self.kept["chosen"])) > 0:
+            self.kept = choose(self._sampler, self.kept, missing, self._seed, len(self._dataset))
+        return [self._at(place, place - self.kept["first"]) for place in range(start, start + count)]
 
-    def _at(self, place: int) -> Prompt:
-        if place < self._first:
-            return self._dataset.at(place)
-        return self._dataset.prompt(f"{place}", self._chosen[place - self._first])
+    def _at(self, place: int, index: int) -> Prompt:
+        found = self._dataset
+        return found.at(place) if index < 0 else found.prompt(f"{place}", self.kept["chosen"][index])
 
-    def scored(self, rewards: Mapping[str, Sequence[float]]) -> None:
+    def scored(self, rewards: Mapping[str, list[float]]) -> None:
         """Keep groups' rewards, by uid, for the next call."""
-        for uid in sorted(rewards, key=int):
-            self._results.append((self._chosen[int(uid) - self._first], list(rewards[uid])))
+        first, chosen = self.kept["first"], self.kept["chosen"]
+        found = [[chosen[int(uid) - first], rewards[uid]] for uid in sorted(rewards, key=int) if int(uid) >= first]
+        self.kept = self.kept | {"results": self.kept["results"] + found}
 
 
-def sampled(
-    sampler: IsolatedFunction, count: int, state: Any, results: Results, seed: int, place: int, records: int
-) -> tuple[list[int], Any]:
-    """Return `count` record numbers for the stream from `place` on, and the new state.
+def nothing_chosen(place: int) -> dict[str, Any]:
+    return {"first": place, "chosen": [], "state": {}, "results": []}
+
+
+def choose(sampler: IsolatedFunction, kept: dict[str, Any], count: int, seed: int, records: int) -> dict[str, Any]:
+    """Return `kept` after the choice of `count` more records.
 
     Raises ConfigError if the sampler fails, DataError for another value.
     """
-    rng = np.random.default_rng((seed, SAMPLER, place))
-    value = sampler(count=count, state=state, results=results, rng=rng)
+    rng = np.random.default_rng((seed, SAMPLER, kept["first"] + len(kept["chosen"])))
+    value = sampler(count=count, state=kept["state"], results=kept["results"], rng=rng)
     if not isinstance(value, list) or len(value) != 2 or not isinstance(value[0], list) or len(value[0]) != count:
         raise DataError(f"{sampler.key}: it returned {quoted(value)}. Return {count} record numbers, and a state.")
-    return checked_numbers(value[0], records, sampler.key).tolist(), value[1]
+    numbers = checked_numbers(value[0], records, sampler.key).tolist()
+    return kept | {"chosen": kept["chosen"] + numbers, "state": value[1], "results": []}

@@ -32,31 +32,26 @@ def _number(value: Any) -> bool:
     return isinstance(value, (bool, int, float)) and isfinite(value)
 
 
-def _numbers(value: Any, count: int) -> np.ndarray | None:
-    fits = isinstance(value, list) and len(value) == count and all(map(_number, value))
-    return np.array(value, dtype=np.float64) if fits else None
+def _each(value: Any, count: int) -> bool:
+    return isinstance(value, list) and len(value) == count and all(map(_number, value))
 
 
-def _truth(value: Any, count: int) -> bool | None:
-    return value if isinstance(value, bool) else None
+def _by_name(value: Any, count: int) -> bool:
+    return isinstance(value, dict) and all(map(_number, value.values()))
 
 
-def _by_name(value: Any, count: int) -> dict[str, float] | None:
-    fits = isinstance(value, dict) and all(map(_number, value.values()))
-    return {name: float(number) for name, number in value.items()} if fits else None
-
-
-EACH = ("a finite number for each sample", _numbers)
-Form = tuple[str, Callable[[Any, int], Any]]
-FORMS = dict[str, Form](
-    zip(OF_SAMPLES, (EACH, ("True or False", _truth), EACH, ("finite numbers by name", _by_name), EACH), strict=True)
+Form = tuple[str, Callable[[Any, int], bool]]
+EACH, TRUTH = (
+    ("a finite number for each sample", _each),
+    ("True or False", lambda value, count: isinstance(value, bool)),
 )
-"""What the function of each setting returns, in words, and checked."""
+FORMS = dict[str, Form](zip(OF_SAMPLES, (EACH, TRUTH, EACH, ("finite numbers by name", _by_name), EACH), strict=True))
+"""What the function of each setting returns, in words, and how it is known."""
 
 
 @dataclass(frozen=True)
 class SampleFunction:
-    """names: of the columns that it takes. form: its value, in words, and checked."""
+    """names: of the columns that it takes. form: of its value."""
 
     function: IsolatedFunction
     names: tuple[str, ...]
@@ -64,12 +59,10 @@ class SampleFunction:
 
     def __call__(self, columns: Columns) -> Any:
         """Return its value for `columns` [B]. Raises ConfigError if it fails, DataError for another value."""
-        value = self.function(**columns)
-        words, read = self.form
-        found = read(value, len(next(iter(columns.values()))))
-        if found is None:
+        value, (words, fits) = self.function(**columns), self.form
+        if not fits(value, len(next(iter(columns.values())))):
             raise DataError(f"{self.function.key}: it returned {quoted(value)}. Return {words}.")
-        return found
+        return np.array(value, dtype=np.float64) if isinstance(value, list) else value
 
 
 Functions = Mapping[str, SampleFunction]

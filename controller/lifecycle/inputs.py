@@ -37,6 +37,7 @@ from controller.lifecycle.judge_inputs import find_parser, question
 from controller.lifecycle.template_report import Examined, examine, short_lines
 from controller.lifecycle.user_functions import (
     Records,
+    check_columns,
     find_step,
     imported,
     try_curriculum,
@@ -128,7 +129,7 @@ def try_inputs(config: Config, log: Log = print, given: GivenFunctions = NONE_GI
     parser = find_parser(config, train | held_out, log)
     added = {RAW} | (_with_messages(config, first).keys() - first.keys())
     for path, rows in (train | held_out).items():
-        _check_records(path, rows, functions, added)
+        check_columns(path, rows, {each: f.name for f in functions for each in f.columns if each not in added})
         _check_lengths(config, path, rows)
     for path, rows in train.items():
         check_loss_columns(path, rows, config.loss_columns)
@@ -364,13 +365,6 @@ def _with_messages(config: Config, record: Record) -> Record:
     if not config.rollout.plays_episodes or isinstance(prompt := record[config.data.prompt_key], str):
         return record
     return record | {MESSAGES: [*prompt, {"role": "assistant", "content": ""}]}
-
-
-def _check_records(path: str, rows: list[Record], functions: Sequence[RewardFunction], added: set[str]) -> None:
-    needed = {name: function.name for function in functions for name in function.columns if name not in added}
-    for number, record in enumerate(rows, start=1):
-        if missing := sorted(needed.keys() - record.keys()):
-            raise DataError(f"{path}: record {number} lacks {missing}, which {needed[missing[0]]} takes.")
 
 
 def _check_lengths(config: Config, path: str, rows: list[Record]) -> None:

@@ -3,7 +3,7 @@
 setting --find_function, in its process--> UserFunction --made-up samples, records or predictions--> tried
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -15,7 +15,7 @@ from controller.config import Config, TrainingConfig
 from controller.config.file import value_of
 from controller.config.functions import requested_names
 from controller.config.python_rewards import NONE_GIVEN, GivenFunctions
-from controller.data.curriculum import SAMPLER_TAKES, SampledPrompts, isolated_order, sampled
+from controller.data.curriculum import SAMPLER_TAKES, SampledPrompts, choose, isolated_order, nothing_chosen
 from controller.data.prompts import Curriculum, PromptDataset
 from controller.data.records import Record
 from controller.data.sample_functions import FORMS, OFFERED, Functions, SampleFunction
@@ -73,7 +73,8 @@ def try_functions(config: Config, train: Records, parts: Mapping[str, float], lo
         name, rows = value_of(config, key), 2 if key == "algorithm.group_filter" else 4
         made = made | {"advantage": np.array([1.0, -1.0] * 2)} if key == "batch.replay.by" else made
         names = requested_names(key, name, found.function.signature, made)
-        _check_records(train, set(names) & own.keys(), f"{key}={name!r}")
+        for path, records in train.items():
+            check_columns(path, records, dict.fromkeys(own.keys() & set(names), f"{key}={name!r}"))
         functions[key] = tried = replace(found, names=names)
         with waiting(log, f"{key}, tried on made-up samples", config), closing(tried.function):
             for rewards in (made["reward"], np.zeros(4)):
@@ -88,11 +89,11 @@ def _made_up() -> dict[str, np.ndarray]:
     return made | {name: np.array(each) for name, each in numbers.items()} | {"response": object_column([""] * 4)}
 
 
-def _check_records(train: Records, names: Collection[str], what: str) -> None:
-    for path, rows in train.items():
-        for number, record in enumerate(rows, start=1):
-            if lacking := sorted(set(names) - record.keys()):
-                raise DataError(f"{path}: record {number} lacks {lacking}, which {what} takes.")
+def check_columns(path: str, records: Sequence[Record], takers: Mapping[str, str]) -> None:
+    """Raise DataError for a record without one of the columns `takers`, which the function of each takes."""
+    for number, record in enumerate(records, start=1):
+        if missing := sorted(takers.keys() - record.keys()):
+            raise DataError(f"{path}: record {number} lacks {missing}, which {takers[missing[0]]} takes.")
 
 
 def try_curriculum(config: Config, train: Records, log: Log) -> Curriculum | None:
@@ -116,8 +117,9 @@ def try_sampler(config: Config, train: Records, log: Log) -> Callable[[PromptDat
     requested_names(key, name, found.signature, SAMPLER_TAKES)
     make = partial(IsolatedFunction, f"{key}={name!r}", found, config.resources.user_code_timeout_s)
     with waiting(log, f"{key}, tried on two steps", config), closing(make(records=rows)) as sampler:
-        numbers, state = sampled(sampler, count, {}, [], seed, 0, len(rows))
-        sampled(sampler, count, state, [(number, [0.0, 1.0]) for number in numbers], seed, count, len(rows))
+        kept = choose(sampler, nothing_chosen(0), count, seed, len(rows))
+        results = [[number, [0.0, 1.0]] for number in kept["chosen"]]
+        choose(sampler, kept | {"results": results}, count, seed, len(rows))
     return lambda dataset: SampledPrompts(dataset, make(records=dataset.records), seed)
 
 

@@ -154,6 +154,7 @@ def request(config: TrainingConfig, layers: tuple[int, ...] = LAYERS) -> dict[st
         "parallel": asdict(config.policy.parallel),
         "reshard_after_forward": config.policy.reshard_after_forward,
         "entropy_coefficient": loss.entropy_coefficient,
+        "hidden_states": loss.hidden_states,
         "distillation": asdict(loss.distillation),
         "roles": {
             f"{role} {name}".strip(): _role(config, role, name)

@@ -70,7 +70,7 @@ class RolloutBuffer:
     @property
     def sampler(self) -> dict[str, Any] | None:
         """State of data.sampler for a checkpoint, or None without one."""
-        return self.prompts.state() if isinstance(self.prompts, SampledPrompts) else None
+        return self.prompts.kept if isinstance(self.prompts, SampledPrompts) else None
 
     def begin(self) -> None:
         """Start, once the engines have the policy's first weights."""

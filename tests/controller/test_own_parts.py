@@ -20,14 +20,14 @@ from tests.controller.bad_inputs import BadInput, check_refused, rows
 from tests.controller.stand_ins.gpus import StandInReward
 from tests.controller.stand_ins.run import StandInRun, StandIns
 from tests.documentation.blocks import ROOT, blocks_of
+from tests.documentation.workspace import own_parts
 from workers.errors import LostError
 from workers.model.checkpoint.checkpoint_folder import read_manifest
 from workers.remote_batch import RemoteBatch
 from workers.score import Score
 
 OwnRun = Callable[..., StandInRun]
-BLOCKS = [block.body for block in blocks_of(ROOT / "docs" / "your-own.md") if block.language == "python"]
-PARTS = "\n".join(body for body in BLOCKS if "np.ndarray" in body or "records: list" in body)
+PARTS = own_parts()
 REWARD = """
 def reward(response):
     return {"reward": 0.0, "exact_match": 0.0, "brief": 0.0}
@@ -63,9 +63,10 @@ def own_run(stand_ins: StandIns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         known[:] = known or [read_inputs(config)]
         return known[0]
 
-    def run(*overrides: str) -> StandInRun:
+    def run(*overrides: str, losses: str = "") -> StandInRun:
+        (tmp_path / "losses.py").write_text(losses)
         return stand_ins.run(
-            [re.sub(r"(own|parts)\.py", rf"{tmp_path}/\1.py", each) for each in (*more, *overrides)], read
+            [re.sub(r"(own|parts|losses)\.py", rf"{tmp_path}/\1.py", each) for each in (*more, *overrides)], read
         )
 
     return run
@@ -76,7 +77,7 @@ def samples(run: StandInRun) -> list[dict[str, Any]]:
 
 
 def test_the_functions_of_samples_of_the_documentation(own_run: OwnRun, stand_ins: StandIns) -> None:
-    """Advantages, shaping, filter and metrics in one run. A replay computes the same advantages."""
+    """Advantages, shaping, filter, metrics and a curriculum in one run. A replay computes the same advantages."""
     found = own_run(
         "algorithm.advantage=custom",
         "algorithm.advantage_function=parts.py:each_part",
@@ -84,6 +85,7 @@ def test_the_functions_of_samples_of_the_documentation(own_run: OwnRun, stand_in
         "algorithm.group_filter=parts.py:neither_easy_nor_hard",
         "reward.shaping=parts.py:prefer_short",
         "run.metrics=parts.py:by_source",
+        "data.curriculum=parts.py:easy_first",
         "run.record_samples=true",
         "batch.prompts_per_step=3",
         "batch.replay.share=0.5",
@@ -94,7 +96,7 @@ def test_the_functions_of_samples_of_the_documentation(own_run: OwnRun, stand_in
     assert last["replay/share"] > 0
     told = {(int(row["uid"]), row["sample"]): row for row in samples(found) if row["step"] == 2}
     assert told[3, 0]["advantage"] is None and set(told) >= {(4, 0), (4, 1)}
-    assert last[f"mine/reward/{told[3, 0]['record'].split('source: ')[1]}"] == 1.0
+    assert [last[f"mine/reward/table {number}"] for number in (4, 5, 6)] == [1.0, 0.5, 0.5]
     trained = {"exact_match": [0.0, 1.0, 0.0, 1.0], "brief": [1.0, 1 - 1 / 5, 1.0, 1 - 1 / 7]}
     columns = {name: np.array(column) for name, column in trained.items()}
     expected = FUNCTIONS["each_part"](group=np.array([0, 0, 1, 1]), **columns)
@@ -128,6 +130,17 @@ def test_a_sampler_sees_rewards_and_goes_on_from_a_checkpoint(
     assert first == second
     states = [read_manifest(checkpoints_at(run.config.run_folder)[0]).extra["sampler"] for run in (whole, resumed)]
     assert states[0] == states[1] and len(set(states[0]["state"]["p"])) > 1
+
+
+def test_the_auxiliary_loss_of_the_documentation_reads_hidden_states(own_run: OwnRun, stand_ins: StandIns) -> None:
+    """By the real engine: the term alone, with rewards that give no advantage, makes the states smaller."""
+    (loss,) = (each.body for each in blocks_of(ROOT / "docs" / "your-own.md") if "def small_states(" in each.body)
+    stand_ins.compute()
+    own = ("algorithm.loss.name=custom", "algorithm.loss.function=losses.py:small_states", "policy.data_parallel=1")
+    more = ("run.steps=3", "policy.optimizer.learning_rate=1e-3", "reward.function=own.py:by_level")
+    found = own_run(*own, *more, "algorithm.loss.hidden_states=true", losses=loss.replace("0.01", "1.0"))
+    sizes = [step["policy/hidden_size"] for step in found.outcome.steps]
+    assert sizes[0] > sizes[1] > sizes[2] > 0
 
 
 def made(what: str, setting: str, body: str, *words: str, more: Sequence[str] = ()) -> BadInput:

@@ -17,6 +17,11 @@ def mine(predictions, config):
     return -predictions["advantages"] * predictions.log_probs, {}
 
 
+@policy_loss("small_states", aggregation="token_mean")
+def small_states(predictions, config):
+    return -predictions["advantages"] * predictions.log_probs + predictions.hidden.mean(-1), {}
+
+
 @policy_loss("by_source", aggregation="token_mean")
 @per_sequence_loss
 def by_source(sequence, config):
@@ -57,9 +62,16 @@ def write_documentation_workspace(folder: Path) -> None:
     shutil.copy(ROOT / "examples" / "launch" / "eight_gpus.yaml", folder / "shared" / "run.yaml")
     (folder / "losses.py").write_text(LOSS)
     (folder / "loops.py").write_text("def two_updates(run):\n    pass\n")
+    (folder / "parts.py").write_text(own_parts())
     _write_quickstart(folder / "mine")
     _write_environment(folder / "my")
     _write_optimizers(folder)
+
+
+def own_parts() -> str:
+    """Return the functions of docs/your-own.md that take samples or records."""
+    code = [block.body for block in blocks_of(ROOT / "docs" / "your-own.md") if block.language == "python"]
+    return "\n".join(body for body in code if "np.ndarray" in body or "records: list" in body)
 
 
 def _write_gsm8k(folder: Path) -> None:

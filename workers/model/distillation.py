@@ -120,9 +120,21 @@ class Distilled:
         return *found, divergence
 
 
-def distilled(loss_function: Any, whole: WholeLayer | None) -> Distilled | None:
-    """Return what a student with this loss reads, or None if its loss needs no divergence."""
+@dataclass
+class WithHidden:
+    """Also read the hidden states."""
+
+    read: Distilled | None
+
+    def __call__(self, rows: ModelInput, layer: OutputLayer) -> tuple[Tensor, ...]:
+        found = log_probs_of(layer, rows.targets) if self.read is None else self.read(rows, layer)
+        return *found, layer.hidden.clone()
+
+
+def distilled(loss_function: Any, whole: WholeLayer | None) -> Distilled | WithHidden | None:
+    """Return what a model with this loss reads, or None for log-probs and entropy."""
     settings: DistillationConfig | None = getattr(loss_function, "distillation", None)
-    if settings is None or not settings.compares_distributions:
-        return None
-    return Distilled(settings.divergence, whole if settings.over == "vocabulary" else None)
+    read = None
+    if settings is not None and settings.compares_distributions:
+        read = Distilled(settings.divergence, whole if settings.over == "vocabulary" else None)
+    return WithHidden(read) if getattr(loss_function, "reads_hidden", False) else read

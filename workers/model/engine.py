@@ -489,7 +489,11 @@ class TrainingEngine:
         """Return (Value)Predictions of the whole micro-batch, on every rank of a context-parallel group."""
         if self.head == "value":
             return ValuePredictions.gather(rows.whole(outputs), micro_batch, rows)
-        return Predictions.gather(rows.whole(torch.stack(outputs, dim=-1)).unbind(-1), micro_batch, rows)
+        found = [each if each.dim() == 2 else each[:, None] for each in outputs]
+        sizes, dtype = [each.shape[1] for each in found], outputs[0].dtype
+        whole = rows.whole(torch.cat([each.to(dtype) for each in found], dim=-1)).split(sizes, dim=-1)
+        columns = [each.squeeze(-1) if size == 1 else each for each, size in zip(whole, sizes, strict=True)]
+        return Predictions.gather(columns, micro_batch, rows)
 
 
 def _measure(predictions: Any) -> Statistics:

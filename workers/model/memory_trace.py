@@ -200,8 +200,8 @@ def _update(engine: TrainingEngine, sequences: DataProto, micro_batches: list[tu
     loss: Callable[..., Any] = make_value_loss(ValueLossConfig())
     if engine.head == "lm":
         taught = DistillationConfig(**request["distillation"])
-        entropy = request["entropy_coefficient"]
-        loss = make_policy_loss(LossConfig(kl_coefficient=1.0, entropy_coefficient=entropy, distillation=taught))
+        given = {name: request[name] for name in ("entropy_coefficient", "hidden_states")}
+        loss = make_policy_loss(LossConfig(kl_coefficient=1.0, distillation=taught, **given))
         sequences = _with_teacher(engine, sequences, taught, request)
     engine.forward_backward(sequences, micro_batches, loss, Denominators.of(sequences))
     engine.optimizer_step()

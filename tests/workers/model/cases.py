@@ -12,7 +12,7 @@ from tests.workers.model.tiny import random_sequences
 from workers.config import LoraConfig, LossConfig, OptimizerConfig, ParallelConfig
 from workers.dataproto import DataProto
 from workers.loss_config import DistillationConfig
-from workers.model.losses import group_tokens
+from workers.model.losses import Predictions, Statistics, group_tokens, policy_loss, ppo_clip
 
 CONSTANT_LENGTH = 40
 CENTRED = 0.3  # coefficient of a reward model's loss
@@ -20,6 +20,21 @@ GROUPS = torch.arange(11) // 3  # of the sequences
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, max_grad_norm=0.1, warmup_steps=1, weight_decay=0.1)
 
 NOT_TAUGHT = DistillationConfig()
+OWN_LOSS: dict[str, Any] = {
+    "name": "custom",
+    "function": "tests.workers.model.cases:with_hidden",
+    "hidden_states": True,
+}
+
+
+@policy_loss("with_hidden", aggregation="token_mean")
+def with_hidden(predictions: Predictions, config: LossConfig) -> tuple[Tensor, Statistics]:
+    losses, statistics = ppo_clip(predictions, config)
+    return losses + of_hidden(predictions.hidden), statistics
+
+
+def of_hidden(hidden: Tensor) -> Tensor:
+    return 0.3 * (hidden[:, :1] * hidden[:, 1:]).tanh().mean(-1)
 
 
 @dataclass(frozen=True)
@@ -48,6 +63,7 @@ class Case:
     compiled: bool = False  # by a backend that only traces
     distillation: tuple[str, str] = ("", "reverse_kl")  # over, divergence
     scored: str = ""  # with head=value, a reward model's loss instead of a critic's
+    hidden_states: bool = False  # in the loss, by `with_hidden`
 
     @property
     def taught(self) -> DistillationConfig:
@@ -93,6 +109,7 @@ class Case:
             entropy_coefficient=0.02,
             kl_coefficient=0.1,
             distillation=self.taught,
+            **OWN_LOSS if self.hidden_states else {},
         )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.core_model_loading import revert_weight_conversion
 
-from tests.workers.model.cases import CENTRED, GROUPS, OPTIMIZER, Case, Outcome
+from tests.workers.model.cases import CENTRED, GROUPS, OPTIMIZER, Case, Outcome, of_hidden
 from tests.workers.model.tiny import (
     compute_in_float64,
     log_probs_in,
@@ -62,7 +62,17 @@ def policy_reference(case: Case, model: Any, sequences: DataProto) -> tuple[list
     distances = None
     if case.distillation[0]:
         distances = divergences(case, teacher_of(model.name_or_path), sequences, distributions)
-    return outputs, *reference_loss(found, sequences, case.loss, distances=distances)
+    hidden = hidden_terms(model, sequences) if case.hidden_states else None
+    return outputs, *reference_loss(found, sequences, case.loss, distances=distances, added=hidden)
+
+
+def hidden_terms(model: Any, sequences: DataProto) -> list[Tensor]:
+    """`of_hidden` of the states before each token, [L] of each sequence; position 0 holds 0."""
+    found = []
+    for ids in sequences.tokens["input_ids"].split(sequences.lengths.tolist()):
+        terms = of_hidden(model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0, :-1])
+        found.append(torch.cat([terms.new_zeros(1), terms]))
+    return found
 
 
 def divergences(case: Case, path: str, sequences: DataProto, students: list[Tensor]) -> list[Tensor]:
@@ -218,8 +228,9 @@ def reference_loss(
     config: LossConfig,
     groups: Tensor = GROUPS,
     distances: list[Tensor] | None = None,
+    added: list[Tensor] | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """distances: to the teacher, [L] of each sequence."""
+    """distances: to the teacher, [L] of each sequence. added: to the losses."""
     by_sequence, watched, owners, taught = [], [], [], []
     for index, (log_probs, entropy) in enumerate(outputs):
         part = sequences.slice(index, index + 1)
@@ -240,7 +251,7 @@ def reference_loss(
             taught.append(distance.detach())
             by_token = config.distillation.over == "token"
             losses = losses + config.distillation.coefficient * (ratio * taught[-1] if by_token else distance)
-        by_sequence.append(losses)
+        by_sequence.append(losses if added is None else losses + added[index][mask])
         approximate_kl = ratio.log() - 1 + 1 / ratio
         was_clipped = (clipped * advantage < ratio * advantage).double()
         watched.append(torch.stack([was_clipped, approximate_kl, entropy, kl, (rollout - log_probs).abs()]).detach())
@@ -278,5 +289,5 @@ def reference_update(model: torch.nn.Module) -> None:
 
 
 def keep_float64(case: Case, model: Any) -> None:
-    if case.share_prefixes == "always" or model._can_set_experts_implementation():
+    if case.share_prefixes == "always" or case.hidden_states or model._can_set_experts_implementation():
         compute_in_float64(model)

@@ -86,7 +86,7 @@ CASES: dict[str, list[Case]] = {
         moe(layout="padded", router_losses=(0.5, 0.0)),
         REPLAYED_SHARED,
         BALANCED_SHARED,
-        Case(distillation=("token", "reverse_kl")),
+        Case(distillation=("token", "reverse_kl"), hidden_states=True),
         qwen3(share_prefixes="always", distillation=("vocabulary", "forward_kl")),
         scored("pairs", share_prefixes="always"),
         scored("process", share_prefixes="always"),
@@ -110,7 +110,7 @@ CASES: dict[str, list[Case]] = {
     "ulysses 2": [PADDED, Case("mistral windowed"), moe("gpt_oss"), BY_GROUP, critic(), scored("process")],
     "ulysses 4": [Case(), qwen3(share_prefixes="always")],  # more than key-value heads
     "ring 2": [
-        Case(distillation=("vocabulary", "reverse_kl"), share_prefixes="always"),
+        Case(distillation=("vocabulary", "reverse_kl"), share_prefixes="always", hidden_states=True),
         PADDED,
         GATHERED,
         SHARED,
@@ -124,7 +124,7 @@ CASES: dict[str, list[Case]] = {
     "copies 2, ring 2": [CHECKPOINTED, SHARED_CHECKPOINTED],
     "copies 2, ring 2, deferred": [CHECKPOINTED],
     "tp 2": [
-        Case(distillation=("vocabulary", "jsd")),
+        Case(distillation=("vocabulary", "jsd"), hidden_states=True),
         Case(distillation=("top_k", "forward_kl")),
         PADDED,
         SHARED,
@@ -137,6 +137,7 @@ CASES: dict[str, list[Case]] = {
     "pp 2": [
         Case(distillation=("vocabulary", "forward_kl")),
         Case(distillation=("top_k", "reverse_kl")),
+        Case(hidden_states=True, layers=3),
         PADDED,
         OFFLOADED,
         critic(layers=3),

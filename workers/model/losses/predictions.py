@@ -94,22 +94,29 @@ class PackedTokens:
 class Predictions(PackedTokens):
     """Predictions of a language model. log_probs, entropy: float32 [N] (float64 for a float64 model), with gradient.
 
-    divergence: from a teacher, see `workers.model.divergence`, or None.
+    divergence: from a teacher, see `workers.model.divergence`, or None. hidden: states [N, H] at the output layer, with
+    algorithm.loss.hidden_states.
     """
 
     log_probs: Tensor
     entropy: Tensor
     divergence: Tensor | None = None
+    hidden: Tensor | None = None
 
     @classmethod
     def gather(cls, outputs: Sequence[Tensor], sequences: DataProto, rows: ModelInput) -> "Predictions":
-        """Join the model's outputs [N], in the order of the fields, with the columns of the micro-batch."""
-        names = ("log_probs", "entropy", "divergence")
-        return cls(**dict(zip(names, outputs, strict=False)), **columns_at(sequences, rows, outputs[0].device))
+        """Join the model's outputs, in the order of the fields, with the columns of the micro-batch.
+
+        Outputs are [N], but for the hidden states.
+        """
+        found = dict(zip(("log_probs", "entropy", "divergence"), (o for o in outputs if o.dim() == 1), strict=False))
+        hidden = next((each for each in outputs if each.dim() == 2), None)
+        return cls(**found, hidden=hidden, **columns_at(sequences, rows, outputs[0].device))
 
     def sequences(self) -> Iterator["Predictions"]:
         for sequence, start, stop in self._bounds():
-            outputs = {"log_probs": self.log_probs, "entropy": self.entropy, "divergence": self.divergence}
+            outputs = {"log_probs": self.log_probs, "entropy": self.entropy}
+            outputs |= {"divergence": self.divergence, "hidden": self.hidden}
             found = {name: values[start:stop] for name, values in outputs.items() if values is not None}
             yield self._part(sequence, start, stop, **found)
 

@@ -138,6 +138,10 @@ class PolicyObjective:
         return self.config.distillation
 
     @property
+    def reads_hidden(self) -> bool:
+        return self.config.hidden_states
+
+    @property
     def aggregation(self) -> str:
         return self.loss.aggregation if self.config.aggregation == "auto" else self.config.aggregation
 
