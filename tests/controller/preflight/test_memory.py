@@ -285,6 +285,14 @@ def test_less_is_kept_on_a_gpu(documentation_workspace: Path, overrides: str) ->
     assert sum(memory.passes["policy.update"].values()) < sum(plain.passes["policy.update"].values())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "fewest", "most"), [("sgd", 7.9, 8.1), ("muon", 8.5, 9.5)])
+def test_an_optimizer_keeps_its_own_state(documentation_workspace: Path, name: str, fewest: float, most: float) -> None:
+    """Bytes a parameter with the weights. Muon keeps AdamW's for the embedding, a quarter of this model."""
+    policy = measure(small("policy.data_parallel=4", f"policy.optimizer.name={name}")).roles["policy"]
+    assert fewest < 4 * policy["stages"][0]["states"] / policy["sizes"]["trained"] < most
+
+
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """config.json of a mixture of experts without weights."""
