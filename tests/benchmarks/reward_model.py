@@ -2,9 +2,9 @@
 
     python -m tests.benchmarks.reward_model [--steps 30] [--seeds 0] [--folder runs/reward_models]
 
-Trains a reward model on the addition example's pairs, and the quickstart's policy on its scores. Runs what is not in
-the folder yet (600 steps of the reward model, on 2 quiet cores), then writes the table of docs/reward-models.md. Run `make fit` once
-before: it makes the policy's model and the pairs.
+Trains a reward model on the addition example's pairs (600 steps), and the quickstart's policy on its scores. Runs what
+is not in the folder yet, then writes the table of docs/reward-models.md. Run `make fit` once before: it makes the
+policy's model and the pairs.
 """
 
 import argparse
