@@ -33,9 +33,10 @@ SECTION = """
 
 Written by `python -m tests.benchmarks.distillation`: the addition example of 32 prompts with 8 responses a step,
 4 mini-batches, each run from the same warm-started student, at the example's learning rate with a cosine. The teacher
-is the quickstart's model of 3M, trained further on right responses. Distributions are compared over the vocabulary by `forward_kl`, coefficient 1.
-"Itself with the solution" is the policy as its own teacher, which reads the record's solution before the prompt. Exact
-match of 512 held-out problems, sampled at temperature 1, without the solution. The teacher has {teacher:.3f}.
+is the quickstart's model of 3M, trained further on right responses. Distributions are compared over the vocabulary by
+`forward_kl`, coefficient 1. "Itself with the solution" is the policy as its own teacher, which reads the record's
+solution before the prompt. Exact match of 512 held-out problems, sampled at temperature 1, without the solution. The
+teacher has {teacher:.3f}.
 
 ![Exact match of training responses over steps](distillation.png)
 
