@@ -16,13 +16,18 @@ SCHEMAS: tuple[type[TrainingConfig], ...] = (Config, SftConfig, PreferencesConfi
 
 
 def load_recorded(path: Path) -> TrainingConfig:
-    """Read `config.yaml` by the first schema that has all its sections. Raises ConfigError as `load` does."""
+    """Read `config.yaml` by the schema that has all its sections, and most of its settings of data.
+
+    Raises ConfigError as `load` does.
+    """
     try:
-        sections = set(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except (OSError, TypeError, ValueError, yaml.YAMLError):
-        sections = set()  # loading says what is wrong
-    found = (schema for schema in SCHEMAS if sections <= {item.name for item in fields(schema)})  # type: ignore[arg-type]
-    return load_as(next(found, Config), path)
+        read = yaml.safe_load(path.read_text(encoding="utf-8"))
+        sections, data = set(read), set(read.get("data") or ())
+    except (AttributeError, OSError, TypeError, ValueError, yaml.YAMLError):
+        sections, data = set(), set()  # loading says what is wrong
+    found = [schema for schema in SCHEMAS if sections <= {item.name for item in fields(schema)}]  # type: ignore[arg-type]
+    unknown = {schema: len(data - vars(schema().data).keys()) for schema in found}  # type: ignore[attr-defined]
+    return load_as(min(unknown, key=unknown.__getitem__, default=Config), path)
 
 
 def check_trusted(run: Path, functions: Iterable[str], overrides: Sequence[str], fix: str) -> None:

@@ -12,6 +12,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from controller.config.offline import RewardDataConfig
 from controller.observability.metric_table import spec_of
+from controller.observability.report import write_report
 from controller.offline.tokenized import Row, reward_examples, scored_row
 from controller.training_loop import Outcome
 from examples.addition import data
@@ -61,6 +62,7 @@ def test_pairs_are_ranked_by_a_model_that_transformers_reads(run: Run) -> None:
     chosen, rejected = (scores_of([pair["prompt"] + pair[side] for pair in pairs[20:]]) for side in sides)
     assert outcome.after["chosen_reward"] == pytest.approx(chosen.mean().item(), abs=1e-5), PADDED_BATCH
     assert outcome.after["margin"] == pytest.approx((chosen - rejected).mean().item(), abs=1e-5)
+    assert "reward model by bradley_terry" in write_report(Path("runs/run")).read_text()
 
 
 def test_a_margin_raises_the_loss_of_its_pair(run: Run) -> None:
