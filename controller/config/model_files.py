@@ -3,7 +3,7 @@
 model.path --folder or hub cache--> ModelFiles(description, weights, tokenizer, chat_template, ends)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,15 @@ class ModelFiles:
         """The language model's part of config.json, for multimodal models."""
         part = self.description.get("text_config")
         return part if isinstance(part, dict) else self.description
+
+
+def positions(text: Mapping[str, Any]) -> int | None:
+    """Return the longest sequence of a language model by its config, or None without a limit."""
+    count = text.get("max_position_embeddings")
+    if not isinstance(count, int) or count < 1:
+        return None
+    scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    return max(count, int((scaling.get("factor") or 1) * scaling.get("original_max_position_embeddings", count)))
 
 
 def read_model_files(path: str, key: str) -> ModelFiles:

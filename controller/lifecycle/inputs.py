@@ -16,9 +16,9 @@ from controller.checkpoints.progress import check_same_data
 from controller.config import Config, TrainingConfig
 from controller.config.file import value_of
 from controller.config.functions import requested_columns
-from controller.config.model_files import read_model_files
+from controller.config.model_files import positions, read_model_files
 from controller.config.python_rewards import NONE_GIVEN, GivenFunctions
-from controller.config.training import counted
+from controller.config.training import counted, path_setting
 from controller.data.curriculum import SampledPrompts
 from controller.data.identity import DataIdentity, data_identity
 from controller.data.prompts import (
@@ -261,6 +261,14 @@ def tokenized(config: Config, tried: Tried, log: Log = print) -> Inputs:
         longest = max(source.longest_taught for source in sources) + config.longest_response
         parts = f"{longest} tokens with the context of teacher.context_key={config.teacher.context_key}"
         check_caps(config, [config.limits["teacher.log_probs"]], longest, parts)
+        models = config.models_of("teacher") if config.starts_teacher else {"": config.model}
+        for name, model in models.items():
+            key = path_setting("teacher", name) if config.starts_teacher else "model.path"
+            most = positions(read_model_files(model.path, key).text)
+            if most is not None and longest > most:
+                raise ConfigError(
+                    f"{key}={model.path}: it takes {most} tokens, but a sample has {parts}. Shorten them."
+                )
     untaught = replace(rules, context_key="")
     validation = [dataset(rows, rules=untaught, shuffle=False, name=path) for path, rows in tried.held_out.items()]
     identity = tried.identity | {"prompts": [len(source) for source in sources]}

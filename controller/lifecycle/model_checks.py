@@ -9,11 +9,11 @@ It imports torch and transformers first, after all checks that need neither.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from controller.config import Config, TrainingConfig
 from controller.config.file import value_of
-from controller.config.model_files import read_model_files, weight_bytes
+from controller.config.model_files import positions, read_model_files, weight_bytes
 from controller.config.sampler import SamplerConfig
 from controller.config.training import LEARNING, path_setting
 from controller.preflight.engine_checks import response_limit, samplings
@@ -175,24 +175,15 @@ def _check_token_ids(config: Config, vocabulary: int) -> None:
 
 
 def _check_positions(config: TrainingConfig, key: str, path: str, model: "PreTrainedModel") -> None:
-    positions, longest, lower = _positions(model.config.get_text_config()), config.longest_sequence, ""
+    most, longest, lower = positions(model.config.get_text_config().to_dict()), config.longest_sequence, ""
     if isinstance(config, Config):
         lower = f"data.max_prompt_tokens, {response_limit(config)} or rollout.max_model_tokens"
         longest = max(longest, config.max_model_tokens) if key == "model.path" else longest
-    if positions is not None and longest > positions:
+    if most is not None and longest > most:
         raise ConfigError(
-            f"{key}={path}: it takes {positions} tokens, and sequences may reach {longest}. "
+            f"{key}={path}: it takes {most} tokens, and sequences may reach {longest}. "
             f"Lower {lower or 'data.max_tokens'}."
         )
-
-
-def _positions(text: Any) -> int | None:
-    positions: int | None = getattr(text, "max_position_embeddings", None)
-    scaling = getattr(text, "rope_parameters", None) or {}
-    factor = scaling.get("factor")
-    if positions is None or positions < 1 or not factor:
-        return positions if positions is None or positions > 0 else None
-    return max(positions, int(factor * scaling.get("original_max_position_embeddings", positions)))
 
 
 def _check_engine(config: Config, model: "PreTrainedModel") -> None:

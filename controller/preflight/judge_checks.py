@@ -4,7 +4,7 @@ import re
 
 from controller.config import Config
 from controller.config.functions import check_function
-from controller.config.model_files import read_model_files
+from controller.config.model_files import positions, read_model_files
 from controller.config.sampler import SamplerConfig
 from workers.errors import ConfigError
 from workers.rollout.engine_options import check_engine_options
@@ -14,8 +14,7 @@ def check_judge(config: Config) -> None:
     """Raise ConfigError for a judge that cannot answer, or whose answers have no effect."""
     judge, others = config.reward.judge, config.rollout.samples_per_prompt - 1
     check_engine_options(judge.engine)
-    text = read_model_files(config.judge_model.path, "reward.judge.model").text
-    longest, scaled = text.get("max_position_embeddings"), text.get("rope_scaling") or text.get("rope_parameters") or {}
+    longest = positions(read_model_files(config.judge_model.path, "reward.judge.model").text)
     if judge.function:
         check_function("reward.judge.parser", judge.function)
     pairwise, single = judge.form == "pairwise", isinstance(config, SamplerConfig)
@@ -39,7 +38,6 @@ def check_judge(config: Config) -> None:
         and "data.validation would always show 0.5. Add a reward function, or remove data.validation",
         f"max_prompt_tokens={judge.max_prompt_tokens}": longest
         and judge.max_tokens > longest
-        and "factor" not in scaled
         and f"with reward.judge.sampling.max_new_tokens it exceeds the judge's {longest} tokens. Lower either",
     }
     for setting, problem in problems.items():

@@ -59,6 +59,7 @@ def run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 SEVERAL = ("teacher.path=''", "teacher.paths={teacher: teacher, near: near}", "teacher.key=who", *ALONE)
 HINTS = ("teacher.context_key=hint", "teacher.context_template='{context}={prompt}'")
+LONG = (f"teacher.context_template='{120 * '#'}{{context}}{{prompt}}'", "policy.max_tokens_per_micro_batch=256")
 
 
 @pytest.mark.parametrize(
@@ -145,6 +146,8 @@ def log_probs(model: str, ids: torch.Tensor, before: str = "") -> torch.Tensor:
         ("model.router_replay", (*HINTS, "teacher.path=''", "model.router_replay=replay")),
         ("teacher.cpu_offload", (*HINTS, "teacher.path=''", "teacher.cpu_offload=true")),
         ("teacher.forward_max_tokens_per_micro_batch=16", (*HINTS, "policy.max_tokens_per_micro_batch=16")),
+        ("teacher.path=teacher", (HINTS[0], *LONG)),
+        ("model.path=model", (HINTS[0], *LONG, "teacher.path=''")),
         ("prompts.jsonl: record 2", (SEVERAL[0], SEVERAL[2], "teacher.paths={teacher: teacher}")),
         ("prompts.jsonl record 1", (*HINTS, "teacher.context_key=solution")),
         (
