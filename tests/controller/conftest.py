@@ -30,10 +30,10 @@ def stand_in_inputs() -> "Callable[[Config], Inputs]":
     """Data and rewards, read once for all runs with the same."""
     from controller.fit import read_inputs
 
-    known: dict[str, Inputs] = {}
+    known: dict[tuple[str, str], Inputs] = {}
 
     def read(config: "Config") -> "Inputs":
-        key = config.data.validation
+        key = config.data.validation, repr(config.reward.judge)
         known[key] = known.get(key) or read_inputs(config)
         return known[key]
 

@@ -68,7 +68,7 @@ from workers.model.sharding.stage_layers import Part, Passing
 from workers.model.sharding.tensor_parallel import share_model
 from workers.model.stages.stage_pipeline import Stage, clip_over_stages
 from workers.model.timing import MicroStepClock
-from workers.model.value_head import LOADERS
+from workers.model.value_head import LOADERS, name_pad_token
 from workers.model_config import RECOMPUTED
 from workers.rendering import read_template
 
@@ -114,8 +114,8 @@ class TrainingEngine:
         parameter_dtype = torch.promote_types(self.dtype, torch.float32)
         source = self._source(parameter_dtype)
         self.module = source.module
-        if head == "value" and getattr(self.module.model.config, "pad_token_id", None) is None:
-            self.module.model.config.pad_token_id = self.tokenizer.pad_token_id  # whom transformers needs for batches
+        if head == "value":
+            name_pad_token(self.module.model.config, self.tokenizer)
         self.vocabulary = self.module.model.get_input_embeddings().num_embeddings
         self.positions = max_positions(self.module.model.config)
         self._check_model()

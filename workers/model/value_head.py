@@ -9,6 +9,7 @@ Shapes: R rows of W cells, N predicted tokens, B sequences.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,3 +56,10 @@ def load_value_model(
 
 LOADERS: dict[str, Callable[..., PackedModel]] = {"lm": load_model, "value": load_value_model}
 """The loader of each head."""
+
+
+def name_pad_token(config: Any, tokenizer: Any) -> None:
+    """Name the tokenizer's pad token in a model's config that has none: transformers needs it to score a batch."""
+    token = tokenizer and tokenizer.pad_token_id
+    if getattr(config, "pad_token_id", None) is None and token is not None and token < config.vocab_size:
+        config.pad_token_id = token

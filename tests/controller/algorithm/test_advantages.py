@@ -195,4 +195,4 @@ def test_signal_is_a_property_of_the_group() -> None:
 
 def test_the_settings_offer_estimators_that_are_there() -> None:
     (setting,) = [found for found in settings_of(Config()) if found.key == "algorithm.advantage"]
-    assert set(setting.choices) == set(ESTIMATORS) | {"gae", "gigpo"}  # by token and by turn, elsewhere
+    assert set(setting.choices) == set(ESTIMATORS) | {"gae", "gigpo", "custom"}  # by token, by turn, by a function

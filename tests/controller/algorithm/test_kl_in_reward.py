@@ -50,6 +50,8 @@ def run_with(kl: np.ndarray, kl_coefficient: float | None, **settings: float) ->
         roles=SimpleNamespace(critic=None, reference=reference, sleep_engines=lambda: None),
         planner=SimpleNamespace(forward_plan=lambda *arguments: None),
         progress=Progress(kl_coefficient=kl_coefficient),
+        functions={},
+        replay=SimpleNamespace(with_advantages=lambda whole, new: new),
         record=SimpleNamespace(
             phase=lambda name: nullcontext(), add=metrics.update, trains_on=lambda batch: None, metrics=metrics
         ),

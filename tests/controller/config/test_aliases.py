@@ -8,11 +8,11 @@ import pytest
 from controller.config import Config, TrainingConfig, load_as
 from controller.config.aliases import answer, counterparts
 from controller.config.file import settings
-from controller.config.offline import PreferencesConfig, SftConfig
+from controller.config.offline import PreferencesConfig, RewardTrainingConfig, SftConfig
 from workers.errors import ConfigError
 
 PAGE = (Path(__file__).parents[3] / "docs" / "migration.md").read_text()
-SCHEMAS = (Config, SftConfig, PreferencesConfig)
+SCHEMAS = (Config, SftConfig, PreferencesConfig, RewardTrainingConfig)
 KNOWN = {schema: {found.key for found in settings(schema())} for schema in SCHEMAS}
 ROWS = [(row, schema) for row in counterparts() for schema in SCHEMAS if row.here and row.is_of(KNOWN[schema])]
 
