@@ -1,0 +1,52 @@
+"""Images in sequences of token ids.
+
+    ids     5 7 I I I I 9       I: the tokens of an image, expanded
+    keys    5 7 -a -b -c -d 9   numbers of the image's digest: equal only where ids and images are equal
+
+Ids alone do not tell two images of one size apart. Whatever compares prefixes compares keys.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+_ODD = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: multiples of it spread over all bits (Knuth 6.4)
+_LARGEST = np.uint64(2**63 - 1)
+
+
+@dataclass(frozen=True)
+class Image:
+    """Hold an image of a record, after `data.image_pixels`.
+
+    digest: a hash of size and RGB content, below 2^63. data: PNG bytes, or a Ray reference to them.
+    """
+
+    digest: int
+    width: int
+    height: int
+    data: Any = field(compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class PlacedImage:
+    """Place an image in a sequence: `tokens` consecutive tokens from `first` on, separators included."""
+
+    image: Image
+    first: int
+    tokens: int
+
+
+def keys(ids: np.ndarray, images: Sequence[PlacedImage]) -> np.ndarray:
+    """Return int64 [n]: `ids`, with a negative number of digest and offset for each token of an image.
+
+    Without images, `ids` themselves.
+    """
+    if not images:
+        return ids
+    found = ids.astype(np.int64)
+    for each in images:
+        numbers = np.uint64(each.image.digest) + np.arange(each.tokens, dtype=np.uint64) * _ODD
+        found[each.first : each.first + each.tokens] = -1 - (numbers & _LARGEST).astype(np.int64)
+    return found
