@@ -18,14 +18,17 @@ Each sampled token is trained once, in the row in which it was sampled.
 """
 
 import hashlib
+import itertools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from workers.environment import Observation, Text, as_text
 from workers.errors import EpisodeError
+from workers.images import PlacedImage, keys
 from workers.rollout.conversation import Conversation
 from workers.rollout.prefix_hashes import prefix_hashes
 from workers.rollout.requests import INSERTED, LENGTH, STOP, TURNS, Branch, Response, not_sampled
@@ -36,11 +39,26 @@ from workers.user_code.environments import RemoteEnvironment
 class SampledTurns:
     """Count what was said. Base of an Episode and of a Session.
 
-    turns: sampled ones. _said: all that was read or sampled, in order, the prompt first.
+    turns: sampled ones. _said: all that was read or sampled, in order, the prompt first. _parts: by row.
     """
 
     turns: list[Response]
     _said: list[Response]
+    _parts: list[list[Response]]
+
+    def rows(self) -> list[dict[str, np.ndarray]]:
+        """Return all of it in order, and the rows to train on if the first is not one.
+
+        `input_ids` int32, `loss_mask` bool, `rollout_log_probs` float32, `weight_versions` int32, negative where the
+        policy sampled nothing (see `requests`). `routed_experts` (optional): int16 [n, layers, k], -1 for unread tokens
+        at the end.
+        """
+        return [row_of(parts) for parts in self._parts]
+
+    @property
+    def row_images(self) -> list[tuple[PlacedImage, ...]]:
+        """Images of each of `rows`."""
+        return [images_of(parts) for parts in self._parts]
 
     @property
     def prompt_tokens(self) -> int:
@@ -48,7 +66,7 @@ class SampledTurns:
 
     @property
     def prompt_hash(self) -> int:
-        return hash_of(self._said[0].ids)
+        return hash_of(keys(self._said[0].ids, self._said[0].images))
 
     @property
     def response_tokens(self) -> int:
@@ -73,17 +91,24 @@ class SampledTurns:
 class Episode(SampledTurns):
     """The tokens so far, the turns among them, and the room within the limits."""
 
-    def __init__(self, prompt_ids: np.ndarray, *, max_turns: int, max_tokens: int) -> None:
-        """max_tokens: of a row after the prompt, turns and observations together."""
+    def __init__(
+        self, prompt_ids: np.ndarray, images: tuple[PlacedImage, ...] = (), *, max_turns: int, max_tokens: int
+    ) -> None:
+        """images: of the prompt. max_tokens: of a row after the prompt, turns and observations together."""
         self.turns: list[Response] = []
         self._max_turns, self._max_length = max_turns, len(prompt_ids) + max_tokens
-        self._said = [not_sampled(prompt_ids)]  # all of the episode, in order
+        self._said = [not_sampled(prompt_ids, images=images)]  # all of the episode, in order
         self._rows = [list(self._said)]
 
     @property
     def ids(self) -> np.ndarray:
         """All tokens of the current row, int32: the prompt of the next turn."""
         return _joined(self._rows[-1])
+
+    @property
+    def images(self) -> tuple[PlacedImage, ...]:
+        """Images of the current row."""
+        return images_of(self._rows[-1])
 
     @property
     def room(self) -> int:
@@ -125,24 +150,22 @@ class Episode(SampledTurns):
             return STOP
         return TURNS if len(self.turns) == self._max_turns else ""
 
-    def rows(self) -> list[dict[str, np.ndarray]]:
-        """Return all of the episode in order, and the rows to train on if the first is not one.
-
-        `input_ids` int32, `loss_mask` bool, `rollout_log_probs` float32, `weight_versions` int32, negative where the
-        policy sampled nothing (see `requests`). `routed_experts` (optional): int16 [n, layers, k], -1 for unread tokens
-        at the end.
-        """
-        return [row_of(parts) for parts in (self._rows if len(self._rows) == 1 else [self._said, *self._rows])]
+    @property
+    def _parts(self) -> list[list[Response]]:  # type: ignore[override]
+        return self._rows if len(self._rows) == 1 else [self._said, *self._rows]
 
 
-def branches_of(rows: Sequence[Mapping[str, np.ndarray]], prompt_tokens: int) -> tuple[Branch, ...]:
-    """Describe the rows to train on behind the first of `Episode.rows`. prompt_tokens: of the sample.
+def branches_of(
+    rows: Sequence[Mapping[str, np.ndarray]], prompt_tokens: int, images: Sequence[tuple[PlacedImage, ...]] = ()
+) -> tuple[Branch, ...]:
+    """Describe the rows to train on behind the first of `Episode.rows`. prompt_tokens: of the sample. images: by row.
 
     A row that has little in common with the sample's prompt, such as a sub-agent's, has a prompt of its own.
     """
-    prompts, found = [rows[0]["input_ids"][:prompt_tokens]], []
-    for row in rows[1:]:
-        ids = row["input_ids"]
+    images = images or [()] * len(rows)
+    prompts, found = [keys(rows[0]["input_ids"], images[0])[:prompt_tokens]], []
+    for row, placed in zip(rows[1:], images[1:], strict=True):
+        ids = keys(row["input_ids"], placed)
         shared = next((len(prompt) for prompt in prompts if np.array_equal(prompt, ids[: len(prompt)])), 0)
         if not shared:
             both, own = min(len(ids), prompt_tokens), int(np.argmax(row["loss_mask"]))
@@ -151,17 +174,27 @@ def branches_of(rows: Sequence[Mapping[str, np.ndarray]], prompt_tokens: int) ->
                 shared = own
                 prompts.append(ids[:own])
         trained = int(row["loss_mask"].sum())
-        found.append(Branch(len(ids), trained, shared, hash_of(ids[:shared]), prefix_hashes(ids, shared)))
+        found.append(Branch(len(ids), trained, shared, hash_of(ids[:shared]), prefix_hashes(ids, shared), placed))
     return tuple(found)
 
 
 def hash_of(ids: np.ndarray) -> int:
-    """Hash of int32 ids, int64, the same in every process."""
+    """Hash of ids, or of `workers.images.keys`, int64, the same in every process."""
     return int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=8).digest(), signed=True)
 
 
 def _joined(parts: Sequence[Response]) -> np.ndarray:
     return np.concatenate([part.ids for part in parts])
+
+
+def images_of(parts: Sequence[Response]) -> tuple[PlacedImage, ...]:
+    """Return the images of a row, placed in it. parts: what it holds, in order."""
+    starts = itertools.accumulate((len(part.ids) for part in parts), initial=0)
+    return tuple(
+        replace(image, first=start + image.first)
+        for part, start in zip(parts, starts, strict=False)
+        for image in part.images
+    )
 
 
 def row_of(parts: Sequence[Response]) -> dict[str, np.ndarray]:

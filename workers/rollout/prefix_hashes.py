@@ -24,8 +24,9 @@ def hashed_places(tokens: int) -> np.ndarray:
 def prefix_hashes(ids: np.ndarray, prompt_tokens: int) -> bytes:
     """Return uint32 numbers, one per entry of `hashed_places`, the same in every process.
 
-    ids: int32 [n], a sample's tokens. A hash is the upper half of sum_j (x_j + 1) a_j mod 2^64 over the tokens x_j,
-    with fixed a_j. Different prefixes collide with a probability of about 2^-32.
+    ids: a sample's tokens, int32 [n], or their `workers.images.keys`. A hash is the upper half of
+    sum_j (x_j + 1) a_j mod 2^64 over the tokens x_j, with fixed a_j. Different prefixes collide with a probability of
+    about 2^-32.
     """
     places = hashed_places(len(ids) - prompt_tokens) + prompt_tokens
     numbers = np.arange(1, len(ids) + 1, dtype=np.uint64) * _ODD

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from workers.environment import Text
+from workers.images import PlacedImage
 from workers.score import Score
 
 NOT_SAMPLED, INSERTED = -1, -2  # versions of tokens between turns, and within a turn by a thinking budget
@@ -42,7 +43,8 @@ class Response:
     INSERTED.
     finish_reason: `stop` or `length`, empty while unfinished. read_tokens: tokens before it, of which `cached_tokens`
     were in the prefix cache. routed_experts: int16 [m, layers, k] of the first m tokens read, with model.router_replay.
-    stop_string: whether a text of sampling.stop ended it, so that its last token is not an end token.
+    stop_string: whether a text of sampling.stop ended it, so that its last token is not an end token. images: of tokens
+    that were not sampled, placed in `ids`.
     """
 
     ids: np.ndarray
@@ -53,6 +55,7 @@ class Response:
     cached_tokens: int = 0
     routed_experts: np.ndarray | None = None
     stop_string: bool = False
+    images: tuple[PlacedImage, ...] = ()
 
     @property
     def sampled_tokens(self) -> int:
@@ -73,15 +76,16 @@ class Response:
         )
 
 
-def not_sampled(ids: np.ndarray, version: int = NOT_SAMPLED) -> Response:
-    return Response(ids, np.zeros(len(ids), np.float32), np.full(len(ids), version, np.int32))
+def not_sampled(ids: np.ndarray, version: int = NOT_SAMPLED, images: tuple[PlacedImage, ...] = ()) -> Response:
+    return Response(ids, np.zeros(len(ids), np.float32), np.full(len(ids), version, np.int32), images=images)
 
 
 @dataclass(frozen=True)
 class SampleRequest:
     """A request for one sample. prompt_ids: int32 [prompt tokens], shared by a group. start: of an episode, None for a
     single response. begun: Response of a lost engine, or SessionRecord. priority: engines short of memory serve the
-    lowest first. failures: failed attempts before this one. timeout_s: of an attempt, None for no limit.
+    lowest first. failures: failed attempts before this one. timeout_s: of an attempt, None for no limit. images: of the
+    prompt, expanded in `prompt_ids`.
     """
 
     uid: str
@@ -93,6 +97,7 @@ class SampleRequest:
     priority: int = 0
     failures: int = 0
     timeout_s: float | None = None
+    images: tuple[PlacedImage, ...] = ()
 
     @property
     def key(self) -> tuple[str, int]:
@@ -106,13 +111,17 @@ class SampleRequest:
 
 @dataclass(frozen=True)
 class Branch:
-    """A row to train on of a sample with several. prompt_tokens: its first tokens that equal the sample's prompt."""
+    """A row to train on of a sample with several. prompt_tokens: its first tokens that equal the sample's prompt.
+
+    images: of the row.
+    """
 
     length: int
     response_tokens: int
     prompt_tokens: int
     prompt_hash: int
     prefix_hashes: bytes
+    images: tuple[PlacedImage, ...] = ()
 
 
 COUNTS = (
@@ -144,8 +153,8 @@ class SampleResult:
     weights that sampled a token. version_tokens: (version, tokens), oldest first. environment: its reward or failure.
     messages: of an episode in a chat. row: all tokens in order, in the DataProto that came along, -1 after an error.
     branches: rows to train on instead, which follow it, empty if the template changed nothing. cut_tokens,
-    history_refused: see `Conversation`. start: seconds since 1970 by the engine's clock. seconds: duration including
-    waiting.
+    history_refused: see `Conversation`. images: of `row`, those of observations with PNG bytes. start: seconds since
+    1970 by the engine's clock. seconds: duration including waiting.
     """
 
     uid: str
@@ -168,6 +177,7 @@ class SampleResult:
     environment: Score | None = None
     messages: list[dict[str, Any]] = field(default_factory=list)
     branches: tuple[Branch, ...] = ()
+    images: tuple[PlacedImage, ...] = ()
     cut_tokens: int = 0
     history_refused: bool = False
     replica: int = -1

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from workers.dataproto import ROUTED_EXPERTS, DataProto
+from workers.images import keys
 from workers.rollout.conversation import Conversation
 from workers.rollout.episode import Episode, branches_of
 from workers.rollout.prefix_hashes import prefix_hashes
@@ -71,8 +72,8 @@ def finished(
     environment: Score | None = None,
     conversation: Conversation | None = None,
 ) -> Sample:
-    versions, rows = episode.version_tokens, episode.rows()
-    ids = rows[0]["input_ids"]
+    versions, rows, images = episode.version_tokens, episode.rows(), episode.row_images
+    ids = keys(rows[0]["input_ids"], images[0])
     result = SampleResult(
         request.uid,
         request.sample,
@@ -90,7 +91,8 @@ def finished(
         read_tokens=sum(turn.read_tokens for turn in episode.turns),
         cached_tokens=sum(turn.cached_tokens for turn in episode.turns),
         environment=environment,
-        branches=branches_of(rows, episode.prompt_tokens),
+        branches=branches_of(rows, episode.prompt_tokens, images),
+        images=images[0],
         messages=conversation.transcript if conversation else [],
         cut_tokens=conversation.cut_tokens if conversation else 0,
         history_refused=bool(conversation and conversation.refused),

@@ -27,7 +27,7 @@ import numpy as np
 
 from workers.errors import DataError, EpisodeError, quoted
 from workers.rendering import Messages
-from workers.rollout.episode import SampledTurns, row_of
+from workers.rollout.episode import SampledTurns
 from workers.rollout.requests import Response, not_sampled
 from workers.score import is_finite
 
@@ -279,14 +279,15 @@ class Session(SampledTurns):
     def _said(self) -> list[Response]:  # type: ignore[override]
         return [part for node in self.kept for part in node.parts]
 
-    def rows(self) -> list[dict[str, np.ndarray]]:
-        """Return the rows, see `Episode.rows`: all of the session, and its paths if it has several."""
+    @property
+    def _parts(self) -> list[list[Response]]:  # type: ignore[override]
+        """All of the session, and its paths if it has several."""
         paths, seen = [], set[Node]()
         for leaf in self.leaves:
             path = self.path(leaf)
             paths.append([part for n in path for part in ([not_sampled(n.ids)] if n in seen else n.parts)])
             seen.update(path)
-        return [row_of(parts) for parts in (paths if len(paths) == 1 else [self._said, *paths])]
+        return paths if len(paths) == 1 else [self._said, *paths]
 
     @property
     def transcript(self) -> Messages:

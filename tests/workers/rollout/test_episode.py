@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from workers.environment import Observation
 from workers.errors import EpisodeError
-from workers.rollout.episode import Episode, play
+from workers.images import Image, PlacedImage
+from workers.rollout.episode import Episode, branches_of, play
+from workers.rollout.prefix_hashes import prefix_hashes
 from workers.rollout.requests import LENGTH, STOP, TURNS, Response
 
 END = 1
@@ -50,6 +52,28 @@ def test_a_row_marks_what_the_policy_sampled_and_has_the_experts_of_all_tokens_t
     assert row["weight_versions"].tolist() == [-1, -1, 3, 4, -1, -1, -1, 4, 5]
     assert (episode.prompt_tokens, episode.response_tokens, episode.observation_tokens) == (2, 4, 3)
     assert (episode.room, episode.version_tokens) == (3, ((3, 1), (4, 2), (5, 1)))
+
+
+def test_hashes_tell_images_of_one_size_apart_and_rows_know_their_places() -> None:
+    def row(digest: int) -> Episode:
+        images = (PlacedImage(Image(digest, 2, 2, b""), first=1, tokens=2),)
+        episode = Episode(ids(5, 8, 8, 6), images, max_turns=3, max_tokens=10)
+        episode.add(turn(7, 4, 4, END))
+        return episode
+
+    one, same, other = row(10), row(10), row(11)
+    assert one.prompt_hash == same.prompt_hash != other.prompt_hash
+    assert one.images == one.row_images[0] != other.images
+    (first,), (second,) = one.rows(), other.rows()
+    assert first["input_ids"].tolist() == second["input_ids"].tolist()
+    branched = [first, first, second]
+    found = branches_of(branched, 4, [one.images, same.images, other.images])
+    assert [branch.images for branch in found] == [one.images, other.images]
+    assert (found[0].prompt_tokens, found[0].prompt_hash) == (4, one.prompt_hash)
+    assert found[1].prompt_tokens == 4 and found[1].prompt_hash == other.prompt_hash  # a prompt of its own
+    text = branches_of(branched, 4)
+    assert text[0] == text[1] and text[0].prefix_hashes == prefix_hashes(first["input_ids"], 4)
+    assert len({found[0].prefix_hashes, found[1].prefix_hashes, text[0].prefix_hashes}) == 3
 
 
 def test_equal_prompts_have_equal_hashes_in_every_process() -> None:
