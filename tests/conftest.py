@@ -1,7 +1,8 @@
 """Shared by all tests: a local Ray session, a folder that the documentation works in, and what runs one at a time."""
 
+import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -82,6 +83,14 @@ def stand_ins(stand_in_folder: Path, monkeypatch: pytest.MonkeyPatch) -> "StandI
 
     monkeypatch.chdir(stand_in_folder)
     return StandIns(monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def vision_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A tiny model of a family of tests/workers/vision_families.py: its folder, built once, for all tests."""
+    from tests.workers.vision_families import save_tiny_vision_model
+
+    return functools.cache(lambda family: save_tiny_vision_model(family, tmp_path_factory.mktemp(family)))
 
 
 @pytest.fixture(scope="session")
