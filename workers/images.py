@@ -1,4 +1,6 @@
-"""Images in sequences of token ids.
+"""Images of records, and their places in sequences of token ids.
+
+    path, bytes, data: URL, PIL's --read_image--> RGB --resized: data.image_pixels--> Image
 
     ids     5 7 I I I I 9       I: the tokens of an image, expanded
     keys    5 7 -a -b -c -d 9   numbers of the image's digest: equal only where ids and images are equal
@@ -6,11 +8,22 @@
 Ids alone do not tell two images of one size apart. Whatever compares prefixes compares keys.
 """
 
+import base64
+import hashlib
+import io
+import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from workers.errors import DataError, named
+
+if TYPE_CHECKING:
+    import PIL.Image
 
 _ODD = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: multiples of it spread over all bits (Knuth 6.4)
 _LARGEST = np.uint64(2**63 - 1)
@@ -50,3 +63,124 @@ def keys(ids: np.ndarray, images: Sequence[PlacedImage]) -> np.ndarray:
         numbers = np.uint64(each.image.digest) + np.arange(each.tokens, dtype=np.uint64) * _ODD
         found[each.first : each.first + each.tokens] = -1 - (numbers & _LARGEST).astype(np.int64)
     return found
+
+
+@dataclass(frozen=True)
+class ImageSource:
+    """An image where a record says it is: `Image.data` until the image is needed.
+
+    folder: of relative paths. pixels: fewest and most, see `resized`. where: names the record in errors.
+    """
+
+    value: Any = field(repr=False)
+    where: str
+    folder: str = ""
+    pixels: tuple[int, int] = (0, 2**20)
+
+    def open(self) -> "PIL.Image.Image":
+        return resized(read_image(self.value, self.where, self.folder), *self.pixels)
+
+    def image(self) -> Image:
+        """Decode the image once, for its digest. Raises as `read_image`."""
+        found = self.open()
+        return Image(digest_of(found), *found.size, self)
+
+
+class Pictures:
+    """Images for users' code: unpickled there, they are a list of PIL's. data: of `Image`, without references."""
+
+    def __init__(self, data: Sequence[Any]) -> None:
+        self.data = data
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _opened, ([png_of(each) for each in self.data],)
+
+
+def _opened(data: Sequence[bytes]) -> "list[PIL.Image.Image]":
+    return [read_image(each, "an image") for each in data]
+
+
+def png_of(data: Any) -> bytes:
+    """Return the PNG bytes of `Image.data`, of an ImageSource or one of PIL's images."""
+    if isinstance(data, bytes):
+        return data
+    buffer = io.BytesIO()
+    (data.open() if isinstance(data, ImageSource) else data).save(buffer, "PNG", compress_level=1)
+    return buffer.getvalue()
+
+
+def digest_of(image: "PIL.Image.Image") -> int:
+    content = f"{image.width} {image.height} ".encode() + image.tobytes()
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest()) >> 1
+
+
+def resized(image: "PIL.Image.Image", least: int, most: int) -> "PIL.Image.Image":
+    """Resize an image of fewer pixels than `least` or more than `most`. Its aspect is kept."""
+    width, height = image.size
+    pixels = width * height
+    if least <= pixels <= most:
+        return image
+    scale, rounded = math.sqrt(min(max(pixels, least), most) / pixels), math.floor if pixels > most else math.ceil
+    short, long = (max(1, rounded(scale * side)) for side in sorted(image.size))
+    long = min(long, most // short)
+    return image.resize((short, long) if width < height else (long, short))
+
+
+def read_image(value: Any, where: str, folder: str = "") -> "PIL.Image.Image":
+    """Read an image as RGB: upright, and on white where it is transparent.
+
+    value: a path, a data: URL, bytes, PIL's image, or `bytes` and `path` as `datasets` writes them. folder: of relative
+    paths. Raises DataError, naming the record `where`.
+    """
+    import PIL.Image
+    import PIL.ImageOps
+
+    name = name_of(value)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", PIL.Image.DecompressionBombWarning)
+            found = value if isinstance(value, PIL.Image.Image) else PIL.Image.open(_file(value, where, folder))
+            if getattr(found, "is_animated", False):
+                raise DataError(f"{where}: {name} is animated. Give one of its frames.")
+            return _on_white(PIL.ImageOps.exif_transpose(found))
+    except PIL.UnidentifiedImageError:
+        raise DataError(f"{where}: {name} is not an image that Pillow reads. Write it as PNG or JPEG.") from None
+    except (PIL.Image.DecompressionBombWarning, PIL.Image.DecompressionBombError) as error:
+        raise DataError(f"{where}: {name} is too large to be read: {error}. Make it smaller.") from None
+    except DataError:
+        raise
+    except Exception as error:  # Pillow raises many types for broken files
+        raise DataError(f"{where}: {name} cannot be read as an image: {named(error)}.") from None
+
+
+def _on_white(image: "PIL.Image.Image") -> "PIL.Image.Image":
+    import PIL.Image
+
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    white = PIL.Image.new("RGBA", image.size, "white")
+    white.alpha_composite(image.convert("RGBA"))
+    return white.convert("RGB")
+
+
+def _file(value: Any, where: str, folder: str) -> Any:
+    """Return a path or a buffer that Pillow opens."""
+    if isinstance(value, dict):
+        value = value.get("path") if value.get("bytes") is None else value["bytes"]
+    if isinstance(value, bytes):
+        return io.BytesIO(value)
+    if not isinstance(value, str):
+        raise DataError(f"{where} has an image of type {type(value).__name__}. Give a path, bytes or a data: URL.")
+    if value.startswith("data:"):
+        return io.BytesIO(base64.b64decode(value.partition(",")[2]))
+    if "://" in value:
+        raise DataError(f"{where}: {name_of(value)} is a URL, and images are not fetched. Store it, and give its path.")
+    if not (path := Path(folder, value)).is_file():
+        raise DataError(f"{where}: there is no image {path}. Relative paths start at the folder of the data.")
+    return path
+
+
+def name_of(value: Any) -> str:
+    """Name a record's image in texts: by its file, or `image`."""
+    path = value.get("path") if isinstance(value, dict) else value
+    return Path(path).name[-80:] or "image" if isinstance(path, str) and not path.startswith("data:") else "image"

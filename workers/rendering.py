@@ -21,7 +21,9 @@ from typing import Any
 import numpy as np
 
 from workers.errors import ConfigError, DataError, named
+from workers.images import Image
 from workers.json_file import read_json
+from workers.placeholders import Placed, Placeholders
 from workers.user_code.functions import TIMEOUT_SETTING
 from workers.user_code.process import NoAnswerError, ask
 
@@ -169,6 +171,10 @@ Options = dict[str, Any]
 CONTROLS = {"add_generation_prompt", "continue_final_message"}  # options that this module sets
 LONGEST_RENDERED = 20_000_000  # characters: above any model's context, and tokenized within a minute
 PROBE = "probe"
+IMAGE_PART = {"type": "image"}
+IMAGE_PLACES = ("image", "image_url", "url", "path")
+"""Names under which parts of messages hold images."""
+IMAGE_IN_TEXT = "<image>"
 
 
 def cleaned(prompt: Any, where: str) -> Any:
@@ -195,12 +201,44 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     return found
 
 
-def _part(part: Any, where: str) -> dict[str, str]:
+def _part(part: Any, where: str) -> dict[str, Any]:
     part = {"type": "text", "text": part} if isinstance(part, str) else part
-    if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        raise DataError(f"{where} has a chat message with a part of type {kind!r}. Only parts of type 'text' are read.")
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    if kind in ("image", "image_url"):
+        found = next((part[name] for name in IMAGE_PLACES if part.get(name) is not None), None)
+        found = found.get("url") if isinstance(found, dict) and "url" in found else found
+        return IMAGE_PART if found is None else IMAGE_PART | {"image": found}
+    if kind != "text" or not isinstance(part.get("text"), str):
+        raise DataError(
+            f"{where} has a chat message with a part of type {kind!r}. Only parts of types 'text' and 'image' are read."
+        )
     return {"type": "text", "text": part["text"]}
+
+
+def with_images(prompt: Any, column: Any, where: str) -> tuple[Any, list[Any]]:
+    """Return a cleaned prompt with bare parts for its images, and the images, in order.
+
+    column: the record's images, or one. Texts of messages then hold `<image>` where they have no part for it. Raises
+    DataError, naming `where`, for images in both.
+    """
+    given = [] if column is None else column if isinstance(column, list) else [column]
+    if isinstance(prompt, str):
+        return prompt, given
+    parts = [part for message in prompt if isinstance(message.get("content"), list) for part in message["content"]]
+    inside = [part["image"] for part in parts if "image" in part]
+    if inside and given:
+        raise DataError(f"{where} has images in its messages and in data.image_key. Give them once.")
+    splits = bool(given) and IMAGE_PART not in parts
+    return [m | {"content": _bare(m["content"], splits)} if "content" in m else m for m in prompt], inside or given
+
+
+def _bare(content: Any, splits: bool) -> Any:
+    if isinstance(content, list):
+        return [IMAGE_PART if part["type"] == "image" else part for part in content]
+    if not splits or IMAGE_IN_TEXT not in content:
+        return content
+    texts = [[{"type": "text", "text": text}] if text else [] for text in content.split(IMAGE_IN_TEXT)]
+    return [*texts[0], *(part for text in texts[1:] for part in (IMAGE_PART, *text))]
 
 
 def options_of(record: Mapping[str, Any], run: Options, where: str) -> Options:
@@ -260,6 +298,8 @@ def in_form(messages: Messages, texts: bool, parts: bool) -> Messages:
 
     def shown(content: Any) -> Any:
         if isinstance(content, list) and not parts:
+            if IMAGE_PART in content:
+                raise ValueError("it shows no parts of messages, such as images")
             return "".join(part["text"] for part in content)
         return [{"type": "text", "text": content}] if isinstance(content, str) and parts and not texts else content
 
@@ -277,7 +317,8 @@ class Renderer:
     """A tokenizer with its chat template.
 
     vocabulary: number of the model's ids, 0 if unknown. timeout_s: of a rendering, 0 for none. continue_last: whether
-    to continue a final assistant message. source: the setting that the template comes from.
+    to continue a final assistant message. source: the setting that the template comes from. placeholders: of a model
+    that reads images.
     """
 
     tokenizer: Any
@@ -285,6 +326,7 @@ class Renderer:
     timeout_s: float = 0.0
     continue_last: bool = False
     source: str = "model.path"
+    placeholders: Placeholders | None = None
 
     @classmethod
     def with_template(cls, tokenizer: Any, file: str, vocabulary: int = 0, timeout_s: float = 0.0) -> "Renderer":
@@ -293,6 +335,14 @@ class Renderer:
             return cls(tokenizer, vocabulary, timeout_s)
         tokenizer.chat_template = read_template(file)
         return cls(tokenizer, vocabulary, timeout_s, source="model.chat_template")
+
+    def expand(self, ids: np.ndarray, images: Sequence[Image], where: str) -> tuple[np.ndarray, Placed]:
+        """Replace placeholders in ids of a rendered text by the images' tokens. Raises DataError, naming `where`."""
+        if self.placeholders is not None:
+            return self.placeholders.expand(ids, images, where)
+        if images:
+            raise DataError(f"{where} has images, which model.path does not read. Set data.image_key to an empty text.")
+        return ids, ()
 
     def prompt_ids(self, prompt: Any, where: str, options: Options | None = None) -> np.ndarray:
         """Ids, int32 [P], of a cleaned prompt. options: of `options_of`. Raises DataError, naming `where`."""
