@@ -2,7 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 QUICK := not slow and not gpu and not soak
-TWO := -n 2 --dist loadfile --no-loadscope-reorder
+# A test that hangs ends its process after ten minutes, with every thread's stack, and counts as failed.
+TWO := -n 2 --dist loadfile --no-loadscope-reorder --timeout 600 --timeout-method thread
 STAMP := .venv/.installed-$(shell cat requirements/cpu.txt requirements/dev.txt pyproject.toml | cksum | cut -d' ' -f1)
 
 WARM_START := $(BIN)/python -m examples.addition.warm_start # makes the quickstart's model, once
