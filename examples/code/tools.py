@@ -10,6 +10,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -114,18 +115,18 @@ def run(code: str, seconds: float = SECONDS, interpreter: str = "") -> str:
         return f"[not run: more than {CODE:,} bytes]"
     with _start(interpreter or INTERPRETER) as process:
         assert process.stdin is not None and process.stdout is not None
-        timer = Timer(seconds, process.kill)
+        timer = Timer(seconds, _kill, [process])
         timer.start()
         try:
             with suppress(BrokenPipeError), process.stdin:  # of a sandbox that did not start
                 process.stdin.write(program)
             said = process.stdout.read(OUTPUT + 2)
             if len(said) > OUTPUT + 1:
-                process.kill()
+                _kill(process)
             exit_code = process.wait()
         finally:
             timer.cancel()
-            process.kill()
+            _kill(process)
     if said[:1] != b"\0" and exit_code >= 0:  # not killed before it started
         raise SandboxError(f"the sandbox did not start: {said.decode(errors='replace').strip()}")
     if len(said) > OUTPUT + 1:
@@ -136,6 +137,17 @@ def run(code: str, seconds: float = SECONDS, interpreter: str = "") -> str:
         end = f"[exit code {exit_code}]" if exit_code else ""
     text = said[1 : OUTPUT + 1].decode(errors="replace").rstrip("\n")
     return f"{text}\n{end}".strip("\n")
+
+
+def _kill(process: "subprocess.Popen[bytes]") -> None:
+    """Kill bubblewrap and its inner process. Until bubblewrap is set up, the inner one outlives the outer one."""
+    if process.poll() is not None:
+        return
+    with suppress(OSError):  # each may have ended meanwhile
+        inner = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.killpg(process.pid, signal.SIGKILL)  # with an inner process that has just begun
+        for pid in inner:
+            os.kill(int(pid), signal.SIGKILL)
 
 
 def _start(interpreter: str) -> "subprocess.Popen[bytes]":
@@ -156,6 +168,7 @@ def _start(interpreter: str) -> "subprocess.Popen[bytes]":
             pass_fds=[reader],
             cwd="/",
             env={},
+            start_new_session=True,
             **user,
         )
     finally:

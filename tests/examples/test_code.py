@@ -157,6 +157,13 @@ def test_time_output_and_processes_end(tools: Any) -> None:
     assert "stopped" in tools.run("import os\nwhile True:\n    try:\n        os.fork()\n    except OSError: pass", 1)
 
 
+def test_a_program_can_be_stopped_at_any_moment_of_its_start(tools: Any) -> None:
+    """Killed alone, bubblewrap's outer process left an inner one that held the output open for ever."""
+    for delay in range(60):
+        tools.run("print(1)", seconds=delay / 3000)
+    assert not [child for child in psutil.Process().children(recursive=True) if child.name() == "bwrap"]
+
+
 LEAVES = (
     "import os\nif not os.fork():\n    os.setsid()\n    {closed}os.execv('/usr/bin/env', ['env', 'sleep', '{mark}'])\n"
 )
