@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import transformers as hf
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 Built = tuple[hf.PreTrainedConfig, hf.ProcessorMixin]
@@ -87,7 +88,15 @@ def save_tiny_vision_model(family: str, folder: Path, **overrides: Any) -> Path:
     model.generation_config.eos_token_id = None
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
+    if family == "llava":
+        _name_as_published(folder / "model.safetensors")
     return folder
+
+
+def _name_as_published(file: Path) -> None:
+    """Name a CLIP tower as LLaVA's files do. Transformers reads both names, vLLM only these."""
+    weights = {name.replace("tower.", "tower.vision_model."): weight for name, weight in load_file(file).items()}
+    save_file(weights, file, {"format": "pt"})
 
 
 def _tokenizer(extra: Iterable[str] = (), named: dict[str, str] | None = None, **settings: Any) -> Any:
