@@ -13,11 +13,13 @@
 Users write the class. It needs neither Ray, torch nor vLLM.
 """
 
+import base64
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from workers.errors import DataError, quoted
+from workers.images import png_of
 from workers.score import is_finite
 
 Text = str | list[dict[str, Any]]
@@ -63,8 +65,9 @@ class Turn(str):
 class Observation:
     """An environment's answer to one turn.
 
-    text: the policy's next input, unused if `done`. In a chat, messages or one user message's text. reward: of this
-    turn, summed over an episode. parts: numbers to log, of which an episode's last value counts.
+    text: the policy's next input, unused if `done`. In a chat, messages or one user message's text. Their contents
+    may hold images: parts {"type": "image", "image": one of PIL's, bytes or a path}. reward: of this turn, summed over
+    an episode. parts: numbers to log, of which an episode's last value counts.
     """
 
     text: Text = ""
@@ -103,11 +106,30 @@ def as_observation(value: Any) -> dict[str, Any]:
 
 
 def as_text(said: Text) -> str:
-    return said if isinstance(said, str) else "\n".join(str(message.get("content", "")) for message in said)
+    return said if isinstance(said, str) else "\n".join(_content(message) for message in said)
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    content = message.get("content", "")
+    parts = content if isinstance(content, list) else [content]
+    return "".join(str(part.get("text", "<image>")) if isinstance(part, dict) else str(part) for part in parts)
 
 
 def _checked_text(value: Any, method: str) -> Text:
     messages = isinstance(value, list) and all(isinstance(message, dict) for message in value)
     if not isinstance(value, str) and not messages:
         raise DataError(f"the text that {method} returns must be a string or chat messages, not {quoted(value)}.")
-    return value
+    return value if isinstance(value, str) else [_with_urls(message) for message in value]
+
+
+def _with_urls(message: dict[str, Any]) -> dict[str, Any]:
+    """Write the images of a message, which travels as JSON, as data: URLs."""
+    content = message.get("content")
+    return message | {"content": [_with_url(part) for part in content]} if isinstance(content, list) else message
+
+
+def _with_url(part: Any) -> Any:
+    image = part.get("image") if isinstance(part, dict) else None
+    if image is None or isinstance(image, str):
+        return part
+    return part | {"image": f"data:image/png;base64,{base64.b64encode(png_of(image)).decode()}"}

@@ -344,6 +344,10 @@ class Renderer:
             raise DataError(f"{where} has images, which model.path does not read. Set data.image_key to an empty text.")
         return ids, ()
 
+    def images_in(self, ids: np.ndarray) -> int:
+        """Return the number of placeholders."""
+        return 0 if self.placeholders is None else int(np.sum(ids == self.placeholders.id))
+
     def prompt_ids(self, prompt: Any, where: str, options: Options | None = None) -> np.ndarray:
         """Ids, int32 [P], of a cleaned prompt. options: of `options_of`. Raises DataError, naming `where`."""
         if isinstance(prompt, str):

@@ -8,7 +8,7 @@ vLLM by itself keeps the old weights of omitted parameters, with a warning in a 
 `nccl` and `shared_memory`, which reads a safetensors file.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -35,17 +35,22 @@ from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
 from vllm.platforms import current_platform
 
+from workers.rollout.weight_transfer import FROZEN_VISION
+
 OUTPUT_LAYER = "lm_head.weight"
 STACKED_EXPERTS = ".mlp.experts."
 
 
-def left_out(model: nn.Module) -> list[str]:
+def left_out(model: nn.Module, frozen: Sequence[str] = ()) -> list[str]:
     """Return parameters that an update has not brought, or only in part. Call it before vLLM finishes the update.
 
-    A module with two names (an MoE layer's router) counts once. Scales of a KV cache do not count.
+    frozen: modules that keep their weights. A module with two names (an MoE layer's router) counts once. Scales of a KV
+    cache do not count.
     """
     missing = []
     for prefix, module in model.named_modules():
+        if f"{prefix}.".startswith(tuple(f"{name}." for name in frozen)):
+            continue
         info = get_layerwise_info(module)
         if not info.can_load() or is_deferred_attention_layer(module):  # needs no weights, or is complete
             continue
@@ -160,6 +165,7 @@ class CompleteUpdate(WeightTransferEngine[Any, Any]):
 
     at_once: ClassVar[bool] = True
     model: Any
+    vllm_config: Any
 
     def start_weight_update(self) -> None:
         super().start_weight_update()
@@ -174,16 +180,20 @@ class CompleteUpdate(WeightTransferEngine[Any, Any]):
             super().receive_weights(update_info)
             self.model = model
             if self.at_once:
-                _refuse(left_out(model))
+                _refuse(self._left_out(model))
         except Exception:
             self.model = model
             self._put_in_place()
             raise
 
     def finish_weight_update(self) -> None:
-        missing = left_out(self.model)
+        missing = self._left_out(self.model)
         self._put_in_place()
         _refuse(missing)
+
+    def _left_out(self, model: nn.Module) -> list[str]:
+        is_frozen = self.vllm_config.additional_config[FROZEN_VISION]
+        return left_out(model, getattr(model, "_tower_model_names", ()) if is_frozen else ())
 
     def _put_in_place(self) -> None:
         super().finish_weight_update()

@@ -23,10 +23,13 @@ import numpy as np
 
 from workers.environment import Text, Turn
 from workers.errors import ConfigError, DataError, EpisodeError
-from workers.rendering import Messages, Options, Renderer, cleaned
+from workers.images import Image, digest_of, png_of, read_image, resized
+from workers.rendering import Messages, Options, Renderer, cleaned, with_images
 from workers.rollout.history import History
 from workers.rollout.parsing import TurnParser
-from workers.rollout.requests import Response
+from workers.rollout.requests import Response, joined, not_sampled
+
+WHERE = "the conversation"
 
 
 class Conversation:
@@ -43,16 +46,20 @@ class Conversation:
         options: Options | None = None,
         parser: TurnParser | None = None,
         *,
+        images: Sequence[Image] = (),
+        pixels: tuple[int, int] = (0, 2**20),
         rewrites: bool = False,
     ) -> None:
         """prompt, options: as it was tokenized, including its system message. parser: of turns, None for plain text.
 
-        rewrites: whether the template may change what came before, as with `rollout.history=template`.
+        images: of the prompt. pixels: `data.image_pixels`, for images of observations. rewrites: whether the template
+        may change what came before, as with `rollout.history=template`.
         """
         self._renderer, self._tokenizer, self._parser = renderer, renderer.tokenizer, parser
         self._messages = list(prompt) if isinstance(prompt, list) else None
         self._options, self._rewrites = options or {}, rewrites
         self._history: History | None = None
+        self._images, self._pixels = list(images), pixels
         self.transcript: Messages = list(self._messages or ())
         self.refused = False
 
@@ -60,17 +67,17 @@ class Conversation:
     def cut_tokens(self) -> int:
         return self._history.cut_tokens if self._history else 0
 
-    def opened(self, prompt_ids: np.ndarray, opening: Text) -> np.ndarray:
-        """The prompt, int32, extended by the environment's opening. Raises EpisodeError as `observed` does."""
+    def opened(self, prompt: Response, opening: Text) -> Response:
+        """The prompt, extended by the environment's opening. Raises EpisodeError as `observed` does."""
         if self._messages is None:
-            return np.concatenate([prompt_ids, self._encode(_text_only(opening))]) if opening else prompt_ids
+            return joined([prompt, self._encode([_text_only(opening)])]) if opening else prompt
         if opening:
-            self._messages += _as_messages(opening)
+            self._messages += self._read(opening)[0]
             self.transcript = list(self._messages)
-            prompt_ids = self._encode(self._render(self._messages))
+            prompt = self._encode([self._render(self._messages)], self._images)
         if self._rewrites:
-            self._history = History(self._tokenizer, self._encode, self._render(self._messages), prompt_ids)
-        return prompt_ids
+            self._history = History(self._tokenizer, self._render(self._messages), prompt)
+        return prompt
 
     def turn(self, ids: np.ndarray, *, finished: bool) -> Turn:
         """The turn for the environment. finished: whether the policy ended it."""
@@ -83,29 +90,31 @@ class Conversation:
             self.transcript.append(said.message())
         return said
 
-    def observed(self, turn: Response, said: Turn, observation: Text) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return the ids, int32, of an observation after a turn, and the next prompt if it changes what came before.
+    def observed(self, turn: Response, said: Turn, observation: Text) -> tuple[Response, Response | None]:
+        """Return the tokens of an observation after a turn, and the next prompt if it changes what came before.
 
         said: the turn's text.
         Raises EpisodeError if the template cannot render it there.
         """
         if self._messages is None:
-            return self._encode(_text_only(observation)), None
-        following = _answers(_as_messages(observation), said.tool_calls)
+            return self._encode([_text_only(observation)]), None
+        new, images = self._read(observation)
+        following = _answers(new, said.tool_calls)
         self.transcript += following
         before = self._messages
         end = "" if turn.stop_string else str(self._tokenizer.decode(turn.ids[-1:].tolist()))
         served = self._served(said.message(), turn.ids, following)
         if served is not None and served[1] is None:
-            return self._encode(served[0]), None
+            return self._encode([served[0]], images), None
         kept, text = continued(self._render, before, following, end, calls=len(said.tool_calls))
         if served is None:
             self._messages = kept
-        return self._encode(text), served and served[1]
+        branch = None if served is None or served[1] is None else self._encode(served[1], self._images)
+        return self._encode([text], images), branch
 
     def _served(
         self, message: dict[str, Any], ids: np.ndarray, following: Messages
-    ) -> tuple[str, np.ndarray | None] | None:
+    ) -> tuple[str, list[str | Response] | None] | None:
         """Return `History.next_prompt` after a turn, or None if the conversation is continued as with `keep`."""
         if self._history is None or self.refused or self._messages is None:
             return None
@@ -120,19 +129,41 @@ class Conversation:
         self._messages = [*said, *following]
         return self._history.next_prompt(rendered)
 
-    def _encode(self, text: str) -> np.ndarray:
-        return np.asarray(self._renderer.ids(text, "the conversation"), dtype=np.int32)
+    def _read(self, said: Text) -> tuple[Messages, list[Image]]:
+        """Return an environment's messages with bare parts for images, and the images. Raises EpisodeError."""
+        try:
+            messages, values = with_images(_as_messages(said), None, WHERE)
+            pictures = [resized(read_image(value, WHERE), *self._pixels) for value in values]
+        except DataError as error:
+            raise EpisodeError(str(error)) from None
+        images = [Image(digest_of(each), *each.size, png_of(each)) for each in pictures]
+        self._images += images
+        return messages, images
+
+    def _encode(self, parts: Sequence[str | Response], images: Sequence[Image] = ()) -> Response:
+        """Encode texts, with `images` at their placeholders in order, and join them with tokens between them."""
+        left, found = list(images), list[Response]()
+        for part in parts:
+            if isinstance(part, str):
+                ids = np.asarray(self._renderer.ids(part, WHERE), dtype=np.int32)
+                ids, placed = self._renderer.expand(ids, left[: self._renderer.images_in(ids)], WHERE)
+                part = not_sampled(ids, images=placed)
+            left = left[len(part.images) :]
+            found.append(part)
+        if left:
+            raise EpisodeError(f"the chat template shows {len(images) - len(left)} of {len(images)} images")
+        return joined(found)
 
     def _render(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
         """Render, with the calls' arguments as texts if the template takes no objects."""
         options = self._options | {"add_generation_prompt": add_generation_prompt}
         try:
-            return self._renderer.text(messages, "the conversation", **options)
+            return self._renderer.text(messages, WHERE, **options)
         except DataError:
             texts = [_with_texts(message) for message in messages]
             if texts == messages:
                 raise
-            return self._renderer.text(texts, "the conversation", **options)
+            return self._renderer.text(texts, WHERE, **options)
 
 
 def continued(

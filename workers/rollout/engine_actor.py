@@ -24,12 +24,14 @@ import numpy as np
 from workers.config import ModelConfig, RolloutConfig, SamplingConfig
 from workers.dataproto import DataProto
 from workers.errors import EpisodeError, LostError, RolloutError
+from workers.model.processor import load_placeholders
 from workers.network import LOOPBACK, use_rays_interface
 from workers.rendering import Renderer
 from workers.rollout.conversation import Conversation
 from workers.rollout.episode import Episode, play
 from workers.rollout.front import Taken
 from workers.rollout.gateway import Access, Gateway
+from workers.rollout.image_inputs import ImageInputs
 from workers.rollout.kept_caches import KeptCaches
 from workers.rollout.parsing import TurnParser
 from workers.rollout.placement import check_placement
@@ -144,8 +146,7 @@ class VllmEngineActor:
             self._gateway = Gateway(engine, self.model, self.config, self._caches)
             await self._gateway.start(LOOPBACK if self._front is None else ray.util.get_node_ip_address())
         elif self._environments is not None:
-            tokenizer = await asyncio.to_thread(self._load_tokenizer)
-            self._renderer = Renderer.with_template(tokenizer, self.model.chat_template)
+            self._renderer = await asyncio.to_thread(self._load_renderer)
         if self.config.sampling.max_thinking_tokens:
             await asyncio.to_thread(lambda: self._thinking.closing(self.config.sampling))
         await engine.update_weight_version("0")
@@ -161,6 +162,10 @@ class VllmEngineActor:
         )
         return build_engine(arguments)
 
+    def _load_renderer(self) -> Renderer:
+        renderer = Renderer.with_template(self._load_tokenizer(), self.model.chat_template)
+        return replace(renderer, placeholders=load_placeholders(self.model.path))
+
     def _load_tokenizer(self) -> Any:
         from transformers import AutoTokenizer
 
@@ -169,6 +174,10 @@ class VllmEngineActor:
     @cached_property
     def _thinking(self) -> Thinking:
         return Thinking(self._load_tokenizer(), self.config.reasoning_parser)
+
+    @cached_property
+    def _images(self) -> ImageInputs:
+        return ImageInputs(self.engine)
 
     # --- samples ------------------------------------------------------------------------------------------------------
 
@@ -220,7 +229,8 @@ class VllmEngineActor:
         if self._gateway is not None and request.start is not None:  # not a question to a judge
             return await self._play_session(request, sampling, self._gateway)
         limit = self.config.response_limit(sampling) if request.start else sampling.max_new_tokens
-        episode = Episode(request.prompt_ids, max_turns=self.config.max_turns, max_tokens=limit)
+        limits = {"max_turns": self.config.max_turns, "max_tokens": limit}
+        episode = Episode(request.prompt_ids, request.images, **limits)
         sample = partial(self._turn, request, sampling)
         if request.start is None:
             turn = await sample(episode)
@@ -232,7 +242,10 @@ class VllmEngineActor:
             names = self.config.tool_parser, self.config.reasoning_parser
             parser = TurnParser(self._renderer.tokenizer, *names, start.options)
         rewrites = self.config.history == "template"
-        conversation = Conversation(self._renderer, start.prompt, start.options, parser, rewrites=rewrites)
+        given = [placed.image for placed in request.images]
+        conversation = Conversation(
+            self._renderer, start.prompt, start.options, parser, images=given, rewrites=rewrites
+        )
         environment = self._environments.episode(start.options.get("tools", ()))
         reason, score = await play(episode, sample, environment, conversation, start.record)
         return finished(request, episode, reason, score, conversation)
@@ -327,8 +340,6 @@ class VllmEngineActor:
         self, request: SampleRequest, sampling: SamplingConfig, episode: Episode, begun: Response | None, limit: int
     ) -> Response:
         """Sample the rest of a turn, of `limit` tokens at most, after what was sampled of it before."""
-        from vllm.inputs.engine import tokens_input
-
         ids, there = episode.ids, 0
         if begun is not None:
             ids, there = np.concatenate([ids, begun.ids]), len(begun.ids)
@@ -340,7 +351,7 @@ class VllmEngineActor:
             self._under_way[name] = request
         try:
             with self._caches.request(request.seed) as salt:
-                prompt = tokens_input(ids.tolist(), cache_salt=salt)
+                prompt = await self._images.prompt(ids, episode.images, salt)
                 outputs = self.engine.generate(prompt, parameters, name, priority=request.priority)
                 (output,) = [output async for output in outputs]
         finally:
@@ -396,7 +407,8 @@ class VllmEngineActor:
     async def begin_update(self) -> None:
         self._update_began = time.time()
         self._recomputes = self._caches.begin_update()
-        await self._answer("hold its requests", hold_requests(self.engine, clear_cache=self._recomputes))
+        clear = {"clear_cache": self._recomputes, "clear_images": getattr(self.model, "train_vision", False)}
+        await self._answer("hold its requests", hold_requests(self.engine, **clear))
         await self._answer("prepare for new weights", self.engine.start_weight_update())
 
     async def receive_update(self, update_info: dict[str, Any]) -> None:

@@ -156,6 +156,9 @@ class EngineThread(EngineCoreClient):
     async def get_supported_tasks_async(self) -> Any:
         return await self._call(self._core.get_supported_tasks)
 
+    async def reset_encoder_cache_async(self) -> None:
+        await self._call(self._core.reset_encoder_cache)
+
     async def reset_mm_cache_async(self) -> None:
         await self._call(self._core.reset_mm_cache)
 

@@ -18,10 +18,8 @@ Each sampled token is trained once, in the row in which it was sampled.
 """
 
 import hashlib
-import itertools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -31,7 +29,7 @@ from workers.errors import EpisodeError
 from workers.images import PlacedImage, keys
 from workers.rollout.conversation import Conversation
 from workers.rollout.prefix_hashes import prefix_hashes
-from workers.rollout.requests import INSERTED, LENGTH, STOP, TURNS, Branch, Response, not_sampled
+from workers.rollout.requests import INSERTED, LENGTH, STOP, TURNS, Branch, Response, images_of, not_sampled
 from workers.score import Score
 from workers.user_code.environments import RemoteEnvironment
 
@@ -111,15 +109,19 @@ class Episode(SampledTurns):
         return images_of(self._rows[-1])
 
     @property
+    def prompt(self) -> Response:
+        return self._said[0]
+
+    @property
     def room(self) -> int:
         """Tokens that may still follow."""
         return self._max_length - len(self.ids)
 
-    def open(self, prompt_ids: np.ndarray) -> bool:
+    def open(self, prompt: Response) -> bool:
         """Replace the prompt by a longer one, within the limit. Returns False if no room for a turn is left."""
-        if len(prompt_ids) >= self._max_length:
+        if len(prompt.ids) >= self._max_length:
             return False
-        self._said = [not_sampled(prompt_ids)]
+        self._said = [prompt]
         self._rows = [list(self._said)]
         return True
 
@@ -128,18 +130,18 @@ class Episode(SampledTurns):
         for parts in (self.turns, self._said, self._rows[-1]):
             parts.append(turn)
 
-    def observe(self, ids: np.ndarray, branch: np.ndarray | None = None) -> bool:
-        """Append an observation, int32. Returns False if that leaves no room for another turn.
+    def observe(self, said: Response, branch: Response | None = None) -> bool:
+        """Append an observation. Returns False if that leaves no room for another turn.
 
-        branch: the next prompt, int32, if it does not continue the current row.
+        branch: the next prompt, if it does not continue the current row.
         """
-        if (len(ids) + len(self.ids) if branch is None else len(branch)) >= self._max_length:
+        if (len(said.ids) + len(self.ids) if branch is None else len(branch.ids)) >= self._max_length:
             return False
-        self._said.append(not_sampled(ids))
+        self._said.append(said)
         if branch is None:
-            self._rows[-1].append(self._said[-1])
+            self._rows[-1].append(said)
         else:
-            self._rows.append([not_sampled(branch)])
+            self._rows.append([branch])
         return True
 
     def end(self, *, done: bool) -> str:
@@ -187,16 +189,6 @@ def _joined(parts: Sequence[Response]) -> np.ndarray:
     return np.concatenate([part.ids for part in parts])
 
 
-def images_of(parts: Sequence[Response]) -> tuple[PlacedImage, ...]:
-    """Return the images of a row, placed in it. parts: what it holds, in order."""
-    starts = itertools.accumulate((len(part.ids) for part in parts), initial=0)
-    return tuple(
-        replace(image, first=start + image.first)
-        for part, start in zip(parts, starts, strict=False)
-        for image in part.images
-    )
-
-
 def row_of(parts: Sequence[Response]) -> dict[str, np.ndarray]:
     """Return a row, see `Episode.rows`. parts: what it holds, in order."""
     versions = np.concatenate([part.versions for part in parts])
@@ -229,24 +221,25 @@ async def play(
     try:
         async with environments as environment:
             opening = await environment.reset(record)
-            prompt_ids = conversation.opened(episode.ids, opening)
-            if not episode.open(prompt_ids):
+            prompt = conversation.opened(episode.prompt, opening)
+            if not episode.open(prompt):
                 raise EpisodeError(
-                    f"reset made a prompt of {len(prompt_ids)} tokens, which leaves no room for a turn. Raise "
+                    f"reset made a prompt of {len(prompt.ids)} tokens, which leaves no room for a turn. Raise "
                     "rollout.max_episode_tokens"
                 )
             score = Score(0.0, "", turns=({"environment": as_text(opening)},) if opening else ())
-            state = _state(opening)
+            state = _state(opening, prompt)
             while True:
                 turn = await sample(episode)
                 episode.add(turn)
                 said = conversation.turn(turn.ids, finished=turn.finish_reason == STOP)
                 observation = await environment.step(said)
                 score = _with(score, observation, (turn.sampled_tokens, observation.reward, state))
-                state = _state(observation.text)
                 if reason := episode.end(done=observation.done):
                     return reason, score
-                if not episode.observe(*conversation.observed(turn, said, observation.text)):
+                observed, branch = conversation.observed(turn, said, observation.text)
+                state = _state(observation.text, observed)
+                if not episode.observe(observed, branch):
                     return LENGTH, score
     except EpisodeError as failure:
         if not episode.turns:
@@ -261,6 +254,7 @@ def _with(score: Score, observation: Observation, credit: tuple[int, float, int]
     return Score(reward, "", parts, failure=score.failure, turns=score.turns, credit=credits)
 
 
-def _state(said: Text) -> int:
-    text = as_text(said).encode(errors="replace")
+def _state(said: Text, shown: Response) -> int:
+    digests = "".join(f"\n{placed.image.digest}" for placed in shown.images)
+    text = (as_text(said) + digests).encode(errors="replace")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), signed=True)

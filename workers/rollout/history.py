@@ -1,10 +1,10 @@
 """History: the next prompt as the chat template makes it, with the sampled ids where it shows what the policy wrote.
 
-    message of a turn --opaque--> the same with stand-ins --template--> text --next_prompt--> ids
+    message of a turn --opaque--> the same with stand-ins --template--> text --next_prompt--> texts, ids
 
     sampled     <think>2 + 2.</think>four<end>
     rendered    <user>2 + 2?<end><assistant>STAND-IN<end><user>Sure?<end><assistant>
-    ids         <user>2 + 2?<end><assistant>four<end><user>Sure?<end><assistant>        four<end>: as it was sampled
+    parts       <user>2 + 2?<end><assistant>four<end><user>Sure?<end><assistant>        four<end>: as it was sampled
 
 The template never reads what the policy wrote, so nothing in it can be mistaken for the template's. Added tokens such
 as `</think>` stay in place, for templates that look for them.
@@ -13,12 +13,14 @@ as `</think>` stay in place, for templates that look for them.
 import re
 import uuid
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+
+from workers.rollout.requests import Response, not_sampled
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names under which templates look for a message's thoughts."""
@@ -89,14 +91,13 @@ class History:
     """
 
     tokenizer: Any
-    encode: Callable[[str], np.ndarray]
     row: str
-    prompt_ids: np.ndarray
+    prompt: Response
     turns: list[SampledTurn] = field(default_factory=list)
     cut_tokens: int = 0
 
     def __post_init__(self) -> None:
-        self._prompt, self._mark = self.row, f"sampled {uuid.uuid4().hex}"
+        self._first, self._mark = self.row, f"sampled {uuid.uuid4().hex}"
         self._shown: dict[str, tuple[int, int, int]] = {}  # turn, start and stop of a stand-in's text
 
     def opaque(self, message: dict[str, Any], ids: np.ndarray) -> dict[str, Any]:
@@ -125,8 +126,8 @@ class History:
             start = last
         return shown
 
-    def next_prompt(self, rendered: str) -> tuple[str, np.ndarray | None]:
-        """Return what `rendered` appends to the row, or else the ids, int32, of a new row. Either is the row then."""
+    def next_prompt(self, rendered: str) -> tuple[str, list[str | Response] | None]:
+        """Return what `rendered` appends to the row, or else the parts of a new row. Either is the row then."""
         text, blocks = "", list[Block]()
         for part in re.split(rf"({self._mark}-\d+\.)", rendered):
             if part in self._shown:
@@ -135,22 +136,19 @@ class History:
                 part = self.turns[number].text[start:stop]
             text += part
         row, self.row = self.row, text
-        return (text[len(row) :], None) if text.startswith(row) else ("", self._ids(text, blocks))
+        return (text[len(row) :], None) if text.startswith(row) else ("", self._parts(text, blocks))
 
-    def _ids(self, text: str, blocks: list[Block]) -> np.ndarray:
-        parts, done = list[np.ndarray](), 0
+    def _parts(self, text: str, blocks: list[Block]) -> list[str | Response]:
+        parts, done = list[str | Response](), 0
         for block in self._widened(text, blocks):
             turn = self.turns[block.turn]
             first, last = turn.tokens(block.at, block.at + block.length)
             start, stop = (block.start + turn.place(token) - block.at for token in (first, last))
             self.cut_tokens += (start > block.start) + (start <= stop < block.stop)
             if first < last and start >= done:
-                parts += [self._encoded(text[done:start]), turn.ids[first:last]]
+                parts += [text[done:start], not_sampled(turn.ids[first:last])]
                 done = stop
-        return np.concatenate([*parts, self._encoded(text[done:])])
-
-    def _encoded(self, text: str) -> np.ndarray:
-        return self.prompt_ids if text == self._prompt else self.encode(text)
+        return [self.prompt if part == self._first else part for part in (*parts, text[done:])]
 
     def _widened(self, text: str, blocks: list[Block]) -> Iterator[Block]:
         """Join the blocks of each turn, and with what the policy wrote around them, if the template shows it too."""

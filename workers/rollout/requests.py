@@ -4,6 +4,8 @@ SampleRequest --engine--> SampleResult (to the driver) + rows of a DataProto (st
 """
 
 import hashlib
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -78,6 +80,21 @@ class Response:
 
 def not_sampled(ids: np.ndarray, version: int = NOT_SAMPLED, images: tuple[PlacedImage, ...] = ()) -> Response:
     return Response(ids, np.zeros(len(ids), np.float32), np.full(len(ids), version, np.int32), images=images)
+
+
+def joined(parts: Sequence[Response]) -> Response:
+    """Join tokens between turns."""
+    return not_sampled(np.concatenate([part.ids for part in parts]), images=images_of(parts))
+
+
+def images_of(parts: Sequence[Response]) -> tuple[PlacedImage, ...]:
+    """Return the images of a row, placed in it. parts: what it holds, in order."""
+    starts = itertools.accumulate((len(part.ids) for part in parts), initial=0)
+    return tuple(
+        replace(image, first=start + image.first)
+        for part, start in zip(parts, starts, strict=False)
+        for image in part.images
+    )
 
 
 @dataclass(frozen=True)

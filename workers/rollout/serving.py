@@ -27,7 +27,7 @@ from workers.rendering import CONTROLS, RESERVED, Messages, Options, Renderer, c
 from workers.rollout.conversation import Conversation
 from workers.rollout.kept_caches import KeptCaches
 from workers.rollout.parsing import TurnParser
-from workers.rollout.requests import STOP, Response, turn_seed
+from workers.rollout.requests import STOP, Response, not_sampled, turn_seed
 from workers.rollout.session import Asked, Node, Session
 from workers.rollout.vllm_interface import as_response, check_prompt, sampling_parameters
 
@@ -124,7 +124,8 @@ class PromptRenderer:
                 return asked, np.concatenate([session.ids(asked.parent), self._following(asked, asked.parent, options)])
             except EpisodeError:  # such as two turns of the assistant in sequence
                 asked = replace(asked, parent=None, covered=0)
-        return asked, Conversation(self._renderer, [], options).opened(np.empty(0, np.int32), messages)
+        opened = Conversation(self._renderer, [], options).opened(not_sampled(np.empty(0, np.int32)), messages)
+        return asked, opened.ids
 
     def _following(self, asked: Asked, parent: Node, options: Options) -> np.ndarray:
         """Return the ids of the new messages, rendered behind stand-ins for turns."""
@@ -134,7 +135,7 @@ class PromptRenderer:
         ended = parent.response.finish_reason == STOP
         turn = parent.response if ended else replace(parent.response, stop_string=True)  # no end token of its own
         conversation = Conversation(self._renderer, opening, options)
-        return conversation.observed(turn, Turn("", tool_calls=calls), asked.messages[asked.covered :])[0]
+        return conversation.observed(turn, Turn("", tool_calls=calls), asked.messages[asked.covered :])[0].ids
 
     def text_ids(self, session: Session, prompt: Any) -> tuple[Asked, np.ndarray]:
         """Return what a prompt of a completion extends, a text or ids, and its ids."""

@@ -11,7 +11,7 @@ from workers.errors import DataError, RolloutError
 from workers.rollout.engine_options import check_engine_options
 from workers.rollout.placement import BACKENDS
 from workers.rollout.requests import LENGTH, STOP, Response
-from workers.rollout.weight_transfer import ENGINE_OF_BACKEND, mark_actor
+from workers.rollout.weight_transfer import ENGINE_OF_BACKEND, FROZEN_VISION, mark_actor
 
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs, RequestOutput, SamplingParams
@@ -79,11 +79,14 @@ def engine_arguments(
         enable_return_routed_experts=model.router_replay != "none",
         logprobs_mode="raw_logprobs" if before_cut else "processed_logprobs",
         disable_log_stats=True,
+        limit_mm_per_prompt={"video": 0, "audio": 0},
+        mm_processor_cache_gb=0,  # ImageInputs keeps what is processed
         use_tqdm_on_load=False,
         max_num_batched_tokens=max(PREFILL_TOKENS, config.max_concurrent, max_model_tokens if on_cpu else 0),
         weight_transfer_config=WeightTransferConfig(
             backend=ENGINE_OF_BACKEND["shared_memory" if config.weight_sync == "delta" else BACKENDS[placement]]
         ),
+        additional_config={FROZEN_VISION: not getattr(model, "train_vision", False)},
         # By default vLLM would choose Ray here, and look for its placement groups.
         distributed_executor_backend="uni" if config.tensor_parallel == 1 else "mp",
         **device,
@@ -104,12 +107,15 @@ def build_engine(arguments: "AsyncEngineArgs") -> "AsyncLLM":
     return engine_in_a_thread(arguments)
 
 
-async def hold_requests(engine: "AsyncLLM", *, clear_cache: bool) -> None:
+async def hold_requests(engine: "AsyncLLM", *, clear_cache: bool, clear_images: bool = False) -> None:
     """Stop scheduling, keeping requests in flight, until `resume_generation`.
 
+    clear_cache: of keys and values, and all others. clear_images: forget what a vision tower computed.
     `AsyncLLM.pause_generation` also sleeps 20 ms, to return outputs first: a third of an update of a small model.
     """
     await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
+    if clear_images and not clear_cache:
+        await engine.reset_encoder_cache()
 
 
 def _dtype(model: ModelConfig, on_cpu: bool) -> str:
@@ -128,6 +134,7 @@ def _cpu_arguments(config: RolloutConfig) -> dict[str, Any]:
         # A prompt that is taken in parts ends the engine: vLLM 0.32 then asks a seeded request's generator for its
         # offset, which a CPU's does not have.
         "enable_chunked_prefill": False,
+        "skip_mm_profiling": True,  # which measures memory, and the KV cache has its own size
         "ir_op_priority": {norm: [PROVIDER] for norm in NORMS},
     }
 

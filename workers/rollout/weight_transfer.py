@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ACTOR = "BALLAST_ROLLOUT_ACTOR"
+FROZEN_VISION = "frozen_vision"  # in vLLM's additional_config: updates bring nothing for the tower
 
 
 def mark_actor() -> None:

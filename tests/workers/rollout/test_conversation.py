@@ -15,7 +15,7 @@ from tests.workers.rollout import tiny
 from workers.errors import DataError, EpisodeError
 from workers.rendering import Messages, Renderer, forms, in_form
 from workers.rollout.conversation import Conversation, check_template, continued
-from workers.rollout.requests import STOP, Response
+from workers.rollout.requests import STOP, Response, not_sampled
 
 APPENDING = (
     "{% for m in messages %}#{{ m['role'] == 'user' and 'u' or 'a' }}{{ m['content'] }}<eos>;{% endfor %}"
@@ -39,8 +39,8 @@ def chat(tokenizer: Any) -> Any:
 
 def test_a_text_follows_a_text(tokenizer: Any) -> None:
     conversation = Conversation(Renderer(tokenizer), "a")
-    assert conversation.opened(ids_of("a"), "bc").tolist() == ids_of("abc").tolist()
-    assert conversation.opened(ids_of("a"), "").tolist() == ids_of("a").tolist()
+    assert conversation.opened(not_sampled(ids_of("a")), "bc").ids.tolist() == ids_of("abc").tolist()
+    assert conversation.opened(not_sampled(ids_of("a")), "").ids.tolist() == ids_of("a").tolist()
     assert conversation.turn(ids_of("d", tiny.EOS), finished=True) == "d"
     assert observation_ids(conversation, ids_of("d", tiny.EOS), "ef").tolist() == ids_of("ef").tolist()
     with pytest.raises(EpisodeError):
@@ -52,7 +52,7 @@ def observation_ids(conversation: Conversation, ids: np.ndarray, observation: An
     turn = Response(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32), STOP)
     following, branch = conversation.observed(turn, conversation.turn(ids, finished=True), observation)
     assert branch is None
-    return following
+    return following.ids
 
 
 def ids_of(text: str, *more: int) -> np.ndarray:
@@ -72,7 +72,7 @@ def test_turns_and_observations_together_are_what_the_template_renders(chat: Any
 
 def test_an_opening_of_messages_is_rendered_with_the_prompt(chat: Any) -> None:
     prompt, opening = [{"role": "system", "content": "be"}], [{"role": "user", "content": "go"}]
-    opened = Conversation(Renderer(chat), prompt).opened(ids_of("x"), opening)
+    opened = Conversation(Renderer(chat), prompt).opened(not_sampled(ids_of("x")), opening).ids
     rendered = chat.apply_chat_template(prompt + opening, add_generation_prompt=True, return_dict=False)
     assert opened.tolist() == rendered
 

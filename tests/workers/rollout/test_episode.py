@@ -16,7 +16,7 @@ from workers.errors import EpisodeError
 from workers.images import Image, PlacedImage
 from workers.rollout.episode import Episode, branches_of, play
 from workers.rollout.prefix_hashes import prefix_hashes
-from workers.rollout.requests import LENGTH, STOP, TURNS, Response
+from workers.rollout.requests import LENGTH, STOP, TURNS, Response, joined, not_sampled
 
 END = 1
 
@@ -34,7 +34,7 @@ def test_a_row_marks_what_the_policy_sampled_and_has_the_experts_of_all_tokens_t
     """Each turn's request reads what came before it once more; its last token is sampled, and not read."""
     episode = Episode(ids(5, 6), max_turns=3, max_tokens=10)
     episode.add(replace(turn(7, END, versions=(3, 4)), routed_experts=np.zeros((3, 2, 1), np.int16)))
-    assert episode.observe(ids(8, 9, 8))
+    assert episode.observe(not_sampled(ids(8, 9, 8)))
     read = np.arange(16, dtype=np.int16).reshape(8, 2, 1)
     episode.add(replace(turn(4, END, versions=(4, 5)), routed_experts=read))
     row = episode.rows()[0]
@@ -80,7 +80,7 @@ def test_equal_prompts_have_equal_hashes_in_every_process() -> None:
     one, other = Episode(ids(5, 6), max_turns=3, max_tokens=10), Episode(ids(5, 6), max_turns=3, max_tokens=10)
     other.add(turn(7))
     assert one.prompt_hash == other.prompt_hash == 6146428974812933914
-    assert one.open(ids(5, 6, 7))
+    assert one.open(not_sampled(ids(5, 6, 7)))
     assert one.prompt_hash != other.prompt_hash
     assert -(2**63) <= one.prompt_hash < 2**63
 
@@ -92,7 +92,7 @@ def test_the_limits_hold_whatever_is_sampled_and_observed(parts: list, tokens: i
     for sampled, observed in parts:
         sampled = min(sampled, episode.room)
         episode.add(turn(*[4] * sampled, reason=STOP if sampled < episode.room else LENGTH))
-        if episode.end(done=False) or not episode.observe(ids(*[9] * observed)):
+        if episode.end(done=False) or not episode.observe(not_sampled(ids(*[9] * observed))):
             break
         assert episode.room >= 1
     assert len(episode.turns) <= turns
@@ -102,8 +102,8 @@ def test_the_limits_hold_whatever_is_sampled_and_observed(parts: list, tokens: i
 
 def test_an_opening_lengthens_the_prompt_and_counts() -> None:
     episode = Episode(ids(5, 6), max_turns=2, max_tokens=4)
-    assert not episode.open(ids(5, 6, 7, 7, 7, 7))
-    assert episode.open(ids(5, 6, 7))
+    assert not episode.open(not_sampled(ids(5, 6, 7, 7, 7, 7)))
+    assert episode.open(not_sampled(ids(5, 6, 7)))
     assert (episode.prompt_tokens, episode.room, episode.ids.tolist()) == (3, 3, [5, 6, 7])
     assert episode.rows()[0]["rollout_log_probs"].tolist() == [0, 0, 0]
 
@@ -135,14 +135,14 @@ class Scripted:
 class Numbers:
     """A conversation in which a text is its numbers."""
 
-    def opened(self, prompt_ids: np.ndarray, opening: str) -> np.ndarray:
-        return np.concatenate([prompt_ids, ids(*map(int, opening.split()))])
+    def opened(self, prompt: Response, opening: str) -> Response:
+        return joined([prompt, not_sampled(ids(*map(int, opening.split())))])
 
     def turn(self, turn_ids: np.ndarray, *, finished: bool) -> str:
         return " ".join(map(str, turn_ids.tolist()))
 
-    def observed(self, turn: Response, said: str, observation: str) -> tuple[np.ndarray, None]:
-        return ids(*map(int, observation.split())), None
+    def observed(self, turn: Response, said: str, observation: str) -> tuple[Response, None]:
+        return not_sampled(ids(*map(int, observation.split()))), None
 
 
 def played(environment: Scripted, *turns: Response, **limits: int) -> tuple[Episode, list[list[int]], str, Any]:

@@ -16,7 +16,7 @@ from workers.environment import Turn
 from workers.errors import DataError, EpisodeError
 from workers.rendering import Messages, Renderer, variables_of
 from workers.rollout.conversation import Conversation
-from workers.rollout.requests import STOP, Response
+from workers.rollout.requests import STOP, Response, not_sampled
 
 PARAMETERS = {name: {"type": "integer", "description": name} for name in ("a", "b")}
 FUNCTION = {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": PARAMETERS}}
@@ -99,11 +99,12 @@ def played(case: Case, turn: np.ndarray, said: Turn, *, rewrites: bool) -> Playe
     tokenizer = stock.tokenizer(case.template)
     renderer = Renderer(tokenizer)
     conversation = Conversation(renderer, ASKED, case.options, rewrites=rewrites)
-    prompt = conversation.opened(np.array(renderer.ids(case.render(ASKED), "x"), np.int32), "")
+    asked = not_sampled(np.array(renderer.ids(case.render(ASKED), "x"), np.int32))
+    prompt = conversation.opened(asked, "").ids
     response = Response(turn, np.zeros(len(turn), np.float32), np.zeros(len(turn), np.int32), STOP)
     following, branch = conversation.observed(response, said, ANSWERS[case.role])
-    ids = np.concatenate([prompt, turn, following]) if branch is None else branch
-    return Played(prompt, following, ids, tokenizer.decode(ids.tolist()), branch is not None, conversation)
+    ids = np.concatenate([prompt, turn, following.ids]) if branch is None else branch.ids
+    return Played(prompt, following.ids, ids, tokenizer.decode(ids.tolist()), branch is not None, conversation)
 
 
 @cache
@@ -151,12 +152,13 @@ def test_each_prompt_of_a_long_conversation_is_the_templates(name: str) -> None:
         case = Case(name, role, kind, name not in WITHOUT_TOOLS)
         if not number:
             conversation = Conversation(Renderer(tokenizer), ASKED, case.options, rewrites=True)
-            prompt = conversation.opened(np.array(Renderer(tokenizer).ids(case.render(ASKED), "x"), np.int32), "")
+            asked = not_sampled(np.array(Renderer(tokenizer).ids(case.render(ASKED), "x"), np.int32))
+            prompt = conversation.opened(asked, "").ids
         turn = stock.apart(tokenizer, case.sampled_after(messages))
         response = Response(turn, np.zeros(len(turn), np.float32), np.zeros(len(turn), np.int32), STOP)
         following, branch = conversation.observed(response, case.said, ANSWERS[role])
         messages += [case.said.message(), *ANSWERS[role]]
-        prompt = np.concatenate([prompt, turn, following]) if branch is None else branch
+        prompt = np.concatenate([prompt, turn, following.ids]) if branch is None else branch.ids
         assert tokenizer.decode(prompt.tolist()) == case.render(messages)
         assert contains(prompt, stock.apart(tokenizer, case.said.content))
     assert (conversation.refused, conversation.cut_tokens) == (False, 0)
