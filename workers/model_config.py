@@ -38,6 +38,7 @@ class ModelConfig:
         (".gradient_checkpointing=selective or full", "recompute_num_layers"),
         ("GPUs", "activation_offload, compile"),
         ("engines on GPUs", "router_replay"),
+        (".lora.rank=0", "train_vision"),
     )
 
     path: str = setting("???", "Folder with a Hugging Face model and tokenizer, or a name in the local hub cache.")
@@ -133,6 +134,11 @@ class ModelConfig:
         "not the metric `loss`.",
         minimum=0,
     )
+    train_vision: bool = setting(
+        False,
+        "Train the part of a vision-language model that turns images into embeddings (vision tower and projector). By "
+        "default it is frozen.",
+    )
     lora: LoraConfig = field(default_factory=LoraConfig)
 
     @property
@@ -146,6 +152,7 @@ class ModelConfig:
             path=path or self.path,
             chat_template="",
             lora=LoraConfig(),
+            train_vision=False,
             router_replay="none",
             router_aux_loss_coefficient=0.0,
             router_z_loss_coefficient=0.0,

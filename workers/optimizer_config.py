@@ -11,6 +11,8 @@ class OptimizerConfig:
 
     only_with = (
         (".name=custom", "function"),
+        (".name=adamw or muon or sgd", "vision_learning_rate"),
+        ("model.train_vision=true", "vision_learning_rate"),
         (".name=muon or sgd or custom", "momentum"),
         (".name=adamw or muon or custom", "beta1, beta2, epsilon"),
         (".schedule=custom", "schedule_function"),
@@ -33,6 +35,9 @@ class OptimizerConfig:
         "torch optimiser out. The file must have the same path on every node.",
     )
     learning_rate: float = setting(1e-6, "Peak learning rate. `muon` takes AdamW's.", above=0, maximum=1)
+    vision_learning_rate: float = setting(
+        0.0, "Peak learning rate of the vision tower. 0 takes learning_rate.", minimum=0, maximum=1
+    )
     weight_decay: float = setting(0.0, "Decoupled weight decay. With `sgd` in the gradient.", minimum=0, maximum=100)
     weight_decay_on: str = setting(
         "matrices", "What decays. `matrices` leaves out norms and biases.", choices=("matrices", "all")

@@ -103,8 +103,7 @@ class TrainingEngine:
             raise ConfigError(f"head={head} is not one of {', '.join(LOADERS)}")
         self.device = torch.device(device)
         self.model_config, self.head, self.optimizer_config = model_config, head, optimizer
-        self.temperature = temperature
-        self.reshard_after_forward = reshard_after_forward
+        self.temperature, self.reshard_after_forward = temperature, reshard_after_forward
         self.dtype = compute_dtype(model_config.dtype, self.device)
         self.tokenizer = load_tokenizer(model_config.path)
         self.chat_template = read_template(model_config.chat_template) if model_config.chat_template else ""
@@ -124,22 +123,21 @@ class TrainingEngine:
         self._output_name = next((name for name, part in self.module.model.named_modules() if part is output), "")
         self.teacher_layer: WholeLayer | None = None
         self.layout = RowLayout(model_config, self.parallel, self.module, self.device, self.dtype)
-        recomputed = RECOMPUTED[model_config.gradient_checkpointing]
-        self.stage = Stage(self.module, self.parallel, recomputed=recomputed)
+        self.stage = Stage(self.module, self.parallel, recomputed=RECOMPUTED[model_config.gradient_checkpointing])
         self.num_parameters = sum(parameter.numel() for parameter in self.module.parameters())
-        self.module.requires_grad_(optimizer is not None)
+        self.module.set_trained(optimizer is not None, model_config.train_vision)
         # A frozen engine is a reference: the base model, which adapters leave as it is.
         self.has_adapters = optimizer is not None and model_config.lora.rank > 0
         if self.has_adapters:
             source.change(lambda module: add_adapters(module.model, model_config.lora))
-        trained = optimizer is not None
-        self.routing = Routing(self.module, model_config, self.parallel, self.device, trained=trained)
+        self.routing = Routing(self.module, model_config, self.parallel, self.device, trained=optimizer is not None)
         if check_numerics:
             probe = make_probe(self.module, self.dtype, temperature, self.layout.shared_from)
             expected = source.ask(lambda module: own_outputs(module, probe))
         weights = {name: shard.weight for name, shard in self._shards().items()}
         self._distribute(cpu_offload)
         source.fill(self.device, cpu_offload=cpu_offload)
+        self.module.place_tower(self.device, self.dtype)
         prepare, hooks = self._before_backward, self.routing.hooks
         self.runner = MicroBatchRunner(self.stage, self.layout, self.clock, self.device, self.dtype, prepare, hooks)
         self.checkpoint_weights = CheckpointWeights(
@@ -147,8 +145,8 @@ class TrainingEngine:
         )
         self.stored_dtype = stored_dtype(model_config.path, parameter_dtype)
         if optimizer is not None:
-            named, matrices = self.module.named_parameters(), self.module.layer_matrices
-            self.optimizer = make_optimizer(named, optimizer, matrices, offload=optimizer_offload)
+            named, sets = self.module.named_parameters(), (self.module.layer_matrices, self.module.tower)
+            self.optimizer = make_optimizer(named, optimizer, *sets, offload=optimizer_offload)
             self.schedule = make_schedule(self.optimizer, optimizer, total_steps)
             self.nonfinite_guard = NonfiniteGuard(optimizer.max_skipped_steps)
         if check_numerics:
@@ -174,17 +172,20 @@ class TrainingEngine:
         self.stage.keep(self.module)
         experts = share_experts(self.module.model, self.parallel, self.routing.grouped)
         compiled = compiles(self.model_config, self.parallel.config, cuda=self.device.type == "cuda")
-        checkpoint_layers(self.module.model, self.module.layers, self.model_config, compiled=compiled)
+        tower, layers = self.module.tower_blocks, self.module.layers
+        checkpoint_layers(self.module.model, layers, self.model_config, tower, compiled=compiled)
         if compiled:
-            compile_layers(self.module.layers, shares_experts=self.parallel.config.expert_parallel > 1)
+            compile_layers(layers, shares_experts=self.parallel.config.expert_parallel > 1)
         shard_model(
             self.module,
-            self.module.layers,
+            layers,
             self.parallel.sharding,
             compute_dtype=self.dtype,
             cpu_offload=cpu_offload,
             reshard_after_forward=self.reshard_after_forward,
             experts=experts,
+            uncast=tower,
+            whole=self.module.frozen_tower,
         )
 
     @property

@@ -16,6 +16,7 @@ import torch
 from balancing.alignment import length_multiple
 from workers.config import ModelConfig, ParallelConfig
 from workers.dataproto import DataProto
+from workers.errors import UnsupportedModelError
 from workers.model.attention.attention import (
     PackedAttention,
     choose_backend,
@@ -54,6 +55,7 @@ class RowLayout:
         self._group = parallel.context.get_group() if parallel and cp > 1 else None
         self._ring = cp > 1 and shares.context_parallel_method == "ring"
         self._device, self._config, self._sharing = device, config, length_multiple(cp, tp)
+        self._model = model
         self._by_segment = config.attention_layout(shared=cp * tp > 1) == "packed"
         name, features = model.name, model.required_features
         shares_prefix = shares_prefixes(
@@ -85,15 +87,23 @@ class RowLayout:
             rows = replace(rows, source=torch.full_like(rows.source, -1), cells=rows.cells[:0])
         if cells != "before":
             rows = read_own(rows) if cells == "own" else read_last(rows, micro_batch)
+        if self._model.vision is not None:
+            rows = self._model.vision.lay_out(rows, micro_batch)
+        elif "images" in micro_batch.objects:
+            raise UnsupportedModelError(
+                f"{self._model.name} takes no images. Remove data.image_key, or take another model."
+            )
         if isinstance(rows, PackedRow):
             attention = self._attention(rows)
             rows = cut(rows, self._group, self._device) if self._group else rows
             rows = replace(rows, attention=attention)
-        names = ("input_ids", "position_ids", "predicting", "targets", "attention_mask")
+        names = ("input_ids", "position_ids", "predicting", "targets", "attention_mask", "image_cells", "image_source")
         read = {name: value for name in names if (value := getattr(rows, name)) is not None}
-        sent = to_device(self._device, *read.values(), *rows.teacher.values())
-        teacher = dict(zip(rows.teacher, sent[len(read) :], strict=True))
-        return replace(rows, teacher=teacher, **dict(zip(read, sent, strict=False)))
+        images = rows.images or {}
+        sent = to_device(self._device, *read.values(), *rows.teacher.values(), *images.values())
+        teacher = dict(zip(rows.teacher, sent[len(read) :], strict=False))
+        pixels = dict(zip(images, sent[len(sent) - len(images) :], strict=True)) or None
+        return replace(rows, teacher=teacher, images=pixels, **dict(zip(read, sent, strict=False)))
 
     def _row(self, micro_batch: DataProto, multiple: int, *, to_longest: bool) -> PackedRow:
         if self.shared_from:

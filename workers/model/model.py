@@ -30,10 +30,12 @@ from transformers import (
     AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from workers.config import ModelConfig
 from workers.errors import BallastError, ConfigError, UnsupportedModelError, clause, named
@@ -47,6 +49,7 @@ from workers.model.rules.recurrent import check_mixers, find_mixers, split_by_se
 from workers.model.sharding.parallel import full_tensor
 from workers.model.sharding.stage_layers import Part, Passing, carried
 from workers.model.sharding.tensor_parallel import blocks_with_experts, find_experts, own_vocabulary
+from workers.model.vision import Vision
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +78,8 @@ class PackedModel(nn.Module):
         self.required_features = required_features(model.config, names)
         self.softcap = final_softcap(model.config)
         self.logit_factor = logit_factor(model.config)
+        sees = hasattr(model, "get_image_features") and getattr(model.config, "image_token_id", None) is not None
+        self.vision = Vision(model, decoder_of(model)) if sees and model.get_output_embeddings() is not None else None
         # Families that use only distances of positions (ALiBi) take none.
         self.takes_positions = "position_ids" in inspect.signature(decoder_of(model).forward).parameters
 
@@ -95,8 +100,35 @@ class PackedModel(nn.Module):
         return {each for each in parameters if each.ndim == 2 or (each.ndim == 3 and each in experts)}
 
     def layers_of(self, part: Part) -> list[nn.Module]:
-        layers = _layers(self.model)
-        return [] if layers is None else [layers.get_submodule(str(index)) for index in part.layers]
+        """Return a part's layers, and those of a trained tower, which are sharded one by one."""
+        layers, tower = _layers(self.model), self.tower_blocks if part.first else []
+        return tower + ([] if layers is None else [layers.get_submodule(str(index)) for index in part.layers])
+
+    @property
+    def tower(self) -> set[nn.Parameter]:
+        return self.vision.parameters if self.vision else set()
+
+    @property
+    def frozen_tower(self) -> set[nn.Parameter]:
+        return set() if self.vision and self.vision.trains else self.tower
+
+    @property
+    def tower_blocks(self) -> list[nn.Module]:
+        """Return the layers of a trained tower."""
+        return self.vision.blocks if self.vision and self.vision.trains else []
+
+    def set_trained(self, trained: bool, train_vision: bool) -> None:
+        """Choose the parameters that have gradients, in place. Adapters choose theirs later."""
+        self.requires_grad_(trained)
+        if self.vision:
+            self.vision.trains = trained and train_vision
+        for parameter in self.frozen_tower:
+            parameter.requires_grad_(False)
+
+    def place_tower(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Move a frozen tower to `device`, in the dtype of the computation."""
+        for parameter in self.frozen_tower:
+            parameter.data = parameter.data.to(device, dtype)
 
     @property
     def is_recurrent(self) -> bool:
@@ -112,9 +144,11 @@ class PackedModel(nn.Module):
             arguments["attention_mask"] = rows.attention_mask
         else:
             arguments["packed_attention"] = rows.attention
-        read = {"input_ids": rows.input_ids}
+        read: dict[str, Any] = {"input_ids": rows.input_ids}
         if passing is not None and passing.received is not None:
             read = {"inputs_embeds": passing.received}
+        elif self.vision is not None and rows.images is not None:
+            read = self.vision.embedded(rows)
         with (
             activations_on_host(rows.input_ids.device) if self.activation_offload else nullcontext(),
             carried(_layers(self.model), passing),
@@ -163,9 +197,29 @@ def load_model(
 
     Raises ConfigError if the model is missing or incomplete, UnsupportedModelError if packing would change its results.
     """
-    model, missing = read_pretrained(AutoModelForCausalLM, config, dtype, skeleton, shapes)
+    model, missing = read_pretrained(LanguageModel, config, dtype, skeleton, shapes)
     check_complete(config.path, missing)
     return packed_causal_lm(model, config)
+
+
+class LanguageModel:
+    """Stand for transformers' auto class of a causal LM, or of a model that also sees images."""
+
+    @staticmethod
+    def _of(config: PreTrainedConfig) -> Any:
+        return (
+            AutoModelForImageTextToText
+            if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+            else AutoModelForCausalLM
+        )
+
+    @classmethod
+    def from_config(cls, config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
+        return cls._of(config).from_config(config, **options)
+
+    @classmethod
+    def from_pretrained(cls, path: str, *, config: PreTrainedConfig, **options: Any) -> Any:
+        return cls._of(config).from_pretrained(path, config=config, **options)
 
 
 def read_config(path: str, **options: Any) -> PreTrainedConfig:
@@ -297,14 +351,20 @@ def _check_layers(packed: PackedModel) -> None:
 
 
 def _use_packed_attention(packed: PackedModel) -> None:
-    packed.model.set_attn_implementation(ATTENTION_NAME)
+    use_attention(packed.model, ATTENTION_NAME)
     problem = ""
-    if packed.model.config._attn_implementation != ATTENTION_NAME:
+    if packed.model.config.get_text_config()._attn_implementation != ATTENTION_NAME:
         problem = "does not take an attention function, so its rows cannot be packed"
     elif not packed.takes_positions:
         problem = "takes no position_ids, so in a packed row positions would continue from one sequence to the next"
     if problem:
         raise UnsupportedModelError(f"{packed.name} {problem}. Set model.layout=padded.")
+
+
+def use_attention(model: PreTrainedModel, name: str) -> None:
+    """Set the attention of a model's decoder, in place. A vision tower keeps its own."""
+    is_whole = model.config.get_text_config() is model.config
+    model.set_attn_implementation(name if is_whole else {"text_config": name})
 
 
 def _use_own_attention(packed: PackedModel, setting: str) -> None:

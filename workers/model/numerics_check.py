@@ -31,7 +31,7 @@ from workers.metrics import TOLERANCE
 from workers.model.attention.attention import ATTENTION_NAME
 from workers.model.forward_backward import EnginePass
 from workers.model.layout import RowLayout
-from workers.model.model import PackedModel, described
+from workers.model.model import PackedModel, described, use_attention
 from workers.model.rows.packing import ModelInput, max_positions
 from workers.model.sharding.parallel import full_tensor, reshard
 from workers.model.sharding.stage_layers import Passing
@@ -358,18 +358,19 @@ def _head_inputs(packed: PackedModel) -> Iterator[list[Tensor]]:
 
 @contextmanager
 def _own_attention(model: PreTrainedModel) -> Iterator[None]:
-    before = model.config._attn_implementation
+    before = model.config.get_text_config()._attn_implementation
     with suppress(ValueError):  # a family without `eager` keeps its attention
-        model.set_attn_implementation("eager")
-    if model.config._attn_implementation == ATTENTION_NAME:  # our attention would be compared with itself
+        use_attention(model, "eager")
+    used = model.config.get_text_config()._attn_implementation
+    if used == ATTENTION_NAME:  # our attention would be compared with itself
         raise UnsupportedModelError(
             f"{described(model)} has no attention to compare packed rows with. Set model.layout=padded."
         )
     try:
         yield
     finally:
-        if model.config._attn_implementation != before:
-            model.set_attn_implementation(before)
+        if used != before:
+            use_attention(model, before)
 
 
 @contextmanager

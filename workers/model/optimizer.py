@@ -35,24 +35,27 @@ def make_optimizer(
     parameters: Iterable[tuple[str, nn.Parameter]],
     config: OptimizerConfig,
     matrices: Collection[nn.Parameter] = (),
+    tower: Collection[nn.Parameter] = (),
     *,
     offload: bool = False,
 ) -> torch.optim.Optimizer:
-    """Make `config.name` over the trainable parameters. matrices: those that Muon updates.
+    """Make `config.name` over the trainable parameters. matrices: those that Muon updates. tower: those of images.
 
     offload: keep AdamW's state in host memory. Raises ConfigError for a custom function that does not work.
     """
     named = {name: parameter for name, parameter in parameters if parameter.requires_grad}
     if config.name == "custom":
         return _custom_optimizer(named, config)
-    by_group: dict[tuple[bool, bool], list[nn.Parameter]] = defaultdict(list)
-    for each in named.values():
+    by_group: dict[tuple[bool, bool, bool], list[nn.Parameter]] = defaultdict(list)
+    for each in sorted(named.values(), key=lambda each: each in tower):  # the first group's rate is the metric
         decays = each.ndim >= 2 or config.weight_decay_on == "all"
-        by_group[config.name == "muon" and each in matrices, decays].append(each)
+        own_rate = each in tower and config.vision_learning_rate > 0
+        by_group[config.name == "muon" and each in matrices, decays, own_rate].append(each)
     groups: list[dict[str, Any]] = [
         {"params": group, "weight_decay": config.weight_decay * decays}
         | ({"momentum": config.momentum} if is_muon else {})
-        for (is_muon, decays), group in by_group.items()
+        | ({"lr": config.vision_learning_rate} if own_rate else {})
+        for (is_muon, decays, own_rate), group in by_group.items()
     ]
     if config.name == "sgd":
         momentum = config.momentum

@@ -23,13 +23,20 @@ PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.a
 
 
 def checkpoint_layers(
-    model: PreTrainedModel, layers: Sequence[nn.Module], config: ModelConfig, *, compiled: bool
+    model: PreTrainedModel,
+    layers: Sequence[nn.Module],
+    config: ModelConfig,
+    tower: Sequence[nn.Module] = (),
+    *,
+    compiled: bool,
 ) -> None:
-    """Set each layer of this stage to its mode of `config.checkpointing_of`, in place."""
+    """Set each layer of this stage to its mode of `config.checkpointing_of`, in place. tower: layers to set to full."""
     modes = config.checkpointing_of(len(layers))
     if set(modes) == {"none"}:
         return
     model.gradient_checkpointing_enable({"use_reentrant": False})
+    for layer in tower:
+        layer.training = True
     for layer, mode in zip(layers, modes, strict=True):
         # A layer reads `training` only to decide on checkpointing, and its children stay in eval.
         layer.training = mode != "none"

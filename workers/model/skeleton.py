@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
@@ -21,14 +21,14 @@ from transformers.utils import logging
 from workers.config import ModelConfig
 from workers.errors import ConfigError, UnsupportedModelError
 from workers.json_file import read_json
-from workers.model.model import PackedModel, Shapes, check_complete, read_config, read_pretrained
+from workers.model.model import LanguageModel, PackedModel, Shapes, check_complete, read_config, read_pretrained
 from workers.model.value_head import HEAD, LOADERS
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LFS_POINTER = b"version https://git-lfs"
-CLASSES: dict[str, Any] = {
-    "lm": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
-    "value": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+CLASSES: dict[str, tuple[Any, ...]] = {
+    "lm": (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
+    "value": (modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,),
 }
 """Model classes by configuration, for each head."""
 
@@ -57,7 +57,7 @@ def build_sampled(settings: ModelConfig, folder: Path, *, weights: bool) -> PreT
     shapes = weight_shapes(folder) if weights else None
     with _quiet():
         settings = replace(settings, path=str(folder))
-        model, missing = read_pretrained(AutoModelForCausalLM, settings, torch.float32, True, shapes)
+        model, missing = read_pretrained(LanguageModel, settings, torch.float32, True, shapes)
     check_complete(settings.path, missing)
     return model
 
@@ -81,7 +81,7 @@ def check_kind(folder: Path, heads: tuple[str, ...]) -> None:
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
         raise UnsupportedModelError(f"{key}: weights quantized by {method} are not trained. Take them in bfloat16.")
     other = [name for name in config.architectures or () if _has_another_head(name, heads)]
-    if other or not any(type(config) in CLASSES[head] for head in heads):
+    if other or not any(type(config) in table for head in heads for table in CLASSES[head]):
         kind = "a sequence classification" if heads == ("value",) else "a causal language model"
         raise ConfigError(f"{key}: {' or '.join(other) or family} is not {kind}. Take another model.")
 
@@ -89,8 +89,8 @@ def check_kind(folder: Path, heads: tuple[str, ...]) -> None:
 def _has_another_head(architecture: str, heads: tuple[str, ...]) -> bool:
     tables = {name: table for name, table in vars(modeling_auto).items() if name.endswith("_MAPPING_NAMES")}
     uses = {name for name, table in tables.items() if any(architecture in _names(found) for found in table.values())}
-    names = {"lm": "MODEL_FOR_CAUSAL_LM", "value": "MODEL_FOR_SEQUENCE_CLASSIFICATION"}
-    return bool(uses) and not uses & {f"{names[head]}_MAPPING_NAMES" for head in heads}
+    kinds = {"lm": ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT"), "value": ("SEQUENCE_CLASSIFICATION",)}
+    return bool(uses) and not uses & {f"MODEL_FOR_{kind}_MAPPING_NAMES" for head in heads for kind in kinds[head]}
 
 
 def _names(classes: Any) -> tuple[str, ...]:

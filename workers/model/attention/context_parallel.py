@@ -41,10 +41,14 @@ def cut(row: PackedRow, group: ProcessGroup, device: torch.device) -> PackedRow:
     predicting = place[row.predicting]
     mine = predicting >= 0
     (selected,) = to_device(device, mine.nonzero().squeeze(1))
+    if row.image_cells is not None and row.image_source is not None:
+        image_cells, order = place[row.image_cells].sort()
+        order, image_cells = order[image_cells >= 0], image_cells[image_cells >= 0]
+        row = replace(row, image_cells=image_cells, image_source=row.image_source[order])
     return replace(
         row,
         input_ids=row.input_ids[:, positions],
-        position_ids=row.position_ids[:, positions],
+        position_ids=row.position_ids[..., positions],
         predicting=predicting[mine],
         targets=row.targets[mine],
         teacher={name: values[mine] for name, values in row.teacher.items()},

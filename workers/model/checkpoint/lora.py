@@ -24,7 +24,7 @@ from workers.config import LoraConfig
 from workers.errors import ConfigError, UnsupportedModelError
 from workers.model.checkpoint.checkpoint_weights import Shard
 from workers.model.checkpoint.export import write_weights
-from workers.model.model import described
+from workers.model.model import decoder_of, described
 from workers.model.rules.model_rules import WITHOUT_LINEAR
 from workers.model.sharding.parallel import full_tensor
 
@@ -47,6 +47,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft takes fractions, too
         target_modules=names,
         base_model_name_or_path=model.name_or_path,
+        exclude_modules=_outside_decoder(model, names) or None,
     )
     model.requires_grad_(False)
     base = next(model.parameters())
@@ -120,7 +121,7 @@ def _target_names(model: PreTrainedModel, setting: str) -> list[str]:
     head = model.get_output_embeddings()
     known = {
         name.rpartition(".")[2]
-        for name, module in model.named_modules()
+        for name, module in decoder_of(model).named_modules()
         if isinstance(module, nn.Linear) and module is not head
     }
     if not known:
@@ -135,6 +136,13 @@ def _target_names(model: PreTrainedModel, setting: str) -> list[str]:
                 f"an adapter. It has {', '.join(sorted(known))}."
             )
     return names
+
+
+def _outside_decoder(model: PreTrainedModel, names: list[str]) -> list[str]:
+    """Return the whole names of modules outside the decoder, such as a vision tower's, that end like a target."""
+    inside = {id(module) for module in decoder_of(model).modules()}
+    every = model.named_modules()
+    return [name for name, module in every if id(module) not in inside and name.rpartition(".")[2] in names]
 
 
 def _adapted_layers(model: nn.Module) -> dict[str, Any]:

@@ -36,7 +36,8 @@ def _same(values: Tensor) -> Tensor:
 class ModelInput:
     """Hold a micro-batch as the model reads it: rows of cells, or one rank's part of them.
 
-    input_ids, position_ids: int64 [R, W]. Positions restart at 0 in every sequence. Padding holds 0 in both.
+    input_ids, position_ids: int64 [R, W]. Positions restart at 0 in every sequence. Padding holds 0 in both. M-RoPE has
+    three positions a cell, [3, R, W].
     predicting: int64 [n], the cells whose hidden states predict a token. targets: int64 [n], its id. cells: int64 [T],
     the cell of each token, counted row by row, -1 on other ranks. Shared tokens have one cell. source: int64 [R * W],
     the token in each cell, along the ragged axis of the sequences, -1 for padding.
@@ -45,6 +46,9 @@ class ModelInput:
 
     loss_positions: int64 [N], every token with `loss_mask`, along the ragged axis. sequence_index: int64 [N], its
     sequence. whole: values [n, ...] of this part -> [N, ...], on every rank that shares the rows.
+
+    images: arguments of `Vision.features`, or None. image_cells, image_source: int64 [C], cells of this rank that take
+    a feature, ascending, and which. image_features: the number of features that the images must have, 0 for any.
 
     attention: a `PackedAttention`, for a packed row. attention_mask: int64 [R, W], 1 at real tokens, for padded rows.
     """
@@ -61,6 +65,10 @@ class ModelInput:
     whole: Callable[[Tensor], Tensor] = _same
     attention: Any = None
     attention_mask: Tensor | None = None
+    images: Mapping[str, Tensor] | None = None
+    image_cells: Tensor | None = None
+    image_source: Tensor | None = None
+    image_features: int = 0
 
     @property
     def shared(self) -> Sequence[int]:

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from balancing.prefixes import fewest_worth_sharing
 from workers.dataproto import DataProto
+from workers.images import keys
 from workers.model.rows.packing import PackedRow, place, with_work
 
 Integers = NDArray[np.int64]
@@ -79,7 +80,8 @@ def pack_shared(sequences: DataProto, multiple: int = 1, minimum: int = 1) -> Sh
     """
     sequences = with_work(sequences)
     ids = [part.numpy() for part in sequences.tokens["input_ids"].cpu().split(sequences.lengths.tolist())]
-    runs, cells = _runs(ids, minimum)
+    images = sequences.objects.get("images", [()] * len(ids))
+    runs, cells = _runs([keys(*each) for each in zip(ids, images, strict=True)], minimum)
     used = sum(run.length for run in runs)
     width = -(-used // multiple) * multiple
     return SharedRow(

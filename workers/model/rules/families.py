@@ -40,8 +40,9 @@ MULTIPLIED_FAMILIES = ("hyperclovax",)
 # The rotary tables of these depend on the longest sequence computed at the same time: results would depend on the plan.
 LENGTH_DEPENDENT_ROTARY = ("dynamic", "longrope")
 
-TENSOR_PARALLEL_FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
-"""Model types in whose layers `tensor_parallel` shares all modules with parameters."""
+TEXT_OF_VISION = ("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text")
+TENSOR_PARALLEL_FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", *TEXT_OF_VISION)
+"""Model types of decoders in whose layers `tensor_parallel` shares all modules with parameters."""
 
 ROUTER_LOSS_FAMILIES = ("gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 """Model types whose routers choose by a softmax over all experts, and return logits, weights and choice."""

@@ -41,7 +41,8 @@ def check_model(
     if head == "value":
         check_value_head(parallel, "value model")
     _check_pipeline_parallel(parallel, name, len(packed.layers))
-    check_tensor_parallel(parallel, settings, name, whole.model_type, whole.to_dict())
+    check_tensor_parallel(parallel, settings, name, whole.get_text_config().model_type, text)
+    check_vision(parallel, settings, name, packed.vision, whole)
     check_experts(parallel, settings, name, expert_count(text))
     _check_router_losses(settings, name, whole.model_type)
     compiles(settings, parallel, cuda=cuda)
@@ -161,6 +162,20 @@ def check_value_head(parallel: ParallelConfig, role: str) -> None:
         raise ConfigError(
             f"policy.parallel.tensor_parallel={parallel.tensor_parallel} cannot split a {role}, because "
             "of its value head. Set it to 1, or use context_parallel."
+        )
+
+
+def check_vision(parallel: ParallelConfig, settings: ModelConfig, model: str, vision: Any, config: Any) -> None:
+    """Raise ConfigError or UnsupportedModelError if settings do not suit a model's images. vision: None if it has
+    none.
+    """
+    if settings.train_vision and vision is None:
+        raise ConfigError(f"model.train_vision=true: {model} takes no images. Set model.train_vision=false.")
+    deepstack = getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None)
+    if vision is not None and deepstack and parallel.pipeline_parallel > 1:
+        raise UnsupportedModelError(
+            f"policy.parallel.pipeline_parallel={parallel.pipeline_parallel}: {model} adds images to its first layers "
+            "(deepstack), which stages do not pass on. Set it to 1."
         )
 
 

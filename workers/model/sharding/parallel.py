@@ -12,7 +12,7 @@ divided by denominators of the whole mini-batch, and a context-parallel rank ret
 
 import warnings
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
@@ -135,31 +135,36 @@ def shard_model(
     cpu_offload: bool = False,
     reshard_after_forward: bool = True,
     experts: Mapping[nn.Module, DeviceMesh] | None = None,
+    uncast: Sequence[nn.Module] = (),
+    whole: set[nn.Parameter] | None = None,
 ) -> None:
     """Shard the parameters of `root` over `mesh` (`Parallel.sharding`), in place: each layer, then all else.
 
-    experts: modules that ranks share already, with their mesh. Parameters keep their dtype and are cast to
-    `compute_dtype` when gathered. Gradients are reduced in the parameters' dtype, and summed.
+    experts: modules that ranks share already, with their mesh. uncast: more layers, whose inputs keep their dtype.
+    whole: parameters that every rank keeps. Others keep their dtype and are cast to `compute_dtype` when gathered.
+    Gradients are reduced in the parameters' dtype, and summed.
     """
     mixed_precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=next(root.parameters()).dtype)
     # On the CPU the parameters are in host memory anyway.
     offload = CPUOffloadPolicy() if cpu_offload and mesh.device_type != "cpu" else OffloadPolicy()
     # A router may give its weights in float32. Inputs of experts are not cast, as inside a layer.
-    uncast = replace(mixed_precision, cast_forward_inputs=False)
+    own_inputs = replace(mixed_precision, cast_forward_inputs=False)
     for module, own_mesh in (experts or {}).items():
         fully_shard(
             module,
             mesh=own_mesh,
-            mp_policy=uncast,
+            mp_policy=own_inputs,
             offload_policy=offload,
             reshard_after_forward=reshard_after_forward,  # on one rank, this frees the casts
             shard_placement_fn=partial(_even_placement, ranks=own_mesh.size(-1)),
         )
     reshard = reshard_after_forward and mesh.size() > 1
-    for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=mixed_precision, offload_policy=offload, reshard_after_forward=reshard)
+    for layer in (*layers, *uncast):
+        policy = own_inputs if layer in uncast else mixed_precision
+        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
     # The root's parameters (embedding, norm, output layer) end the forward pass and begin the backward.
-    fully_shard(root, mesh=mesh, mp_policy=mixed_precision, offload_policy=offload, reshard_after_forward=False)
+    of_root = {"mp_policy": mixed_precision, "offload_policy": offload, "reshard_after_forward": False}
+    fully_shard(root, mesh=mesh, ignored_params=whole, **of_root)
     for module in fsdp_modules(root):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)

@@ -49,10 +49,11 @@ def layer_costs(packed: PackedModel, *, recomputed: float) -> tuple[list[float],
 
 @dataclass(frozen=True)
 class Form:
-    """Name a decoder's embedding, list of layers, modules after them (a norm) and output layer, which have all
-    parameters.
+    """Name a model's tower of images, embedding, list of layers, modules after them (a norm) and output layer, which
+    have all parameters.
     """
 
+    tower: tuple[str, ...]
     embedding: str
     layers: str
     after: tuple[str, ...]
@@ -68,8 +69,9 @@ class Form:
         layers = next(name for name, child in children.items() if isinstance(child, nn.ModuleList))
         names = list(children)
         after = [name for name in names[names.index(layers) + 1 :] if list(children[name].parameters())]
-        form = cls(paths[id(model.get_input_embeddings())], layers, tuple(after), paths[id(head)])
-        known = tuple(f"{name}." for name in (form.embedding, form.layers, *form.after, form.head))
+        tower = tuple(packed.vision.parts) if packed.vision else ()
+        form = cls(tower, paths[id(model.get_input_embeddings())], layers, tuple(after), paths[id(head)])
+        known = tuple(f"{name}." for name in (*tower, form.embedding, form.layers, *form.after, form.head))
         for name, _ in model.named_parameters():
             if not name.startswith(known):
                 raise UnsupportedModelError(
@@ -131,7 +133,7 @@ class Stage:
         layers: Any = packed.model.get_submodule(form.layers)
         kept = {index for part in self.parts for index in part.layers}
         packed.model.set_submodule(form.layers, StageLayers(layers, kept))
-        dropped = [form.embedding] * (not self.is_first) + [*form.after, form.head] * (not self.is_last)
+        dropped = [*form.tower, form.embedding] * (not self.is_first) + [*form.after, form.head] * (not self.is_last)
         for name in dropped:
             packed.model.set_submodule(name, nn.Identity())
 
