@@ -96,7 +96,7 @@ def process() -> Iterator[Callable[..., RewardProcess]]:
     started: list[RewardProcess] = []
 
     def start(functions: list[RewardFunction]) -> RewardProcess:
-        started.append(RewardProcess(functions, timeout_s=0.5, concurrency=4))
+        started.append(RewardProcess(functions, timeout_s=2, concurrency=4))
         return started[-1]
 
     yield start
@@ -112,11 +112,11 @@ def run(process: RewardProcess, *responses: str) -> list[Score]:
 
 FAILURES = [
     ("raise", "obey: raised ValueError: no such answer"),
-    ("hang", "it took more than reward.timeout_s=0.5 s"),
+    ("hang", "it took more than reward.timeout_s=2 s"),
     ("exit", "it ended its process (exit code 7)"),
     ("leave", "obey: raised SystemExit: 3"),
     ("interrupt", "obey: raised KeyboardInterrupt"),
-    ("part of a frame", "it took more than reward.timeout_s=0.5 s"),
+    ("part of a frame", "it took more than reward.timeout_s=2 s"),
     ("no frame", "it ended its process (killed: it wrote to our connection)"),
     ("long", "obey: raised ValueError: xxx"),
     ("unprintable", "obey: raised UnprintableError"),
@@ -160,7 +160,7 @@ def test_coroutine_functions_run_side_by_side_and_are_ended_in_time(process: Cal
     scores = run(process(packed(obey_in_time)), "late", "a", "exit", "bb", "raise", "leave", "interrupt")
     assert [score.reward for score in scores] == [0.0, 1.0, 0.0, 2.0, 0.0, 0.0, 0.0]
     assert scores[5].failure == "obey_in_time: raised SystemExit: 3"
-    assert scores[0].failure == "obey_in_time: took more than reward.timeout_s=0.5 s"
+    assert scores[0].failure == "obey_in_time: took more than reward.timeout_s=2 s"
 
 
 def test_what_a_function_prints_is_shown_and_cut(process: Callable, capsys: pytest.CaptureFixture[str]) -> None:
