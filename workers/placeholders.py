@@ -88,6 +88,22 @@ class Placeholders:
             )
 
 
+class RefusedImages(Placeholders):
+    """Stands for a model that reads images, but is trained on text alone."""
+
+    def __init__(self, path: str, family: str) -> None:
+        self.id, self._model = -1, f"model.path={path} ({family})"
+
+    def expand(self, ids: np.ndarray, images: Sequence[Image], where: str) -> tuple[np.ndarray, Placed]:
+        """Return the ids. Raises ConfigError if there are images."""
+        if images:
+            raise ConfigError(
+                f"{self._model}: {where} has images. Their tokens would attend to later ones, which is not supported. "
+                "Take another model, or train on text alone."
+            )
+        return ids, ()
+
+
 def _picture(data: Any, where: str) -> Any:
     return data.open() if isinstance(data, ImageSource) else read_image(data, where)
 

@@ -99,7 +99,7 @@ def _name_as_published(file: Path) -> None:
     save_file(weights, file, {"format": "pt"})
 
 
-def _tokenizer(extra: Iterable[str] = (), named: dict[str, str] | None = None, **settings: Any) -> Any:
+def byte_tokenizer(extra: Iterable[str] = (), named: dict[str, str] | None = None, **settings: Any) -> Any:
     """Bytes and special tokens. named: tokens that processors find as attributes of the tokenizer."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     bytewise = Tokenizer(models.BPE({token: i for i, token in enumerate(alphabet)}, merges=[]))
@@ -123,7 +123,7 @@ def _chat(family: str) -> str:
 
 def _qwen(family: str) -> Built:
     names = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-    tokenizer = _tokenizer(names)
+    tokenizer = byte_tokenizer(names)
     start, end, image, video = tokenizer.convert_tokens_to_ids(list(names))
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
     text, patch = _text(tokenizer), 14
@@ -159,7 +159,7 @@ def _qwen(family: str) -> Built:
 def _glm4v(family: str) -> Built:
     names = [f"<|{name}|>" for name in ("image", "video")]
     names += [f"<|{side}_of_{name}|>" for name in ("image", "video") for side in ("begin", "end")]
-    tokenizer = _tokenizer(names)
+    tokenizer = byte_tokenizer(names)
     keys = ("image_token_id", "video_token_id", "image_start_token_id", "image_end_token_id")
     keys += ("video_start_token_id", "video_end_token_id")
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6], "partial_rotary_factor": 1.0}
@@ -180,7 +180,7 @@ def _glm4v(family: str) -> Built:
 
 def _gemma3(family: str) -> Built:
     named = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
-    tokenizer = _tokenizer(["<bos>", *("\n" * n for n in range(1, 5))], named, bos_token="<bos>")
+    tokenizer = byte_tokenizer(["<bos>", *("\n" * n for n in range(1, 5))], named, bos_token="<bos>")
     image, start, end = tokenizer.convert_tokens_to_ids(list(named.values()))
     layers = {"sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"]}
     config = hf.Gemma3Config(
@@ -205,7 +205,7 @@ def _idefics3(family: str) -> Built:
         "global_image_token": "<global-img>",
         "end_of_utterance_token": "<end_of_utterance>",
     }
-    tokenizer = _tokenizer([f"<row_{r}_col_{c}>" for r in (1, 2) for c in (1, 2)], named)
+    tokenizer = byte_tokenizer([f"<row_{r}_col_{c}>" for r in (1, 2) for c in (1, 2)], named)
     is_smol = family == "smolvlm"
     config = (hf.SmolVLMConfig if is_smol else hf.Idefics3Config)(
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
@@ -224,7 +224,7 @@ def _idefics3(family: str) -> Built:
 
 
 def _llava(family: str) -> Built:
-    tokenizer = _tokenizer(["<image>"])
+    tokenizer = byte_tokenizer(["<image>"])
     clip = {"model_type": "clip_vision_model", "image_size": 56, "patch_size": 14, "projection_dim": 32}
     config = hf.LlavaConfig(
         text_config=_text(tokenizer, model_type="llama"),
@@ -249,7 +249,7 @@ def _llava(family: str) -> Built:
 def _internvl(family: str) -> Built:
     named = {"start_image_token": "<img>", "end_image_token": "</img>"}
     named |= {"context_image_token": "<IMG_CONTEXT>", "video_token": "<video>"}
-    tokenizer = _tokenizer((), named)
+    tokenizer = byte_tokenizer((), named)
     config = hf.InternVLConfig(
         text_config=_text(tokenizer, model_type="qwen2"),
         vision_config=TOWER | {"image_size": [56, 56], "patch_size": [14, 14]},
@@ -269,7 +269,7 @@ def _internvl(family: str) -> Built:
 
 
 def _pixtral(family: str) -> Built:
-    tokenizer = _tokenizer(["[IMG]", "[IMG_BREAK]", "[IMG_END]"])
+    tokenizer = byte_tokenizer(["[IMG]", "[IMG_BREAK]", "[IMG_END]"])
     is_mistral = family == "mistral3"
     own: dict[str, Any] = {"spatial_merge_size": 2}
     if not is_mistral:

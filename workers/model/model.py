@@ -43,7 +43,13 @@ from workers.model.activations import activations_on_host
 from workers.model.attention.attention import ATTENTION_NAME, ballast_packed
 from workers.model.logprobs import MOST_GRAPHS, Head, OutputLayer, log_probs_of
 from workers.model.rows.packing import ModelInput
-from workers.model.rules.families import KERNEL_FEATURES, final_softcap, logit_factor, required_features
+from workers.model.rules.families import (
+    IMAGES_SEE_AHEAD,
+    KERNEL_FEATURES,
+    final_softcap,
+    logit_factor,
+    required_features,
+)
 from workers.model.rules.model_rules import check_kernel_features, check_layout
 from workers.model.rules.recurrent import check_mixers, find_mixers, split_by_segment
 from workers.model.sharding.parallel import full_tensor
@@ -79,6 +85,7 @@ class PackedModel(nn.Module):
         self.softcap = final_softcap(model.config)
         self.logit_factor = logit_factor(model.config)
         sees = hasattr(model, "get_image_features") and getattr(model.config, "image_token_id", None) is not None
+        sees = sees and model.config.model_type not in IMAGES_SEE_AHEAD
         self.vision = Vision(model, decoder_of(model)) if sees and model.get_output_embeddings() is not None else None
         # Families that use only distances of positions (ALiBi) take none.
         self.takes_positions = "position_ids" in inspect.signature(decoder_of(model).forward).parameters
@@ -207,11 +214,8 @@ class LanguageModel:
 
     @staticmethod
     def _of(config: PreTrainedConfig) -> Any:
-        return (
-            AutoModelForImageTextToText
-            if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-            else AutoModelForCausalLM
-        )
+        sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and config.model_type not in IMAGES_SEE_AHEAD
+        return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig, **options: Any) -> PreTrainedModel:

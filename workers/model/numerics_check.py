@@ -30,6 +30,7 @@ from workers.errors import BallastError, ConfigError, UnsupportedModelError
 from workers.metrics import TOLERANCE
 from workers.model.attention.attention import ATTENTION_NAME
 from workers.model.forward_backward import EnginePass
+from workers.model.image_probe import Inputs, add_images
 from workers.model.layout import RowLayout
 from workers.model.model import PackedModel, described, use_attention
 from workers.model.rows.packing import ModelInput, max_positions
@@ -62,27 +63,28 @@ Result = TypeVar("Result")
 class Probe:
     """Hold the input of the check.
 
-    sequences: all but their first tokens predicted. temperature, dtype: the engine's. parameter: name of the parameter
-    whose gradient is compared, empty for none.
+    sequences: all but their first tokens predicted. temperature, dtype: the engine's. parameters: names of those whose
+    gradients are compared. inputs: of transformers' own pass for each sequence, with images.
     """
 
     sequences: DataProto
     temperature: float
     dtype: torch.dtype
-    parameter: str
+    parameters: tuple[str, ...]
+    inputs: tuple[Inputs, ...] = ({}, {}, {})
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """Hold values, float32 [N, C] on the CPU. gradient: of their sum by the probed parameter, flat, or None."""
+    """Hold values, float32 [N, C] on the CPU. gradients: of their sum by the probed parameters, flat, or None."""
 
     values: Tensor
-    gradient: Tensor | None = None
+    gradients: tuple[Tensor | None, ...] = ()
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Mean and largest absolute difference of an output, nats for log-probs, and the relative one of a gradient (L2).
+    """Mean and largest absolute difference of an output, nats for log-probs, and the relative one of gradients (L2).
 
     Hidden states and values are in units of their root mean square. gradient: 0 if not compared.
     """
@@ -132,7 +134,7 @@ def check_against_reference(engine: Any, probe: Probe, expected: Expected) -> No
 
 
 def _engine_outputs(engine: Any, probe: Probe, forward: bool) -> Outputs:
-    trains, gradient = bool(probe.parameter), None
+    trains, gradients = bool(probe.parameters), [None] * len(probe.parameters)
     found: list[Tensor] = []
 
     def compute(rows: ModelInput, passing: Passing) -> Tensor:
@@ -148,15 +150,15 @@ def _engine_outputs(engine: Any, probe: Probe, forward: bool) -> Outputs:
         slices = [probe.sequences.slice(*rows) for rows in rounds]
         engine.runner.run(EnginePass("numerics", slices, compute, finish, trains, forward))
         if trains and engine.stage.is_first:
-            summed = engine.module.get_parameter(probe.parameter).grad
-            gradient = None if summed is None else full_tensor(summed.to(engine.device))
+            summed = [engine.module.get_parameter(name).grad for name in probe.parameters]
+            gradients = [None if each is None else full_tensor(each.to(engine.device)) for each in summed]
     for parameter in engine.module.parameters():
         parameter.grad = None
     reshard(engine.module)
     engine.clock.take()  # keep the probe out of the run's times and router metrics
     engine.routing.take()
     values = engine.stage.from_last(found[0] if found else None)
-    return Outputs(values, engine.stage.from_stage(0, _flat(gradient)))
+    return Outputs(values, tuple(engine.stage.from_stage(0, _flat(each)) for each in gradients))
 
 
 def make_probe(packed: PackedModel, dtype: torch.dtype, temperature: float = 1.0, prefix: int = 0) -> Probe:
@@ -176,7 +178,13 @@ def make_probe(packed: PackedModel, dtype: torch.dtype, temperature: float = 1.0
         chosen = torch.randint(len(ids), (min(length, limit),), generator=generator)
         rows.append({"input_ids": ids[chosen], "loss_mask": torch.arange(len(chosen)) > 0})
     rows[2]["input_ids"][:prefix] = rows[1]["input_ids"][:prefix]
-    return Probe(DataProto.from_list(rows), temperature, dtype, _probed_parameter(packed))
+    probe = Probe(DataProto.from_list(rows), temperature, dtype, _probed_parameters(packed))
+    with suppress(ConfigError):  # without a processor there are no images, which the first one would say
+        processor = packed.vision and packed.vision.processor
+        if processor:
+            sequences, inputs = add_images([row["input_ids"] for row in rows], prefix, processor, packed.name)
+            return replace(probe, sequences=sequences, inputs=inputs)
+    return probe
 
 
 def _built_in(packed: PackedModel) -> list[int]:
@@ -199,19 +207,27 @@ def _ordinary_ids(model: PreTrainedModel) -> Tensor:
     return ordinary if len(ordinary) else ids
 
 
-def _probed_parameter(packed: PackedModel) -> str:
+def _probed_parameters(packed: PackedModel) -> tuple[str, ...]:
     """Return the name of the smallest trained parameter of the first layer, whose gradient passes all later layers.
 
-    Biases are excluded, because softmax may cancel them, and so is the half of an adapter with an initial gradient of
-    0. Empty for a frozen model and for a value head, which starts at 0 and passes no gradient on.
+    And of the tower's first, if it is trained. Biases are excluded, because softmax may cancel them, and so is the half
+    of an adapter with an initial gradient of 0. Empty for a frozen model and for a value head, which starts at 0 and
+    passes no gradient on.
     """
     if isinstance(packed, PackedValueModel):
-        return ""
-    first = {id(parameter) for parameter in packed.layers[0].parameters()}
+        return ()
+    first = [set(packed.layers[0].parameters())]
+    if packed.vision is not None and packed.vision.trains:
+        first.append(set(packed.vision.blocks[0].parameters()))
+    names = [_smallest(packed, parameters) for parameters in first]
+    return tuple(name for name in names if name)
+
+
+def _smallest(packed: PackedModel, parameters: set[nn.Parameter]) -> str:
     sizes = {
         name: parameter.numel()
         for name, parameter in packed.named_parameters()
-        if id(parameter) in first and parameter.requires_grad and not name.endswith("bias") and ".lora_A." not in name
+        if parameter in parameters and parameter.requires_grad and not name.endswith("bias") and ".lora_A." not in name
     }
     return min(sizes, key=sizes.__getitem__) if sizes else ""
 
@@ -265,9 +281,11 @@ def _row_values(packed: PackedModel, rows: ModelInput, temperature: float, passi
 
 def _own_forward(packed: PackedModel, probe: Probe) -> Outputs:
     found = []
-    for ids in probe.sequences.tokens["input_ids"].split(probe.sequences.lengths.tolist()):
+    rows, dtype = probe.sequences.tokens["input_ids"].split(probe.sequences.lengths.tolist()), packed.model.dtype
+    for ids, inputs in zip(rows, probe.inputs, strict=True):
+        given = {key: value.to(dtype) if value.is_floating_point() else value for key, value in inputs.items()}
         with _head_inputs(packed) as seen:
-            outputs = packed.model(input_ids=ids[None], use_cache=False)
+            outputs = packed.model(input_ids=ids[None], use_cache=False, **given)
         if seen:
             hidden = seen[0][0, :-1]
             found.append(torch.cat([getattr(packed.model, HEAD)(hidden), hidden], dim=1))
@@ -278,11 +296,9 @@ def _own_forward(packed: PackedModel, probe: Probe) -> Outputs:
 
 
 def _outputs(values: Tensor, packed: PackedModel, probe: Probe) -> Outputs:
-    gradient = None
-    if probe.parameter:
-        parameter = packed.get_parameter(probe.parameter)
-        gradient = torch.autograd.grad(values.sum(), [parameter], allow_unused=True)[0]
-    return Outputs(values.detach().float(), _flat(gradient))
+    parameters = [packed.get_parameter(name) for name in probe.parameters]
+    found = torch.autograd.grad(values.sum(), parameters, allow_unused=True) if parameters else ()
+    return Outputs(values.detach().float(), tuple(map(_flat, found)))
 
 
 def _flat(gradient: Tensor | None) -> Tensor | None:
@@ -295,10 +311,12 @@ def compare(actual: Outputs, expected: Outputs) -> Difference:
     if len(scale) > 1:  # values and hidden states in their units, log-probs in nats
         scale[0], scale[1:] = _size(expected.values[:, :1]), _size(expected.values[:, 1:])
     distance = ((actual.values - expected.values).abs() / scale).nan_to_num(nan=torch.inf)
-    relative, gradient = 0.0, expected.gradient
-    if actual.gradient is not None and gradient is not None and gradient.any():
-        relative = float(((actual.gradient - gradient).norm() / gradient.norm()).nan_to_num(nan=torch.inf))
-    return Difference(float(distance.mean()), float(distance.max()), relative)
+    relative = [
+        1.0 if found is None else float(((found - gradient).norm() / gradient.norm()).nan_to_num(nan=torch.inf))
+        for found, gradient in zip(actual.gradients, expected.gradients, strict=False)
+        if gradient is not None and gradient.any()
+    ]
+    return Difference(float(distance.mean()), float(distance.max()), max(relative, default=0.0))
 
 
 def _size(values: Tensor) -> float:
@@ -321,7 +339,7 @@ def _raise_if_different(
     if not (found.mean if is_half else found.largest) <= outputs:
         problem = f"{what} differ by up to {found.largest:.2g} {unit} (mean {found.mean:.2g})"
     elif not found.gradient <= gradient:
-        problem = f"the gradient of {probe.parameter} differs by {found.gradient:.1%}"
+        problem = f"the gradient of {' or '.join(probe.parameters)} differs by {found.gradient:.1%}"
     else:
         return
     changes = ["model.share_prefixes=never"] * (shared_from > 0)
@@ -379,7 +397,9 @@ def _as_probed(packed: PackedModel, probe: Probe, device: torch.device = CPU) ->
     generators.
     """
     before = []
-    for values in [values for part in packed.modules() for values in _values_of(part)]:
+    towers = [packed.model.get_submodule(name) for name in packed.vision.parts] if packed.vision else []
+    parts = set(packed.modules()).difference(*(tower.modules() for tower in towers))  # their windows are of pixels
+    for values in [values for part in parts for values in _values_of(part)]:
         for name, value in values.items():
             if LENGTH.search(name) and isinstance(value, int | float) and value > SHORT:
                 before.append((values, name, value))
@@ -387,7 +407,7 @@ def _as_probed(packed: PackedModel, probe: Probe, device: torch.device = CPU) ->
     try:
         with (
             torch.random.fork_rng([device] if device.type == "cuda" else []),
-            torch.set_grad_enabled(bool(probe.parameter)),
+            torch.set_grad_enabled(bool(probe.parameters)),
         ):
             yield
     finally:

@@ -62,6 +62,10 @@ KERNEL_FEATURES = {
 """Features beyond causal attention that each kernel computes, by layout, in the names of `required_features`."""
 
 
+IMAGES_SEE_AHEAD = ("gemma3", "gemma4", "gemma4_unified", "paligemma", "shieldgemma2")
+"""Model types whose tokens of an image attend to later ones. Rows and engines are causal: they read text alone."""
+
+
 def uncomputed_features(features: Mapping[str, Any], layout: str = "packed") -> list[str]:
     """Return the features of a language model's configuration that `layout` does not compute.
 
