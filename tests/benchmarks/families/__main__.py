@@ -1,6 +1,7 @@
 """Every causal-LM family of the installed transformers, tiny and random, through the training engine and to vLLM.
 
 python -m tests.benchmarks.families [--only qwen2 mamba ...] [--output docs/models.md]         minutes on two cores
+python -m tests.benchmarks.families --images [--output docs/models.md]     families that see images, the page's end
 """
 
 import argparse
@@ -9,8 +10,9 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.benchmarks.families import vision
 from tests.benchmarks.families.measuring import RUNS, Outcome, build, compare
-from tests.benchmarks.families.page import Outcomes, markdown
+from tests.benchmarks.families.page import IMAGES, Outcomes, images_markdown, markdown
 from tests.workers.model.ranks import RankError, RankPool
 
 QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error", "VLLM_LOGGING_LEVEL": "ERROR"}
@@ -27,18 +29,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="markdown file to write, for example docs/models.md")
     parser.add_argument("--only", nargs="+", help="model types; all unless given")
+    parser.add_argument("--images", action="store_true", help="families that see images, with images")
     options = parser.parse_args()
     os.environ.update(QUIET | ENGINE)
     ranks, engine = RankPool(2), RankPool(1)
     found: dict[str, Outcomes] = {}
-    for family in options.only or causal_families():
-        found[family] = measure(ranks, engine, family)
+    for family in options.only or (vision.VISION_FAMILIES if options.images else causal_families()):
+        found[family] = measure_images(ranks, family) if options.images else measure(ranks, engine, family)
         for name, outcome in found[family].items():
             print(f"{family} {name}: {outcome}", flush=True)
     ranks.stop()
     engine.stop()
     if options.output:
-        options.output.write_text(markdown(found), encoding="utf-8")
+        text, heading, images = options.output.read_text(encoding="utf-8").partition(IMAGES)
+        text, images = (text, images_markdown(found)) if options.images else (markdown(found), heading + images)
+        options.output.write_text(text.rstrip() + "\n\n" + images, encoding="utf-8")
 
 
 def causal_families() -> list[str]:
@@ -64,6 +69,18 @@ def measure(ranks: RankPool, engine: RankPool, family: str) -> Outcomes:
         if found["vLLM"].verdict not in ("exact", "not there"):
             engine.stop()  # vLLM leaves process groups behind, on which the next engine would stumble
         return found
+
+
+def measure_images(ranks: RankPool, family: str) -> Outcomes:
+    """The same for a family that sees images, with images, by the trainer."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        built = _guarded(lambda: ranks.run(vision.build, 1, family, folder)[0])
+        if built.verdict != "exact":
+            return dict.fromkeys(RUNS, built) if built.verdict == "refused" else {"all": built}
+        return {
+            way: _guarded(lambda run=run: ranks.run(compare, run.ranks, folder, run)[0]) for way, run in RUNS.items()
+        }
 
 
 def _guarded(run: Callable[[], Outcome]) -> Outcome:

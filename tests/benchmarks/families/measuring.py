@@ -26,6 +26,7 @@ from workers.model.losses import Denominators
 from workers.model.losses.supervised import sft
 
 LENGTHS = (19, 5, 26, 2, 12)
+EXPECTED = "expected.pt"  # in the model's folder: sequences, and transformers' own answers
 TOLERANCE = 1e-3
 """Nats, in float32: two ways to sum differ by some 1e-6 in these models, a leak by 0.01 at least."""
 
@@ -70,13 +71,13 @@ def build(model_type: str, folder: Path, **changes: Any) -> str:
         config = tiny_config(model_type)
         config.update(changes)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        _fill_zeros(model)
+        fill_zeros(model)
         model.save_pretrained(folder)
         save_tokenizer(folder, VOCABULARY)
         read = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-        torch.save(_own_answers(read), folder / "expected.pt")
+        torch.save((sequences(), *_own_answers(read)), folder / EXPECTED)
     except Exception as error:
-        return _named(error)
+        return named(error)
     return ""
 
 
@@ -85,16 +86,16 @@ def compare(folder: Path, run: Run, **settings: Any) -> Outcome:
 
     settings: more of `ModelConfig`.
     """
+    batch, expected, expected_gradient = torch.load(folder / EXPECTED, weights_only=False)
     try:
         engine = _engine(folder, run, settings)
-        log_probs, _ = engine.log_probs(sequences(), [(0, len(LENGTHS))])
-        engine.forward_backward(sequences(), [(0, len(LENGTHS))], sft, Denominators.of(sequences()))
+        log_probs, _ = engine.log_probs(batch, [(0, len(batch))])
+        engine.forward_backward(batch, [(0, len(batch))], sft, Denominators.of(batch))
         gradient = _embedding_gradient(engine)
     except BallastError as error:
         return Outcome("refused", reason=str(error))
     except Exception as error:
-        return Outcome("crash", reason=_named(error))
-    expected, expected_gradient = torch.load(folder / "expected.pt")
+        return Outcome("crash", reason=named(error))
     difference = float((log_probs - expected).abs().max())
     slope = float((gradient - expected_gradient).norm() / expected_gradient.norm())
     exact = difference < TOLERANCE and slope < TOLERANCE
@@ -133,13 +134,13 @@ def _own_answers(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
     return log_probs.detach(), model.get_input_embeddings().weight.grad
 
 
-def _fill_zeros(model: PreTrainedModel) -> None:
+def fill_zeros(model: PreTrainedModel) -> None:
     """transformers starts biases, gates and sinks at 0, where one that is left out goes unnoticed."""
     for parameter in model.parameters():
         if not parameter.any():
             torch.nn.init.normal_(parameter, std=0.2)
 
 
-def _named(error: Exception) -> str:
+def named(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"

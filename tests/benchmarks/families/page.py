@@ -43,7 +43,28 @@ refused.
 
 """
 
+IMAGES = "## Models that see images"
+
+IMAGES_HEADER = (
+    IMAGES
+    + """
+
+Written by `python -m tests.benchmarks.families --images`: the {families} families of transformers {transformers} that
+read images and text, tiny and random, with texts of no image, one, two, and one that is repeated. The reference is the
+family's own processor and forward pass. Each model is also compared with images when a run loads it, with a gradient
+of the tower if `model.train_vision` trains it. [Images](images.md) describes how a run uses them.
+
+{counts}
+
+"""
+)
+
 SHORT = {
+    "attends to later tokens": "not causal within an image",
+    "takes no images": "text alone",
+    "has no processor": "no processor",
+    "its processor": "its processor",
+    "expands images by more": "expands images by more than their sizes",
     "takes no position_ids": "no positions",
     "has no list of layers": "layers are not in one list",
     "does not take an attention function": "own attention",
@@ -78,6 +99,22 @@ def markdown(found: dict[str, Outcomes]) -> str:
     text = head + _table(["family", *columns], [row for row in rows if row[0] not in refused])
     text += _listed("Refused in every layout", refused)
     return text + _listed("Not measured, because transformers cannot build a tiny text model", not_built) + "\n"
+
+
+def images_markdown(found: dict[str, Outcomes]) -> str:
+    """The page's section on families that see images. found: outcomes by family."""
+    built = {family: outcomes for family, outcomes in found.items() if "all" not in outcomes}
+    head = IMAGES_HEADER.format(
+        families=len(found),
+        transformers=version("transformers"),
+        counts=_table(["", *VERDICTS], [[name, *_counts(built, name)] for name in RUNS]),
+    )
+    rows = [[f"`{family}`", *(_cell(outcomes[name]) for name in RUNS)] for family, outcomes in built.items()]
+    refused = {row[0]: row[1].partition(": ")[2] for row in rows if _is_refused_alike(row[1:])}
+    not_built = {f"`{family}`": _first(outcomes["all"]) for family, outcomes in found.items() if "all" in outcomes}
+    text = head + _table(["family", *RUNS], [row for row in rows if row[0] not in refused])
+    text += _listed("Refused in every layout", refused)
+    return text + _listed("Not measured, because no tiny model with a processor could be built", not_built) + "\n"
 
 
 def _is_refused_alike(cells: list[str]) -> bool:

@@ -117,25 +117,28 @@ SPECIAL: dict[str, dict[str, Any]] = {
 """What a family needs beyond, by the type of the configuration."""
 
 
-def tiny_config(model_type: str) -> PreTrainedConfig:
-    """A configuration with a few thousand parameters a layer. Raises what the configuration's class raises."""
+def tiny_config(model_type: str, sizes: dict[str, Any] | None = None) -> PreTrainedConfig:
+    """A configuration with a few thousand parameters a layer. sizes: more upper bounds, or other ones than `SIZES`.
+
+    Raises what the configuration's class raises.
+    """
     config_class = CONFIG_MAPPING[model_type]
-    return config_class(**_shrunk(config_class()))
+    return config_class(**_shrunk(config_class(), SIZES | (sizes or {})))
 
 
-def _shrunk(config: PreTrainedConfig) -> dict[str, Any]:
+def _shrunk(config: PreTrainedConfig, sizes: dict[str, Any]) -> dict[str, Any]:
     """The keyword arguments that make `config` tiny."""
     given = {name: value for name, value in vars(config).items() if not name.startswith("_")}
     kinds = _layer_kinds(given)
     layers = max([2, *(len(set(map(str, kind))) for kind in kinds.values())])
     changed = {name: _cycled(kind, layers) for name, kind in kinds.items()}
     changed |= {name: layers for name in LAYERS if given.get(name)}
-    changed |= {name: min(given[name], size) for name, size in SIZES.items() if isinstance(given.get(name), int)}
+    changed |= {name: min(given[name], size) for name, size in sizes.items() if isinstance(given.get(name), int)}
     changed |= {name: value for name, value in (FACTORS | CHOICES).items() if given.get(name) is not None}
     changed |= {name: index % 2 for index, name in enumerate(sorted(given)) if _is_far_token(name, given[name])}
     for name in config.sub_configs:
         if isinstance(given.get(name), PreTrainedConfig):
-            changed[name] = type(given[name])(**_shrunk(given[name]))
+            changed[name] = type(given[name])(**_shrunk(given[name], sizes))
     if "kv_lora_rank" in given:  # one latent for all heads, and rotary positions on a part of each
         changed |= {"num_key_value_heads": changed["num_attention_heads"], "head_dim": changed["qk_rope_head_dim"]}
     return changed | SPECIAL.get(config.model_type, {})
