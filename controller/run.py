@@ -13,7 +13,7 @@ from controller.config import Config
 from controller.data.prompts import PromptDataset, Prompts
 from controller.data.sample_functions import NO_FUNCTIONS, Functions, columns_of
 from controller.lifecycle.session import Session
-from controller.observability.run_folder import step_file
+from controller.observability.run_folder import step_file, thumbnails
 from controller.observability.shown_text import other_columns, shown_prompt
 from controller.observability.step_metrics import staleness, throughput, waiting
 from controller.rollout.async_buffer import AsyncRolloutBuffer
@@ -139,10 +139,12 @@ class Run(TrainingRun[Config]):
                 write_step(step_file(self.folder, self.number), rollout)
 
     def prompt_text(self, uid: str) -> dict[str, str]:
-        """Return a training prompt as text: `prompt`, and `record`, its other columns."""
+        """Return a training prompt as text: `prompt`, `record`, its other columns, and names of files with `images`."""
         key = self.config.data.prompt_key
         (found,) = self.buffer.prompts.take(int(uid), 1)
-        return {"prompt": shown_prompt(found.columns[key]), "record": other_columns(found.columns, key)}
+        shown = shown_prompt(found.columns[key], found.image_names)
+        text = {"prompt": shown, "record": other_columns(found.columns, key)}
+        return text | ({"images": thumbnails(self.folder, found.images)} if found.images else {})
 
     def measure(self) -> dict[str, float]:
         record, engines = self.record, self.roles.rollouts

@@ -29,6 +29,10 @@ _ODD = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: multiples of it spr
 _LARGEST = np.uint64(2**63 - 1)
 
 
+class ImageError(DataError):
+    """An image cannot be read, or no model reads one of its size."""
+
+
 @dataclass(frozen=True)
 class Image:
     """Hold an image of a record, after `data.image_pixels`.
@@ -130,7 +134,7 @@ def read_image(value: Any, where: str, folder: str = "") -> "PIL.Image.Image":
     """Read an image as RGB: upright, and on white where it is transparent.
 
     value: a path, a data: URL, bytes, PIL's image, or `bytes` and `path` as `datasets` writes them. folder: of relative
-    paths. Raises DataError, naming the record `where`.
+    paths. Raises ImageError, naming the record `where`.
     """
     import PIL.Image
     import PIL.ImageOps
@@ -141,16 +145,16 @@ def read_image(value: Any, where: str, folder: str = "") -> "PIL.Image.Image":
             warnings.simplefilter("error", PIL.Image.DecompressionBombWarning)
             found = value if isinstance(value, PIL.Image.Image) else PIL.Image.open(_file(value, where, folder))
             if getattr(found, "is_animated", False):
-                raise DataError(f"{where}: {name} is animated. Give one of its frames.")
+                raise ImageError(f"{where}: {name} is animated. Give one of its frames.")
             return _on_white(PIL.ImageOps.exif_transpose(found))
     except PIL.UnidentifiedImageError:
-        raise DataError(f"{where}: {name} is not an image that Pillow reads. Write it as PNG or JPEG.") from None
+        raise ImageError(f"{where}: {name} is not an image that Pillow reads. Write it as PNG or JPEG.") from None
     except (PIL.Image.DecompressionBombWarning, PIL.Image.DecompressionBombError) as error:
-        raise DataError(f"{where}: {name} is too large to be read: {error}. Make it smaller.") from None
-    except DataError:
+        raise ImageError(f"{where}: {name} is too large to be read: {error}. Make it smaller.") from None
+    except ImageError:
         raise
     except Exception as error:  # Pillow raises many types for broken files
-        raise DataError(f"{where}: {name} cannot be read as an image: {named(error)}.") from None
+        raise ImageError(f"{where}: {name} cannot be read as an image: {named(error)}.") from None
 
 
 def _on_white(image: "PIL.Image.Image") -> "PIL.Image.Image":
@@ -170,13 +174,13 @@ def _file(value: Any, where: str, folder: str) -> Any:
     if isinstance(value, bytes):
         return io.BytesIO(value)
     if not isinstance(value, str):
-        raise DataError(f"{where} has an image of type {type(value).__name__}. Give a path, bytes or a data: URL.")
+        raise ImageError(f"{where} has an image of type {type(value).__name__}. Give a path, bytes or a data: URL.")
     if value.startswith("data:"):
         return io.BytesIO(base64.b64decode(value.partition(",")[2]))
     if "://" in value:
-        raise DataError(f"{where}: {name_of(value)} is a URL, and images are not fetched. Store it, and give its path.")
+        raise ImageError(f"{where}: {name_of(value)} is a URL, and images are not fetched. Give a path.")
     if not (path := Path(folder, value)).is_file():
-        raise DataError(f"{where}: there is no image {path}. Relative paths start at the folder of the data.")
+        raise ImageError(f"{where}: there is no image {path}. Relative paths start at the folder of the data.")
     return path
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from workers.errors import ConfigError, DataError, named
-from workers.images import Image, ImageSource, PlacedImage, read_image
+from workers.images import Image, ImageError, ImageSource, PlacedImage, read_image
 
 Placed = tuple[PlacedImage, ...]
 
@@ -67,7 +67,7 @@ class Placeholders:
             found = self._processor(text=[text], images=[list(images)], add_special_tokens=False, return_tensors="np")
         except Exception as error:  # processors raise many types
             sizes = ", ".join(f"{image.width} x {image.height}" for image in images)
-            raise DataError(
+            raise ImageError(
                 f"{where}: the image processor of model.path={self._path} refuses an image of {sizes} pixels: "
                 f"{named(error)}."
             ) from None

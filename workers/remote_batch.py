@@ -16,9 +16,42 @@ import numpy as np
 
 from workers.dataproto import DataProto, object_column
 from workers.errors import DataError
+from workers.images import Image, PlacedImage, png_of
 
 if TYPE_CHECKING:
     from ray import ObjectRef
+
+
+IMAGES = "images"
+"""Column of the images in each sequence, objects [B] of `PlacedImage` tuples. Batches without images lack it."""
+
+
+def stored(images: Iterable[PlacedImage], known: dict[int, "ObjectRef"]) -> tuple[PlacedImage, ...]:
+    """Put images into the object store, each content once. known: references by digest, extended."""
+    import ray
+
+    def put(image: Image) -> Image:
+        if isinstance(image.data, ray.ObjectRef):
+            return image
+        if image.digest not in known:
+            known[image.digest] = ray.put(png_of(image.data))
+        return replace(image, data=known[image.digest])
+
+    return tuple(replace(each, image=put(each.image)) for each in images)
+
+
+def fetched(column: np.ndarray) -> np.ndarray:
+    """Return a column of images with their PNG bytes, each content fetched once."""
+    import ray
+
+    data = {each.image.digest: each.image.data for images in column for each in images}
+    refs = {digest: found for digest, found in data.items() if isinstance(found, ray.ObjectRef)}
+    data |= dict(zip(refs, ray.get(list(refs.values())), strict=True))
+
+    def read(each: PlacedImage) -> PlacedImage:
+        return replace(each, image=replace(each.image, data=data[each.image.digest]))
+
+    return object_column([tuple(map(read, images)) for images in column])
 
 
 def places(column: str, blocks: Iterable["ObjectRef"], rows: Iterable[int]) -> np.ndarray:
@@ -82,11 +115,21 @@ class RemoteBatch:
     def with_meta(self, **meta: Any) -> "RemoteBatch":
         return replace(self, meta=self.meta | meta)
 
+    @property
+    def light(self) -> "RemoteBatch":
+        """The columns without anything that the object store holds."""
+        return RemoteBatch({name: column for name, column in self.columns.items() if name != IMAGES}, {})
+
     @staticmethod
     def concat(batches: Sequence["RemoteBatch"]) -> "RemoteBatch":
         """Join batches row-wise. Raises DataError if columns or meta data differ."""
         if not batches:
             raise DataError("cannot concatenate zero batches.")
+        if any(IMAGES in batch.columns for batch in batches):
+            batches = [
+                batch if IMAGES in batch.columns else batch.with_columns(images=object_column([()] * len(batch)))
+                for batch in batches
+            ]
         for batch in batches[1:]:
             if set(batch.columns) != set(batches[0].columns) or set(batch.tokens) != set(batches[0].tokens):
                 names = [sorted(set(b.columns) | set(b.tokens)) for b in (batches[0], batch)]
@@ -118,7 +161,8 @@ class RemoteBatch:
         # A rank may have no rows.
         empty = {name: np.empty(0, np.int32 if name in ("input_ids", "loss_mask") else np.float32) for name in rows}
         tokens = {name: np.concatenate(found) if found else empty[name] for name, found in rows.items()}
-        return DataProto(lengths[first], tokens, self.columns, meta=self.meta).as_tensors()
+        images = {IMAGES: fetched(self.columns[IMAGES])} if IMAGES in self.columns else {}
+        return DataProto(lengths[first], tokens, self.columns | images, meta=self.meta).as_tensors()
 
 
 def _rows(column: np.ndarray, blocks: dict["ObjectRef", DataProto]) -> list[np.ndarray]:

@@ -225,7 +225,14 @@ def launch(
         rollouts.start()
         judging = start.judge_engines() or rollouts
         cpus, plays = start.requests["reward"].cpus, bool(config.rollout.environment and not config.rollout.runs_agent)
-        reward_pool = RewardPool(rewards, config.model.path, config.reward, cpus, with_environment=plays)
+        reward_pool = RewardPool(
+            rewards,
+            config.model.path,
+            config.reward,
+            cpus,
+            with_environment=plays,
+            image_key=config.data.image_key,
+        )
         stack.callback(reward_pool.stop)
         judge = start.judge(judging, parser) if parser else None
         if colocated:

@@ -29,11 +29,15 @@ class RewardPool:
         cpus: float,
         *,
         with_environment: bool = False,
+        image_key: str = "",
         name: str = "reward",
     ) -> None:
-        """with_environment: whether an environment adds its reward to that of the functions. name: of its actors."""
+        """with_environment: whether an environment adds its reward to that of the functions. image_key: column in which
+        functions get images. name: of its actors.
+        """
         self._columns = sorted({name for function in functions for name in function.columns})
         self._on_failure, self._adds = config.on_failure, with_environment and bool(functions)
+        self._image_key = image_key if image_key in self._columns else ""
         actor_class = ray.remote(RewardWorker)
         self._actors = [
             actor_class.options(name=f"{name} {i}", num_cpus=cpus, **AGAIN).remote(
@@ -66,7 +70,13 @@ class RewardPool:
             prompts[result.uid].columns | ({MESSAGES: result.messages} if result.messages else {}) for result in results
         ]
         requests = [
-            ScoreRequest(result.row, result.prompt_tokens, {name: row[name] for name in self._columns if name in row})
+            ScoreRequest(
+                result.row,
+                result.prompt_tokens,
+                {name: row[name] for name in self._columns if name in row},
+                result.images[: len(prompts[result.uid].images)] if self._image_key else (),
+                self._image_key,
+            )
             for result, row in zip(results, rows, strict=True)
         ]
         actor = self._actors[self._next % len(self._actors)]

@@ -9,7 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from controller.config.conditions import CONDITIONS, FORWARD_PASSES
-from controller.config.sections import BalanceConfig, BaseRunConfig, ResourcesConfig, TrackingConfig
+from controller.config.sections import (
+    IMAGE_KEY,
+    BalanceConfig,
+    BaseRunConfig,
+    ImagePixelsConfig,
+    ResourcesConfig,
+    TrackingConfig,
+)
 from controller.config.training import Limits, TrainingConfig, counted
 from workers.config import ModelConfig, OptimizerConfig, PolicyConfig, ReferenceConfig, SupervisedLossConfig, setting
 
@@ -33,6 +40,8 @@ class OfflineDataConfig:
     )
     validation: str = setting("", "Held-out records, in the forms of data.train. Empty disables validation.")
     prompt_key: str = setting("prompt", "Column with the prompt: a string, or a list of chat messages.")
+    image_key: str = setting("images", IMAGE_KEY)
+    image_pixels: ImagePixelsConfig = field(default_factory=ImagePixelsConfig)
     chat_template_arguments: dict[str, Any] = setting(
         {},
         "Variables of the chat template, such as `{enable_thinking: false}` or `{reasoning_effort: low}`. A record's "

@@ -80,6 +80,24 @@ class RunConfig(BaseRunConfig):
 
 
 @dataclass
+class ImagePixelsConfig:
+    """Sizes of images before the model's own processor. Others are resized, with their aspect kept."""
+
+    min: int = setting(0, "Fewest pixels, width times height.", minimum=0)
+    max: int = setting(2**20, "Most pixels. Larger images take longer, and more tokens in most models.", minimum=1)
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        return self.min, self.max
+
+
+IMAGE_KEY = (
+    "Column with a record's images: paths, bytes, or what `datasets` writes. Messages may hold them instead. See "
+    "docs/images.md. If empty, the column is not read."
+)
+
+
+@dataclass
 class DataConfig:
     only_with = ((".curriculum left empty", "shuffle"), (".sampler left empty", "shuffle, curriculum"))
 
@@ -96,6 +114,8 @@ class DataConfig:
     )
     validation: str = setting("", "Held-out prompts, in the forms of data.train. Empty disables validation.")
     prompt_key: str = setting("prompt", "Column with the prompt: a string, or a list of chat messages.")
+    image_key: str = setting("images", IMAGE_KEY)
+    image_pixels: ImagePixelsConfig = field(default_factory=ImagePixelsConfig)
     source_key: str = setting(
         "", "Column with a record's source, for validation metrics by source. If empty, the file's path is used."
     )

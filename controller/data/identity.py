@@ -24,7 +24,8 @@ DataIdentity = dict[str, Any]
 `prompts` of each source, or of `records`, within the token limit."""
 
 CONTENT_SETTINGS = (
-    *("data.prompt_key", "data.system_prompt", "data.continue_last_message", "data.chat_template_arguments"),
+    *("data.prompt_key", "data.image_key", "data.image_pixels.min", "data.image_pixels.max", "data.system_prompt"),
+    *("data.continue_last_message", "data.chat_template_arguments"),
     *("data.shuffle", "data.curriculum", "data.sampler"),
 )
 
@@ -46,6 +47,8 @@ def offline_identity(config: OfflineConfig, train: Sequence[Record]) -> DataIden
     columns = [f"data.{field.name}" for field in fields(config.data) if field.name.endswith("_key")]
     keys = [
         *columns,
+        "data.image_pixels.min",
+        "data.image_pixels.max",
         "data.chat_template_arguments",
         *(["data.train_on"] if isinstance(config.data, LearnedDataConfig) else []),
         "data.shuffle",

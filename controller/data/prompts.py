@@ -7,6 +7,7 @@ PromptDataset of each source --PromptMixture, by weight--> take(start, count), a
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,6 +15,8 @@ import numpy as np
 from controller.data.records import Record
 from controller.observability.slow_work import Log, count_if_slow
 from workers.errors import DataError
+from workers.images import Image, ImageError, ImageSource, name_of
+from workers.placeholders import Placed
 from workers.rendering import Options, Renderer, options_of
 
 DATA_ORDER = 0  # separates this random stream from others with the same seed
@@ -28,6 +31,7 @@ class Prompt:
     """uid: place in the stream. ids: int32 [P]. columns: for rewards. source: its name in validation.
 
     options: with which chat messages were rendered. teacher_ids: of the prompt with the teacher's context, or empty.
+    images: in `ids`, whose data are an ImageSource. `columns` has their names and sizes.
     """
 
     uid: str
@@ -36,6 +40,11 @@ class Prompt:
     source: str = ""
     options: Options = field(default_factory=dict)
     teacher_ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    images: Placed = ()
+
+    @property
+    def image_names(self) -> list[str]:
+        return [shown_image(each.image) for each in self.images]
 
 
 class Prompts(Protocol):
@@ -50,7 +59,7 @@ class PromptRules:
     overlong_prompts: `drop` omits prompts above max_prompt_tokens, `truncate` keeps their end, `error` refuses them.
     The first two count them. system_prompt: for chat messages without one. source_key: column with a record's source,
     or empty for the data set's name. options: of the run, for chat messages. context_key, context_template: of
-    `TeacherConfig`.
+    `TeacherConfig`. image_key: column with images, whose `image_pixels` are the fewest and the most.
     """
 
     prompt_key: str
@@ -61,6 +70,8 @@ class PromptRules:
     options: Options = field(default_factory=dict)
     context_key: str = ""
     context_template: str = ""
+    image_key: str = ""
+    image_pixels: tuple[int, int] = (0, 2**20)
 
     def options_of(self, record: Record, where: str) -> Options:
         return {} if isinstance(record[self.prompt_key], str) else options_of(record, self.options, where)
@@ -83,24 +94,51 @@ class PromptDataset:
     ) -> None:
         """Tokenize `records`.
 
-        curriculum: orders every epoch of the kept records. log: called with progress if tokenizing is slow. Raises
-        DataError on a prompt that is overlong (with `error`), empty, or of the wrong type, and if none is left.
+        curriculum: orders every epoch of the kept records. log: called with progress if tokenizing is slow. Leaves out
+        records with an image that cannot be read, for the reasons in `unreadable`. Raises DataError on a prompt that is
+        overlong (with `error`), empty, or of the wrong type, and if none is left.
         """
         self._shuffle, self._seed, self.name, self._curriculum, self._rules = shuffle, seed, name, curriculum, rules
         self._orders: dict[int, Sequence[int] | np.ndarray] = {}
-        self._prompts: list[tuple[np.ndarray, Record, str, np.ndarray]] = []
+        self._prompts: list[tuple[np.ndarray, Record, str, np.ndarray, Placed]] = []
         self.dropped = self.truncated = 0
+        self.unreadable: list[str] = []
         counted = count_if_slow(records, f"{name}: prompts tokenized", log, total=len(records))
         for index, record in enumerate(counted, start=1):
-            ids = self._tokenized(record, renderer, rules, index)
-            if ids is not None:
-                taught = self._taught(record, renderer, f"{name} record {index}") if rules.context_key else ids[:0]
-                self._prompts.append((ids, record, str(record.get(rules.source_key, name)), taught))
+            try:
+                self._add(record, renderer, rules, index)
+            except ImageError as error:
+                self.unreadable.append(str(error))
+        if self.unreadable and not self._prompts:
+            raise DataError(self.unreadable[0])
         if not self._prompts:
             raise DataError(
                 f"{name}: all {len(records)} prompts are longer than data.max_prompt_tokens={rules.max_prompt_tokens}. "
                 "Raise it, or set data.overlong_prompts=truncate."
             )
+
+    def _add(self, record: Record, renderer: Renderer, rules: PromptRules, index: int) -> None:
+        where, source = f"{self.name} record {index}", str(record.get(rules.source_key, self.name))
+        ids = self._tokenized(record, renderer, rules, index)
+        if ids is None:
+            return
+        images = [each.image() for each in image_sources(record, rules.image_key, rules.image_pixels, self.name, where)]
+        ids, placed = renderer.expand(ids, images, where)
+        if images:
+            record = record | {rules.image_key: list(map(shown_image, images))}
+        if len(ids) > rules.max_prompt_tokens and rules.overlong_prompts == "truncate":
+            if images:
+                raise DataError(
+                    f"{where} has images, and {len(ids)} prompt tokens, which data.overlong_prompts=truncate would "
+                    "cut. Set drop."
+                )
+            self.truncated += 1
+            ids = ids[-rules.max_prompt_tokens :]
+        if len(ids) > rules.max_prompt_tokens:
+            self._leave_out(f"{len(ids)} prompt tokens", rules, index)
+            return
+        taught = self._taught(record, renderer, where) if rules.context_key else ids[:0]
+        self._prompts.append((ids, record, source, taught, placed))
 
     def _tokenized(self, record: Record, renderer: Renderer, rules: PromptRules, index: int) -> np.ndarray | None:
         prompt = record[rules.prompt_key]
@@ -109,16 +147,11 @@ class PromptDataset:
             return None
         where = f"{self.name} record {index}"
         messages = with_system_prompt(prompt, rules.system_prompt, where)
-        ids = renderer.prompt_ids(messages, where, rules.options_of(record, where))
-        if len(ids) <= rules.max_prompt_tokens:
-            return ids
-        if rules.overlong_prompts == "truncate":
-            self.truncated += 1
-            return ids[-rules.max_prompt_tokens :]
-        self._leave_out(f"{len(ids)} prompt tokens", rules, index)
-        return None
+        return renderer.prompt_ids(messages, where, rules.options_of(record, where))
 
     def _taught(self, record: Record, renderer: Renderer, where: str) -> np.ndarray:
+        if record.get(self._rules.image_key):
+            raise DataError(f"{where} has images, which teacher.context_key does not support. Remove one of them.")
         options = self._rules.options_of(record, where)
         return renderer.prompt_ids(with_context(record, self._rules, where), where, options)
 
@@ -145,7 +178,7 @@ class PromptDataset:
     @property
     def longest_taught(self) -> int:
         """Most tokens of a prompt with the teacher's context."""
-        return max(len(taught) for *_, taught in self._prompts)
+        return max(len(taught) for *_, taught, _ in self._prompts)
 
     def take(self, start: int, count: int) -> list[Prompt]:
         return [self.at(position) for position in range(start, start + count)]
@@ -161,8 +194,8 @@ class PromptDataset:
 
     def prompt(self, uid: str, index: int) -> Prompt:
         """Return a record's prompt as `uid`. index: of the kept records."""
-        ids, record, source, taught = self._prompts[index]
-        return Prompt(uid, ids, record, source, self._rules.options_of(record, uid), taught)
+        ids, record, source, taught, images = self._prompts[index]
+        return Prompt(uid, ids, record, source, self._rules.options_of(record, uid), taught, images)
 
     def _place(self, position: int) -> tuple[int, int]:
         epoch = 0  # a curriculum's epochs differ in length
@@ -208,6 +241,17 @@ class PromptMixture:
         return replace(self._sources[source].at(place), uid=f"{position}")
 
 
+def image_sources(record: Record, key: str, pixels: tuple[int, int], path: str, where: str) -> list[ImageSource]:
+    """Return a record's images, unread. key: its column. path: of the data, in whose folder relative paths start."""
+    folder = path if Path(path).is_dir() else str(Path(path).parent)
+    return [ImageSource(value, where, folder, pixels) for value in record.get(key) or ()]
+
+
+def shown_image(image: Image) -> str:
+    """Name a prompt's image, and its size."""
+    return f"{name_of(image.data.value)} {image.width} x {image.height}"
+
+
 def is_too_long(prompt: Any, max_tokens: int) -> bool:
     """Whether a prompt exceeds `max_tokens` with any tokenizer."""
     return characters(prompt) > CHARACTERS_PER_TOKEN * max_tokens
@@ -218,7 +262,8 @@ def characters(prompt: Any) -> int:
     if isinstance(prompt, str):
         return len(prompt)
     contents = [message.get("content", "") for message in prompt]
-    return sum(len(text) if isinstance(text, str) else sum(len(part["text"]) for part in text) for text in contents)
+    texts = [text if isinstance(text, str) else "".join(part.get("text", "") for part in text) for text in contents]
+    return sum(map(len, texts))
 
 
 def with_context(record: Record, rules: PromptRules, where: str) -> Any:

@@ -19,19 +19,20 @@ from controller.data.hub import hub_dataset, hub_records
 from controller.observability.shown_text import shortened
 from controller.observability.slow_work import Log, count_if_slow
 from workers.errors import DataError
-from workers.rendering import cleaned
+from workers.rendering import cleaned, with_images
 from workers.user_code.task_sources import package_of, task_records
 
 Record = dict[str, Any]
 DEEPEST = 100  # levels of lists and objects in a line
 
 
-def read_records(path: str, prompt_key: str = "", log: Log = print) -> list[Record]:
+def read_records(path: str, prompt_key: str = "", log: Log = print, image_key: str = "") -> list[Record]:
     """Read all records. Raises DataError naming file and record of a malformed record, or one without `prompt_key`.
 
-    log: called with progress if reading is slow.
+    log: called with progress if reading is slow. image_key: column with a prompt's images. Images in messages
+    move there.
     """
-    records = list(count_if_slow(iter_records(path, prompt_key), f"{path}: records read", log))
+    records = list(count_if_slow(iter_records(path, prompt_key, image_key), f"{path}: records read", log))
     if not records:
         raise DataError(f"{path} has no records.")
     return records
@@ -62,15 +63,15 @@ def check_teachers(path: str, records: Sequence[Record], key: str, names: Iterab
             )
 
 
-def iter_records(path: str, prompt_key: str = "") -> Iterator[Record]:
+def iter_records(path: str, prompt_key: str = "", image_key: str = "") -> Iterator[Record]:
     """Iterate lazily over the records. Raises as `read_records`."""
     if package_of(path):
         for number, record in enumerate(task_records(path), start=1):
-            yield _checked(record, f"{path} record {number}", prompt_key)
+            yield _checked(record, f"{path} record {number}", prompt_key, image_key)
         return
     if dataset := hub_dataset(path):
         for where, record in hub_records(path, dataset):
-            yield _checked(record, where, prompt_key)
+            yield _checked(record, where, prompt_key, image_key)
         return
     try:
         files = data_files(Path(path))
@@ -79,22 +80,27 @@ def iter_records(path: str, prompt_key: str = "") -> Iterator[Record]:
     for file in files:
         try:
             for where, record in READERS[file.suffix](file):
-                yield _checked(record, where, prompt_key)
+                yield _checked(record, where, prompt_key, image_key)
         except OSError as error:
             raise DataError(f"{file} cannot be read: {error.strerror or error}.") from None
 
 
-def _checked(record: Any, where: str, prompt_key: str) -> Record:
+def _checked(record: Any, where: str, prompt_key: str, image_key: str) -> Record:
     if not isinstance(record, dict) and not prompt_key:
         raise DataError(f"{where} is not a record, which gives each column's value by its name.")
     if prompt_key and (not isinstance(record, dict) or prompt_key not in record):
         raise DataError(f"{where} has no {prompt_key!r}. Set data.prompt_key to the prompt's column.")
     for name, value in record.items():
         try:
-            json.dumps([name, value], ensure_ascii=False, default=repr).encode()
+            json.dumps([name, value], ensure_ascii=False, default=lambda _: "").encode()
         except UnicodeEncodeError as error:
             raise DataError(f"{where}: column {name!a} cannot be encoded as Unicode: {error.reason}.") from None
-    return cast(Record, record | {prompt_key: cleaned(record[prompt_key], where)} if prompt_key else record)
+    if not prompt_key:
+        return cast(Record, record)
+    prompt, images = with_images(cleaned(record[prompt_key], where), record.get(image_key), where)
+    if images and not image_key:
+        raise DataError(f"{where} has images in its messages. Set data.image_key, where reward functions find them.")
+    return record | {prompt_key: prompt} | ({image_key: images} if images else {})
 
 
 def data_files(path: Path) -> list[Path]:

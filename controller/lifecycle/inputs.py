@@ -23,12 +23,15 @@ from controller.data.curriculum import SampledPrompts
 from controller.data.identity import DataIdentity, data_identity
 from controller.data.prompts import (
     Curriculum,
+    Prompt,
     PromptDataset,
     PromptMixture,
     PromptRules,
     Prompts,
     characters,
+    image_sources,
     is_too_long,
+    shown_image,
     with_system_prompt,
 )
 from controller.data.records import Record, check_loss_columns, check_teachers, read_records
@@ -53,6 +56,7 @@ from controller.preflight.training_checks import check_caps
 from workers.config import HTTP
 from workers.environment import as_text
 from workers.errors import ConfigError, DataError
+from workers.images import Pictures
 from workers.rendering import Messages, Options, Renderer, template_of
 from workers.rollout.parser_names import known_parsers, parsers_of
 from workers.score import Score
@@ -120,11 +124,14 @@ def try_inputs(config: Config, log: Log = print, given: GivenFunctions = NONE_GI
     given: functions passed to the call. Raises ConfigError or DataError.
     """
     data = config.data
-    train = {path: read_records(path, data.prompt_key, log) for path in data.weights}
-    held_out = {data.validation: read_records(data.validation, data.prompt_key, log)} if data.validation else {}
+    read = partial(read_records, prompt_key=data.prompt_key, log=log, image_key=data.image_key)
+    train = {path: read(path) for path in data.weights}
+    held_out = {data.validation: read(data.validation)} if data.validation else {}
     identity = data_identity(config, train)
     check_same_data(config, identity)
-    first = next(iter(train.values()))[0]
+    path, (first, *_) = next(iter(train.items()))
+    if images := image_sources(first, data.image_key, data.image_pixels.limits, path, f"{path} record 1"):
+        first = first | {data.image_key: Pictures(images)}
     functions, score = reward_functions(config, first, log, given)
     parser = find_parser(config, train | held_out, log)
     added = {RAW} | (_with_messages(config, first).keys() - first.keys())
@@ -278,8 +285,30 @@ def tokenized(config: Config, tried: Tried, log: Log = print) -> Inputs:
         sources=sources,
         validation=validation[0] if validation else None,
         weights=data.weights,
-        first_prompt=renderer.tokenizer.decode(next(iter(sources[0])).ids),
-        warnings=_template_warnings(config, tried),
+        first_prompt=_as_read(renderer.tokenizer, next(iter(sources[0]))),
+        warnings=(
+            *_template_warnings(config, tried),
+            *(_unreadable(each) for each in (*sources, *validation) if each.unreadable),
+        ),
+    )
+
+
+def _as_read(tokenizer: Any, prompt: Prompt) -> str:
+    """Decode a prompt, with an image's size in the place of its tokens."""
+    texts, start = [], 0
+    for each in prompt.images:
+        texts += [
+            tokenizer.decode(prompt.ids[start : each.first]),
+            f"[{shown_image(each.image)}: {each.tokens} tokens]",
+        ]
+        start = each.first + each.tokens
+    return "".join([*texts, tokenizer.decode(prompt.ids[start:])])
+
+
+def _unreadable(dataset: PromptDataset) -> str:
+    return (
+        f"{dataset.name}: {counted(len(dataset.unreadable), 'record')} left out because of an image, the first: "
+        f"{dataset.unreadable[0]}"
     )
 
 
@@ -434,11 +463,13 @@ def try_template(
 def load_renderer(config: TrainingConfig, log: Log = print) -> Renderer:
     with log_if_slow(log, f"loading torch, and the tokenizer of model.path={config.model.path}"):
         from workers.model.model import load_tokenizer
+        from workers.model.processor import load_placeholders
 
-        tokenizer = load_tokenizer(config.model.path)
+        tokenizer, placeholders = load_tokenizer(config.model.path), load_placeholders(config.model.path)
     vocabulary = config.vocabulary
     timeout_s = config.resources.user_code_timeout_s
     renderer = Renderer.with_template(tokenizer, config.model.chat_template, vocabulary, timeout_s)
+    renderer = replace(renderer, placeholders=placeholders)
     if tokenizer.eos_token_id is not None:
         renderer.checked([tokenizer.eos_token_id], f"the tokenizer of model.path={config.model.path}")
     return renderer
@@ -464,4 +495,6 @@ def _rules(config: Config, tools: Sequence[Any]) -> PromptRules:
         _run_options(config, tools),
         config.teacher.context_key if config.uses_teacher else "",
         config.teacher.context_template,
+        data.image_key,
+        data.image_pixels.limits,
     )

@@ -3,10 +3,12 @@
     RunFolder --> charts (matplotlib, as SVG), cards, tables --> Jinja template --> report.html
 
 The template escapes all texts of models and data, and inserts only our own charts unescaped. The content security
-policy forbids scripts and requests. Secrets are masked.
+policy forbids scripts and requests: images are within the page. Secrets are masked.
 """
 
+import base64
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,6 +82,7 @@ STYLE: Any = {
 PHASES = dict(zip(("rollout", "plan", "log_probs", "advantages", "update", "weights"), COLOURS, strict=True))
 WHEN = ("_before", "_karmarkar_karp", "")
 NOT_PARTS = ("reward/mean", "reward/std", "reward/failures")
+IMAGE = re.compile(r"images/[0-9a-f]{16}\.png")
 NUMBER, CODE = "n", "t"  # classes of the page's style sheet: right-aligned, and in the letters of code
 RESPONSE = {"prompt": CODE, "response": CODE}
 SAMPLE = dict.fromkeys(("step", "sample", "tokens", "seconds", "reward"), NUMBER) | RESPONSE
@@ -105,12 +108,12 @@ class Section:
 
 @dataclass(frozen=True)
 class Table:
-    """columns: style-sheet class by name. rows: a text by column."""
+    """columns: style-sheet class by name. rows: a text by column, and `images`, URLs that stand below the prompt."""
 
     title: str
     note: str
     columns: Mapping[str, str]
-    rows: Sequence[Mapping[str, str]]
+    rows: Sequence[Mapping[str, Any]]
 
 
 def write_report(folder: Path) -> Path:
@@ -336,9 +339,9 @@ def _tables(run: RunFolder) -> list[Table]:
     note = f"Validation at step {step}: {len(ends)} of {counted(len(held_out), 'response')}, "
     note += "the lowest and the highest rewards."
     return [
-        Table("Slowest samples", slowest, SAMPLE, _rows(_most(run.samples, "seconds"))),
-        Table("Longest samples", longest, SAMPLE, _rows(_most(run.samples, "response_tokens"))),
-        Table("Held-out responses", note, RESPONSE | {"reward": NUMBER}, _rows(ends)),
+        Table("Slowest samples", slowest, SAMPLE, _rows(_most(run.samples, "seconds"), run.path)),
+        Table("Longest samples", longest, SAMPLE, _rows(_most(run.samples, "response_tokens"), run.path)),
+        Table("Held-out responses", note, RESPONSE | {"reward": NUMBER}, _rows(ends, run.path)),
     ]
 
 
@@ -357,7 +360,7 @@ def _most(samples: Iterable[Row], name: str) -> list[Row]:
     return sorted(samples, key=lambda row: -(row[name] or 0))[:SHOWN_SAMPLES]
 
 
-def _rows(samples: Iterable[Row]) -> list[dict[str, str]]:
+def _rows(samples: Iterable[Row], folder: Path) -> list[dict[str, Any]]:
     return [
         {
             "step": f"{row.get('step', 0):,}",
@@ -367,8 +370,13 @@ def _rows(samples: Iterable[Row]) -> list[dict[str, str]]:
             "reward": f"{_reward(row):.3f}",
         }
         | {name: redacted(shortened(str(row.get(name, "")), TEXT)) for name in RESPONSE}
+        | {"images": [*map(as_url, filter(Path.is_file, map(folder.joinpath, IMAGE.findall(str(row.get("images"))))))]}
         for row in samples
     ]
+
+
+def as_url(file: Path) -> str:
+    return f"data:image/png;base64,{base64.b64encode(file.read_bytes()).decode()}"
 
 
 def _reward(row: Row) -> float:

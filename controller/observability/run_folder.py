@@ -1,7 +1,7 @@
 """Write and read a run's files, by RunWriter and RunFolder.
 
 runs/NAME/   config.yaml  run.log  metrics.jsonl  lengths.jsonl  samples.jsonl  timeline.jsonl  validation/step-N.jsonl
-             samples/step-N.npz, of which `controller.rollout.sample_files` knows the content
+             images/DIGEST.png  samples/step-N.npz, of which `controller.rollout.sample_files` knows the content
 """
 
 import json
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from balancing.analysis.lengths_file import check_lengths, has_step, json_records
 from workers.errors import DataError, OutputError
+from workers.images import PlacedImage, png_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 LARGEST = 1e100  # limit of a chart, whose axes would overflow
 LOG = "run.log"
+THUMBNAIL = 96  # pixels of its longer side
 SHOWN_RESPONSES = 32  # responses of a validation in trackers
 
 
@@ -73,6 +75,20 @@ def recorded_steps(folder: Path) -> list[int]:
     """List the steps with kept samples, in order."""
     files = step_file(folder, 0).parent.glob("step-*.npz")
     return sorted(int(file.stem.removeprefix("step-")) for file in files if file.stem[5:].isdecimal())
+
+
+def thumbnails(folder: Path, images: Iterable[PlacedImage]) -> str:
+    """Write small copies of images for the report, each content once, and return their names in the run's folder."""
+    names = []
+    for each in images:
+        names.append(f"images/{each.image.digest:016x}.png")
+        if not (path := folder / names[-1]).exists():
+            picture = each.image.data.open()
+            picture.thumbnail((THUMBNAIL, THUMBNAIL))
+            with writing(path):
+                path.parent.mkdir(exist_ok=True)
+                path.write_bytes(png_of(picture))
+    return " ".join(names)
 
 
 class Tracker:

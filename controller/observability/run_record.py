@@ -99,11 +99,11 @@ class RunRecord:
         """Record a step's samples, some in samples.jsonl once their advantages are known. asked: texts of a prompt."""
         self.live.samples(rollout.batch)
         self.rollout, self._asked, self._unwritten = rollout.without_tokens(), asked, True
-        self.trained = RemoteBatch(trained.columns, {})
+        self.trained = trained.light
 
     def trains_on(self, batch: RemoteBatch) -> None:
         """Record the light columns of the trained samples, with advantages."""
-        self.trained = RemoteBatch(batch.columns, {})
+        self.trained = batch.light
         self._write_examples()
 
     def _write_examples(self) -> None:

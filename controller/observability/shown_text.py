@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 MASK = "[hidden]"
@@ -42,11 +42,14 @@ def shortened(text: str, longest: int) -> str:
     return text if rest <= 0 else f"{text[:longest]} ... ({rest:,} more characters)"
 
 
-def shown_prompt(prompt: Any) -> str:
-    """Write a prompt, text or chat messages, as text: a paragraph per message."""
+def shown_prompt(prompt: Any, images: Sequence[str] = ()) -> str:
+    """Write a prompt, text or chat messages, as text: a paragraph per message. images: their names, in order."""
     if isinstance(prompt, str):
         return prompt
-    return "\n\n".join(f"{message['role']}: {message_text(message)}" for message in prompt)
+    text = "\n\n".join(f"{message['role']}: {message_text(message)}" for message in prompt)
+    for name in images:
+        text = text.replace("[image]", f"[{name}]", 1)
+    return text
 
 
 def message_text(message: Mapping[str, Any]) -> str:

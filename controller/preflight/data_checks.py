@@ -18,6 +18,7 @@ prompt_tokens prompt_hash prefix_hashes read_tokens cached_tokens response_token
 seconds weight_version newest_weight_version reward greedy_reward advantages group_tokens old_values returns
 held_back branches cut_tokens history_refused sample_number sample_tokens mini_batch_samples credit offsets by_turn
 cut_thoughts kept_advantages teacher_prompt teacher_log_probs teacher_hidden teacher_top_ids teacher_top_log_probs
+images
 """
 RESERVED = frozenset(_NAMES.split())
 """Columns that every batch has."""
@@ -34,7 +35,7 @@ def check_data(config: Config, model: ModelFiles) -> None:
     for key, path in paths:
         if is_elsewhere(config, path):
             continue
-        record = first_record(key, path, config.data.prompt_key)
+        record = first_record(key, path, config.data.prompt_key, config.data.image_key)
         _check_prompt(config, model, f"{key}: the prompts of {path}", record[config.data.prompt_key])
         if package_of(config.rollout.environment) and TASK not in record:
             environment = config.rollout.environment
@@ -75,11 +76,11 @@ def _check_prompt(config: Config, model: ModelFiles, which: str, prompt: Any) ->
         raise ConfigError(f"{which} are texts, but data.system_prompt goes before chat messages. Remove it.")
 
 
-def first_record(key: str, path: str, prompt_key: str = "") -> dict[str, Any]:
+def first_record(key: str, path: str, prompt_key: str = "", image_key: str = "") -> dict[str, Any]:
     """Read the first record of a data set. Raises ConfigError, naming `key`, if no record has a prompt."""
     try:
         check_installed(key, path)
-        record = next(iter_records(path, prompt_key), None)
+        record = next(iter_records(path, prompt_key, image_key), None)
     except DataError as error:
         raise ConfigError(f"{key}: {error}") from None
     if record is None:

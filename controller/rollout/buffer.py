@@ -36,7 +36,7 @@ from controller.rollout.samples import (
     with_record_columns,
 )
 from workers.config import SamplingConfig
-from workers.remote_batch import RemoteBatch
+from workers.remote_batch import RemoteBatch, stored
 from workers.rollout.requests import EpisodeStart, SampleRequest, SampleResult, sample_seed
 from workers.score import Score
 
@@ -217,11 +217,14 @@ class RolloutBuffer:
 
 
 def sample_requests(config: Config, prompts: Sequence[Prompt], samples: int, step: int) -> list[SampleRequest]:
-    """Return `samples` requests per prompt, group by group, sharing their arrays."""
-    starts = [_start(config, prompt) for prompt in prompts]
+    """Return `samples` requests per prompt, group by group, sharing their arrays and images."""
+    known: dict[int, ObjectRef] = {}
+    shared = [(prompt, _start(config, prompt), stored(prompt.images, known)) for prompt in prompts]
     return [
-        SampleRequest(prompt.uid, i, prompt.ids, sample_seed(config.run.seed, step, prompt.uid, i), start)
-        for prompt, start in zip(prompts, starts, strict=True)
+        SampleRequest(
+            prompt.uid, i, prompt.ids, sample_seed(config.run.seed, step, prompt.uid, i), start, images=images
+        )
+        for prompt, start, images in shared
         for i in range(samples)
     ]
 
@@ -230,7 +233,8 @@ def _start(config: Config, prompt: Prompt) -> EpisodeStart | None:
     if not config.rollout.plays_episodes:
         return None
     text = with_system_prompt(prompt.columns[config.data.prompt_key], config.data.system_prompt, prompt.uid)
-    return EpisodeStart(prompt.columns, text, prompt.options)
+    key = config.data.image_key if prompt.images else ""
+    return EpisodeStart(prompt.columns, text, prompt.options, key, config.data.image_pixels.limits)
 
 
 def overlong_penalty(tokens: np.ndarray, longest: int, overlong_tokens: int) -> np.ndarray:

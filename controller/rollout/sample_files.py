@@ -4,7 +4,8 @@
     checkpoint   rows of a RemoteBatch <--read_rows, write_rows--> replay/step-30.npz
     step         RolloutBatch <--read_step, write_step--> runs/NAME/samples/step-3.npz, which `controller.replay` trains
 
-Compressed arrays: rows of tokens with offsets, results and scores as JSON. They are read without pickle.
+Compressed arrays: rows of tokens with offsets, each image once, results and scores as JSON. They are read without
+pickle.
 """
 
 import json
@@ -24,7 +25,9 @@ from controller.observability.run_folder import writing
 from controller.rollout.samples import SAMPLED_COLUMNS, RolloutBatch
 from workers.dataproto import ROUTED_EXPERTS, DataProto, object_column
 from workers.errors import DataError
-from workers.remote_batch import RemoteBatch, places
+from workers.images import Image, PlacedImage, keys
+from workers.placeholders import Placed
+from workers.remote_batch import IMAGES, RemoteBatch, fetched, places
 from workers.rollout.episode import branches_of
 from workers.rollout.prefix_hashes import prefix_hashes
 from workers.rollout.requests import Response, SampleResult
@@ -70,6 +73,9 @@ def write_samples(path: Path, samples: StoredSamples) -> None:
     arrays = {"records": _as_bytes(records)} | {name: found for name, found in routed.items() if found is not None}
     arrays |= _packed("turns", DataProto.from_rows(turns))
     arrays |= _packed("finished", DataProto.from_rows([row for sample in samples.finished for row in sample.rows]))
+    arrays |= _packed_images(
+        [images for sample in samples.finished if sample.rows for images in _row_images(sample.result)]
+    )
     arrays |= _packed("partial", DataProto.from_rows(partial))
     _write(path, arrays)
 
@@ -78,7 +84,8 @@ def read_samples(path: Path) -> StoredSamples:
     """Read a file. Raises DataError if it is missing or broken."""
     with _opened(path) as arrays:
         records = _from_bytes(arrays["records"])
-        rows = iter(_rows(_unpacked("finished", arrays)))
+        found = _rows(_unpacked("finished", arrays))
+        rows = iter(zip(found, _unpacked_images(arrays, len(found)), strict=True))
         finished = [_finished(record, rows) for record in records["finished"]]
         partial = [
             Response(row["ids"], row["log_probs"], row["versions"]) for row in _rows(_unpacked("partial", arrays))
@@ -101,11 +108,15 @@ def write_step(path: Path, rollout: RolloutBatch) -> None:
     added = {name: column for name, column in trained.columns.items() if name not in rollout.batch.columns}
     arrays = _columns("added", added)
     # Hashes of prefixes and branches follow from the tokens.
-    kept = {name: column for name, column in samples.columns.items() if name not in ("prefix_hashes", "branches")}
+    left_out = ("prefix_hashes", "branches", IMAGES)
+    kept = {name: column for name, column in samples.columns.items() if name not in left_out}
     arrays |= {f"columns.{name}": column for name, column in kept.items()}
     arrays["columns.branches"] = np.array([len(found) for found in samples["branches"]], dtype=np.int64)
     arrays["trained"] = np.array([row_of[place] for place in trained.tokens["input_ids"]], dtype=np.int64)
     arrays["scores"] = _as_bytes([asdict(score) for score in rollout.by_sample.values()])
+    if IMAGES in samples.columns:
+        pairs = zip(samples[IMAGES], samples["branches"], strict=True)
+        arrays |= _packed_images([each for own, branches in pairs for each in (own, *(b.images for b in branches))])
     found = zip(samples.tokens["input_ids"], samples["branches"], strict=True)
     tokens = _fetched([(ref, row + n) for (ref, _, row), branches in found for n in range(1 + len(branches))])
     _write(path, arrays | _packed("tokens", tokens))
@@ -123,14 +134,18 @@ def read_step(path: Path, put: Callable[[DataProto], Any] | None = None) -> Roll
         scores = [Score(**values) for values in _from_bytes(arrays["scores"])]
         added = _named("added", arrays) | objects
         prompts, branches = columns["prompt_tokens"].tolist(), columns["branches"]
+        images = _unpacked_images(arrays, len(tokens))
     first = np.cumsum(branches + 1) - branches - 1
-    rows = [[tokens.row(row) for row in range(start, start + 1 + n)] for start, n in zip(first, branches, strict=True)]
+    spans = [slice(start, start + 1 + n) for start, n in zip(first.tolist(), branches.tolist(), strict=True)]
+    each = [([tokens.row(row) for row in range(span.start, span.stop)], images[span]) for span in spans]
     columns["prefix_hashes"] = object_column(
-        [prefix_hashes(each["input_ids"], prompt) for (each, *_), prompt in zip(rows, prompts, strict=True)]
+        [_hashes(rows[0], placed[0], prompt) for (rows, placed), prompt in zip(each, prompts, strict=True)]
     )
     columns["branches"] = object_column(
-        [branches_of(found, prompt) for found, prompt in zip(rows, prompts, strict=True)]
+        [branches_of(rows, prompt, placed) for (rows, placed), prompt in zip(each, prompts, strict=True)]
     )
+    if any(images):
+        columns[IMAGES] = object_column([placed[0] for _, placed in each])
     kept, block = [name for name in SAMPLED_COLUMNS if name in tokens.tokens], (put or ray.put)(tokens)
     samples = RemoteBatch(columns, {name: places(name, repeat(block), first.tolist()) for name in kept})
     rollout = RolloutBatch(samples, dict(zip(_keys(samples), scores, strict=True)), dropped=0, retried=0)
@@ -139,9 +154,10 @@ def read_step(path: Path, put: Callable[[DataProto], Any] | None = None) -> Roll
 
 def write_rows(path: Path, rows: RemoteBatch) -> None:
     """Write rows to train on, with their tokens, replacing `path` when complete. Raises as `write_step`."""
-    kept = {name: column for name, column in rows.columns.items() if name != "prefix_hashes"}
+    kept = {name: column for name, column in rows.columns.items() if name not in ("prefix_hashes", IMAGES)}
     tokens = _fetched([(ref, row) for ref, _, row in rows.tokens["input_ids"]])
-    _write(path, _columns("columns", kept) | _packed("tokens", tokens))
+    images = _packed_images(rows.columns.get(IMAGES, ()))
+    _write(path, _columns("columns", kept) | _packed("tokens", tokens) | images)
 
 
 def read_rows(path: Path) -> RemoteBatch:
@@ -151,7 +167,9 @@ def read_rows(path: Path) -> RemoteBatch:
         objects = {name: object_column(values) for name, values in _from_bytes(arrays["objects"]).items()}
         columns = _named("columns", arrays) | objects
         prompts = enumerate(columns["prompt_tokens"].tolist())
-    hashes = [prefix_hashes(tokens.row(row)["input_ids"], prompt) for row, prompt in prompts]
+        images = _unpacked_images(arrays, len(tokens))
+    columns |= {IMAGES: object_column(images)} if any(images) else {}
+    hashes = [_hashes(tokens.row(row), images[row], prompt) for row, prompt in prompts]
     kept = [name for name in SAMPLED_COLUMNS if name in tokens.tokens]
     return RemoteBatch.of_block(ray.put(tokens), columns | {"prefix_hashes": object_column(hashes)}, kept)
 
@@ -178,6 +196,38 @@ def _fetched(rows: Sequence[tuple[Any, int]]) -> DataProto:
     refs = list(dict.fromkeys(ref for ref, _ in rows))
     blocks = dict(zip(refs, ray.get(refs), strict=True))
     return DataProto.from_rows([blocks[ref].row(row) for ref, row in rows])
+
+
+def _row_images(result: SampleResult) -> list[Placed]:
+    return [result.images, *(branch.images for branch in result.branches)]
+
+
+def _packed_images(rows: Iterable[Placed]) -> dict[str, np.ndarray]:
+    """Return the places of images as JSON by row, and each content once, by digest."""
+    found = fetched(object_column(list(rows))).tolist()
+    if not any(found):
+        return {}
+    contents = {each.image.digest: each.image for images in found for each in images}
+    places = [[(each.image.digest, each.first, each.tokens) for each in images] for images in found]
+    sizes = {digest: (image.width, image.height) for digest, image in contents.items()}
+    packed = {f"image.{digest}": np.frombuffer(image.data, np.uint8) for digest, image in contents.items()}
+    return {IMAGES: _as_bytes({"places": places, "sizes": sizes})} | packed
+
+
+def _unpacked_images(arrays: Mapping[str, np.ndarray], count: int) -> list[Placed]:
+    """Return the images of `count` rows, in the object store."""
+    if IMAGES not in arrays:
+        return [()] * count
+    found, data = _from_bytes(arrays[IMAGES]), _named("image", arrays)
+    images = {
+        digest: Image(int(digest), width, height, ray.put(data[digest].tobytes()))
+        for digest, (width, height) in found["sizes"].items()
+    }
+    return [tuple(PlacedImage(images[f"{digest}"], *place) for digest, *place in row) for row in found["places"]]
+
+
+def _hashes(row: Mapping[str, np.ndarray], images: Placed, prompt: int) -> bytes:
+    return prefix_hashes(keys(row["input_ids"], images), prompt)
 
 
 def _write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
@@ -221,21 +271,23 @@ def _named(name: str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]
 
 def _record(sample: FinishedSample) -> dict[str, Any]:
     score = None if sample.score is None else asdict(sample.score)
-    result = asdict(sample.result)
-    del result["prefix_hashes"]  # they follow from the tokens, as do the branches
+    result = asdict(replace(sample.result, images=(), branches=()))
+    del result["prefix_hashes"], result["images"]  # they follow from the rows, as do the branches
     result["branches"] = len(sample.result.branches)
     return {"result": result, "score": score}
 
 
-def _finished(record: Mapping[str, Any], rows: Iterable[dict[str, np.ndarray]]) -> FinishedSample:
+def _finished(record: Mapping[str, Any], rows: Iterable[tuple[dict[str, np.ndarray], Placed]]) -> FinishedSample:
     values = dict(record["result"])
     environment, branches = values.pop("environment"), values.pop("branches", 0)
     versions = tuple((version, tokens) for version, tokens in values.pop("version_tokens"))
     result = SampleResult(**values, version_tokens=versions, environment=_score(environment))
-    found = [next(iter(rows)) for _ in range(1 + branches)] if result.row >= 0 else []
+    pairs = [next(iter(rows)) for _ in range(1 + branches)] if result.row >= 0 else []
+    found, images = [row for row, _ in pairs], [placed for _, placed in pairs]
     if found:
-        hashes = prefix_hashes(found[0]["input_ids"], result.prompt_tokens)
-        result = replace(result, prefix_hashes=hashes, branches=branches_of(found, result.prompt_tokens))
+        hashes = _hashes(found[0], images[0], result.prompt_tokens)
+        following = branches_of(found, result.prompt_tokens, images)
+        result = replace(result, prefix_hashes=hashes, branches=following, images=images[0])
     return FinishedSample(result, found, _score(record["score"]))
 
 

@@ -24,7 +24,7 @@ from controller.observability.step_metrics import session_metrics
 from workers.config import TeacherConfig
 from workers.dataproto import ROUTED_EXPERTS, object_column, record_column
 from workers.errors import RolloutError
-from workers.remote_batch import RemoteBatch, places
+from workers.remote_batch import IMAGES, RemoteBatch, places, stored
 from workers.rollout.requests import COUNTS, LENGTH, TURNS, Branch, SampleResult
 from workers.score import Score
 from workers.user_code.tools import TOOL_PARTS
@@ -163,7 +163,7 @@ class RolloutBatch:
                 {"reward": score.reward} | score.parts,
                 score.answer,
                 {
-                    "prompt": shown_prompt(prompts[uid].columns[prompt_key]),
+                    "prompt": shown_prompt(prompts[uid].columns[prompt_key], prompts[uid].image_names),
                     "record": shortened(other_columns(prompts[uid].columns, prompt_key), LONGEST_TEXT),
                     "response": score.response,
                 }
@@ -174,7 +174,7 @@ class RolloutBatch:
 
     def without_tokens(self) -> "RolloutBatch":
         """Keep only light columns and scores, which frees the object store."""
-        return replace(self, samples=RemoteBatch(self.samples.columns, {}), trained=RemoteBatch({}, {}))
+        return replace(self, samples=self.samples.light, trained=RemoteBatch({}, {}))
 
     def examples(
         self, count: int, asked: Callable[[str], dict[str, str]], characters: int = LONGEST_TEXT
@@ -244,7 +244,7 @@ def training_rows(samples: RemoteBatch) -> RemoteBatch:
     columns = {name: column.copy() for name, column in each.columns.items() if name != "branches"}
     tokens = {name: column.copy() for name, column in each.tokens.items()}
     for row, number, branch in own:
-        for name in BRANCH_COLUMNS:
+        for name in columns.keys() & set(BRANCH_COLUMNS):
             columns[name][row] = getattr(branch, name)
         for column in tokens.values():
             block, name, first = column[row]
@@ -325,10 +325,10 @@ def assemble(
         "sample": np.array([result.sample for result in found], dtype=np.int64),
         **{name: np.array([getattr(result, name) for result in found], dtype=np.int64) for name in COUNTS},
         "prefix_hashes": object_column([result.prefix_hashes for result in found]),
-        "branches": object_column([result.branches for result in found]),
         "truncated": np.array([result.finish_reason in (LENGTH, TURNS) for result in found]),
         "seconds": np.array([result.seconds for result in found]),
     }
+    columns |= _images(found)
     tokens = {name: places(name, blocks, rows) for name in token_columns}
     return RolloutBatch(
         RemoteBatch(columns, tokens),
@@ -338,6 +338,14 @@ def assemble(
         tuple(failures),
         version_tokens=_totals([dict(result.version_tokens) for result in found]),
     )
+
+
+def _images(found: Sequence[SampleResult]) -> dict[str, np.ndarray]:
+    """Return the columns `branches` and, where there are images, IMAGES: each content once in the object store."""
+    known: dict[int, Any] = {}
+    branches = [tuple(replace(b, images=stored(b.images, known)) for b in result.branches) for result in found]
+    images = [stored(result.images, known) for result in found]
+    return {"branches": object_column(branches)} | ({IMAGES: object_column(images)} if any(images) else {})
 
 
 def _totals(counts: Iterable[Mapping[int, int]]) -> dict[int, int]:

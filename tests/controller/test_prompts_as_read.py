@@ -136,7 +136,7 @@ def test_an_assistants_last_message_is_refused_or_continued(workspace: Path) -> 
         ([{"role": "user"}], "of role 'user' whose content is of type NoneType"),
         ([USER, {"role": "assistant", "content": None, "tool_calls": []}], "of role 'assistant' whose content is of"),
         ([{"role": "user", "content": 7}], "whose content is of type int"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "with a part of type 'image_url'"),
+        ([{"role": "user", "content": [{"type": "video"}]}], "with a part of type 'video'"),
         ("1\ud800", "column 'prompt'"),
         ([{"role": "user", "content": "1\ud800"}], "column 'prompt'"),
     ],

@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from workers.dataproto import DataProto
+from workers.dataproto import DataProto, object_column
+from workers.images import Pictures, PlacedImage
+from workers.remote_batch import fetched
 from workers.rollout.requests import INSERTED, NOT_SAMPLED
 from workers.score import Score
 from workers.user_code.rewards import RAW, Call, RewardFunction, RewardProcess
@@ -20,11 +22,16 @@ from workers.user_code.rewards import RAW, Call, RewardFunction, RewardProcess
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """One sample to score: a row of a block, and the record's columns that reward functions take."""
+    """One sample to score: a row of a block, and the record's columns that reward functions take.
+
+    images: of the record, which become its column `image_key`.
+    """
 
     row: int
     prompt_tokens: int
     columns: dict[str, Any]
+    images: tuple[PlacedImage, ...] = ()
+    image_key: str = ""
 
 
 class RewardWorker:
@@ -47,9 +54,10 @@ class RewardWorker:
         """Return one Score per request, in order. `failure` says why scoring failed."""
         rows = [block.row(request.row) for request in requests]
         last = [row["input_ids"][last_turn(row["weight_versions"])] for row in rows]
+        images = fetched(object_column([request.images for request in requests]))
         calls = [
-            Call(i, self._text(ids), request.columns | self._raw(ids))
-            for i, (ids, request) in enumerate(zip(last, requests, strict=True))
+            Call(i, self._text(ids), request.columns | _pictures(request, found) | self._raw(ids))
+            for i, (ids, request, found) in enumerate(zip(last, requests, images, strict=True))
         ]
         scores = self._process.run(calls)
         return [
@@ -71,6 +79,10 @@ class RewardWorker:
 
     def _text(self, ids: np.ndarray) -> str:
         return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=True))
+
+
+def _pictures(request: ScoreRequest, images: Sequence[PlacedImage]) -> dict[str, Any]:
+    return {request.image_key: Pictures([each.image.data for each in images])} if images else {}
 
 
 def turns(versions: np.ndarray) -> list[tuple[str, slice]]:

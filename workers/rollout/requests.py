@@ -29,12 +29,15 @@ JUDGE_STEP = -4  # of a judge's answers
 class EpisodeStart:
     """The record of an episode, and its prompt before tokenizing (text or chat messages).
 
-    options: with which the prompt was rendered, see `workers.rendering.Options`.
+    options: with which the prompt was rendered, see `workers.rendering.Options`. image_key: column that an environment
+    gets the prompt's images in, or empty. image_pixels: of observations' images, see `workers.images.resized`.
     """
 
     record: dict[str, Any]
     prompt: Text
     options: dict[str, Any] = field(default_factory=dict)
+    image_key: str = ""
+    image_pixels: tuple[int, int] = (0, 2**20)
 
 
 @dataclass(frozen=True)

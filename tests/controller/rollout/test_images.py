@@ -1,0 +1,120 @@
+"""Images of samples: once in the object store, in files, and with reward functions."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+import ray
+
+from controller.data.prompts import Prompt
+from controller.observability.run_folder import thumbnails
+from controller.rollout.sample_files import (
+    FinishedSample,
+    StoredSamples,
+    read_rows,
+    read_samples,
+    read_step,
+    write_rows,
+    write_samples,
+    write_step,
+)
+from controller.rollout.samples import RolloutBatch, assemble
+from tests.workers.vision_families import pictures
+from workers.dataproto import DataProto
+from workers.images import ImageSource, PlacedImage, digest_of, keys, read_image
+from workers.remote_batch import IMAGES, RemoteBatch, stored
+from workers.roles.reward import RewardWorker, ScoreRequest
+from workers.rollout.episode import branches_of
+from workers.rollout.prefix_hashes import prefix_hashes
+from workers.rollout.requests import SampleResult
+from workers.score import Score
+from workers.user_code.rewards import RewardFunction
+
+SOURCES = [ImageSource(picture, "record 1").image() for picture in pictures()]
+PROMPT = (PlacedImage(SOURCES[0], 1, 2), PlacedImage(SOURCES[1], 3, 1))
+ROW = {
+    "input_ids": np.arange(8, dtype=np.int32),
+    "loss_mask": np.arange(8) > 4,
+    "rollout_log_probs": np.zeros(8, np.float32),
+    "weight_versions": np.where(np.arange(8) > 4, 0, -1).astype(np.int32),
+}
+SCORE = Score(1.0, "yes")
+
+
+@pytest.fixture
+def rollout(ray_session: None) -> RolloutBatch:
+    """Two samples of a prompt of two images, the first with a branch that holds a third."""
+    block = ray.put(DataProto.from_rows([ROW] * 4))
+    prompt = stored(PROMPT, {})
+    branch = (*prompt, PlacedImage(replace(SOURCES[2], data=b"an observation's"), 5, 2))
+    branches = branches_of([ROW, ROW], 5, [prompt, branch])
+    hashes = prefix_hashes(keys(ROW["input_ids"], PROMPT), 5)
+    facts: dict[str, Any] = {"images": prompt, "prefix_hashes": hashes}
+    found = [
+        SampleResult("1", 0, 5, 3, "stop", 0, row=0, branches=branches, **facts),
+        SampleResult("1", 1, 5, 3, "stop", 0, row=3, **facts),
+    ]
+    rollout = assemble([(result, block) for result in found], {result.key: SCORE for result in found})
+    return replace(rollout, trained=rollout.rows)
+
+
+def _digests(batch: RemoteBatch) -> list[list[int]]:
+    return [[each.image.digest for each in images] for images in batch[IMAGES]]
+
+
+def test_a_content_is_stored_once_and_gathered(rollout: RolloutBatch) -> None:
+    rows = rollout.rows
+    references = {each.image.digest: each.image.data for images in rows[IMAGES] for each in images}
+    assert len(references) == 3
+    assert all(each.image.data is references[each.image.digest] for images in rows[IMAGES] for each in images)
+    batch = rows.select([1, 0]).gather()
+    for images, expected in zip(batch.objects[IMAGES], rows.select([1, 0])[IMAGES], strict=True):
+        assert images == expected
+        assert digest_of(read_image(images[0].image.data, "an image")) == SOURCES[0].digest
+    assert len(rows[IMAGES][0]) == 3
+    assert IMAGES not in rows.light.columns
+
+
+def test_batches_without_images_join_those_with(rollout: RolloutBatch) -> None:
+    plain = RemoteBatch({name: c for name, c in rollout.rows.columns.items() if name != IMAGES}, rollout.rows.tokens)
+    joined = RemoteBatch.concat([plain, rollout.rows])
+    assert _digests(joined) == [[], [], *_digests(rollout.rows)]
+
+
+def test_files_keep_images(rollout: RolloutBatch, tmp_path: Path) -> None:
+    write_step(tmp_path / "step.npz", rollout)
+    write_rows(tmp_path / "rows.npz", rollout.rows)
+    step, rows = read_step(tmp_path / "step.npz"), read_rows(tmp_path / "rows.npz")
+    for found in (step.rows, step.trained, rows):
+        assert _digests(found) == _digests(rollout.rows)
+        assert found["prefix_hashes"].tolist() == rollout.rows["prefix_hashes"].tolist()
+        data = [each.image.data for images in found.gather().objects[IMAGES] for each in images]
+        assert data == [each.image.data for images in rollout.rows.gather().objects[IMAGES] for each in images]
+    result = SampleResult("1", 0, 5, 3, "stop", 0, row=0, images=rollout.batch[IMAGES][0])
+    write_samples(tmp_path / "samples.npz", StoredSamples([FinishedSample(result, [ROW], None)]))
+    (sample,) = read_samples(tmp_path / "samples.npz").finished
+    assert sample.result.images == result.images
+    assert sample.result.prefix_hashes == rollout.batch["prefix_hashes"][0]
+
+
+def test_reward_functions_get_pictures(ray_session: None, vision_model: Callable[[str], Path]) -> None:
+    reward = cloudpickle.dumps(lambda response, images: sum(image.width for image in images))  # by value
+    function = RewardFunction("size", 1.0, reward, ("images",))
+    worker = RewardWorker([function], str(vision_model("qwen2_5_vl")), timeout_s=60, concurrency=1)
+    request = ScoreRequest(0, 5, {"images": ["a.png 84 x 56"]}, stored(PROMPT, {}), "images")
+    (score,) = worker.score(DataProto.from_rows([ROW]), [request])
+    assert (score.reward, score.failure) == (84 + 56, "")
+
+
+def test_thumbnails_are_small_and_written_once(tmp_path: Path) -> None:
+    names = thumbnails(tmp_path, PROMPT).split()
+    assert names == [f"images/{each.image.digest:016x}.png" for each in PROMPT]
+    assert max(read_image(name, "a report", str(tmp_path)).size[1] for name in names) == 96
+    before = [(tmp_path / name).stat().st_mtime_ns for name in names]
+    thumbnails(tmp_path, PROMPT)
+    assert [(tmp_path / name).stat().st_mtime_ns for name in names] == before
+    assert Prompt("1", ROW["input_ids"], {}, images=PROMPT).image_names == ["image 84 x 56", "image 56 x 112"]
