@@ -37,6 +37,7 @@ from workers.model.rows.packing import ModelInput, max_positions
 from workers.model.sharding.parallel import full_tensor, reshard
 from workers.model.sharding.stage_layers import Passing
 from workers.model.value_head import HEAD, PackedValueModel
+from workers.model.vision import Vision
 
 LENGTHS = (7, 19, 12)
 LONGEST_PREFIX = 512  # longer ones are not shared by the probe
@@ -179,12 +180,18 @@ def make_probe(packed: PackedModel, dtype: torch.dtype, temperature: float = 1.0
         rows.append({"input_ids": ids[chosen], "loss_mask": torch.arange(len(chosen)) > 0})
     rows[2]["input_ids"][:prefix] = rows[1]["input_ids"][:prefix]
     probe = Probe(DataProto.from_list(rows), temperature, dtype, _probed_parameters(packed))
-    with suppress(ConfigError):  # without a processor there are no images, which the first one would say
-        processor = packed.vision and packed.vision.processor
-        if processor:
-            sequences, inputs = add_images([row["input_ids"] for row in rows], prefix, processor, packed.name)
-            return replace(probe, sequences=sequences, inputs=inputs)
-    return probe
+    return probe if packed.vision is None else _with_images(probe, packed.vision, packed.name, prefix)
+
+
+def _with_images(probe: Probe, vision: Vision, name: str, prefix: int) -> Probe:
+    """Put images into the sequences. If the processor cannot make them, text is proved alone and images are refused."""
+    texts = probe.sequences.tokens["input_ids"].split(probe.sequences.lengths.tolist())
+    try:
+        sequences, inputs = add_images(texts, prefix, vision.processor, name)
+    except BallastError as error:
+        vision.refusal = error
+        return probe
+    return replace(probe, sequences=sequences, inputs=inputs)
 
 
 def _built_in(packed: PackedModel) -> list[int]:

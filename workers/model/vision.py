@@ -26,7 +26,7 @@ from transformers import AutoProcessor, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from workers.dataproto import DataProto
-from workers.errors import ConfigError, DataError, clause
+from workers.errors import BallastError, ConfigError, DataError, clause
 from workers.images import Image, PlacedImage, read_image
 from workers.model.rows.packing import ModelInput, Rows
 
@@ -53,6 +53,7 @@ class Vision:
 
     def __init__(self, model: PreTrainedModel, decoder: nn.Module) -> None:
         self.model, self.trains = model, False
+        self.refusal: BallastError | None = None
         self.image_token: int = model.config.image_token_id
         paths = {id(module): name for name, module in model.named_modules()}
         head, inner = paths[id(model.get_output_embeddings())], paths[id(decoder)].split(".")
@@ -119,7 +120,9 @@ class Vision:
         return torch.as_tensor(found[:, 0])
 
     def inputs(self, images: Sequence[Image]) -> Inputs:
-        """Return the processor's tensors for these images, on the CPU."""
+        """Return the processor's tensors for these images, on the CPU. Raises what the check at load found."""
+        if self.refusal is not None:
+            raise self.refusal
         every = [self._processed(image) for image in images]
         return {name: _joined(name, [each[name] for each in every]) for name in every[0]}
 

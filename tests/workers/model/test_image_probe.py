@@ -1,5 +1,6 @@
 """At load models are compared with images too: exact families pass, and what images would make wrong is refused."""
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -140,3 +141,15 @@ def test_gemma_3_is_exact_as_text_and_refuses_images_by_name(vision_model: Calla
     assert placeholders is not None and placeholders.expand(ids, (), "a record")[0] is ids
     with refused("(gemma3): a record has images"):
         placeholders.expand(ids, [Image(digest_of(picture), *picture.size, png_of(picture))], "a record")
+
+
+def test_without_a_processor_text_is_proved_and_images_are_refused(
+    vision_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(vision_model("llava") / name, tmp_path)
+    packed, config = loaded(tmp_path)
+    assert 0 < check_numerics(packed, config).largest < 2e-5
+    assert packed.vision is not None
+    with refused(f"model.path={tmp_path} has no processor"):
+        packed.vision.inputs([])
