@@ -154,7 +154,7 @@ def _cell(name: str, value: float) -> str:
 
 def _headline(batch: Batch) -> str:
     defaults = {name: each.default for name, each in inspect.signature(plan_batch).parameters.items()}
-    shown = {"ranks", "mini_batches", "max_tokens", "cost_model", "order", "pipeline"}
+    shown = {"ranks", "mini_batches", "max_tokens", "cost_model", "order", "pipeline", "images"}
     others = [f"{k}={v}" for k, v in batch.arguments.items() if k not in shown and v != defaults[k]]
     counts = f"ranks: {batch.arguments['ranks']}, mini-batches: {len(batch.arguments['mini_batches'])}"
     plan = ", ".join([counts, f"max_tokens={batch.arguments['max_tokens']:,}", *others])

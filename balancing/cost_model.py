@@ -1,4 +1,4 @@
-"""Model the cost of a sequence of L tokens as `linear * L + quadratic * L**2`.
+"""Model the cost of a sequence of L tokens as `linear * L + quadratic * L**2`, plus the same form for its images.
 
 model config ----- counted ---+
                               +--> CostModel --> workload of each sequence --> balanced by plans
@@ -15,7 +15,7 @@ sums per squared token.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ from numpy.typing import ArrayLike
 
 from balancing.errors import CostModelError
 from balancing.grouping import Floats
+from balancing.image_patches import Images
 from balancing.validation import one_of, weight_array, whole_numbers
 
 FEWEST_MEASUREMENTS = 4
@@ -56,12 +57,42 @@ def forward_flops(config: Mapping[str, Any] | object) -> tuple[float, float]:
     return 2.0 * weights, float(layers * width_attention)
 
 
+def image_flops(config: Mapping[str, Any] | object) -> tuple[float, float, float]:
+    """Count a vision tower's forward FLOPs per image token and squared image token, and its patches per image token.
+
+    Attention in windows or tiles of fixed size is linear. Returns zeros and one patch for a model of text.
+    """
+    top = _Fields(config, nested="")
+    if top.get("vision_config") is None:
+        return 0.0, 0.0, 1.0
+    vision, out = _Fields(config, nested="vision_config"), _Fields(config).integer("hidden_size")
+    width, layers = vision.integer("embed_dim", "hidden_size"), vision.integer("depth", "num_hidden_layers", default=12)
+    merged = vision.get("spatial_merge_size") or top.get("scale_factor", "spatial_merge_size")
+    merged = merged or 1 / (top.get("downsample_ratio") or 1)
+    kind, patch = str(vision.get("model_type")), vision.integer("patch_size", default=14)
+    inner = vision.integer("intermediate_size", default=int(width * (vision.get("mlp_ratio") or 4)))
+    if kind.startswith("glm4v"):
+        inner = vision.integer("out_hidden_size", default=out)
+    matrices = 3 if kind.startswith(("qwen2_5", "pixtral", "glm4v")) else 2
+    frames = vision.integer("temporal_patch_size", default=1)
+    weights = layers * width * (4 * width + matrices * inner) + 3 * frames * patch * patch * width
+    near, everywhere = 0, layers  # patches that a patch of other layers attends to, layers that attend to all
+    if kind.startswith("qwen2_5"):
+        near, everywhere = (vision.integer("window_size") // patch) ** 2, len(vision.get("fullatt_block_indexes"))
+    elif vision.get("spatial_merge_size") is None and kind != "pixtral":
+        near, everywhere = (vision.integer("image_size") // patch) ** 2, 0
+    patches, mergers = float(merged * merged), 1 + len(vision.get("deepstack_visual_indexes") or ())
+    linear = patches * (2 * weights + 4 * width * near * (layers - everywhere))
+    middle = patches * width if frames > 1 else out  # width inside of the projector
+    return linear + 2 * mergers * middle * (patches * width + out), 4.0 * width * everywhere * patches**2, patches
+
+
 class _Fields:
-    def __init__(self, config: Mapping[str, Any] | object) -> None:
+    def __init__(self, config: Mapping[str, Any] | object, nested: str = "text_config") -> None:
         self._config = config
-        nested = self.get("text_config")
-        if nested is not None:
-            self._config = nested
+        found = self.get(nested)
+        if found is not None:
+            self._config = found
 
     def get(self, *names: str) -> Any:
         for name in names:
@@ -75,7 +106,8 @@ class _Fields:
         value = self.get(*names)
         if value is None and default is None:
             raise CostModelError(f"the model config has no {' or '.join(names)}. Give CostModel(linear, quadratic).")
-        return int(default if value is None else value)  # type: ignore[arg-type]
+        value = default if value is None else value
+        return int(value[0] if isinstance(value, (list, tuple)) else value)  # type: ignore[arg-type]
 
 
 def _attention(fields: _Fields) -> tuple[int, int]:
@@ -139,15 +171,19 @@ class CostModel:
     """Cost of a sequence of L tokens: `linear * L + quadratic * L**2`, in `unit`.
 
     linear: matrix products with weights. quadratic: causal attention. Plans depend only on their ratio.
+    image_linear, image_quadratic: the vision tower's, for each image, by its tokens. patches: of an image token.
     Raises CostModelError if a coefficient is negative, not finite, or both are 0, and OptionError for an unknown unit.
     """
 
     linear: float
     quadratic: float
     unit: Unit = "FLOP"
+    image_linear: float = 0.0
+    image_quadratic: float = 0.0
+    patches: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("linear", "quadratic"):
+        for name in ("linear", "quadratic", "image_linear", "image_quadratic"):
             value = getattr(self, name)
             if not np.isfinite(value) or value < 0:
                 raise CostModelError(f"{name}={value!r} of a CostModel must be finite and >= 0")
@@ -155,14 +191,29 @@ class CostModel:
             raise CostModelError("linear and quadratic of a CostModel are both 0. One must be positive.")
         one_of(self.unit, "unit", ("FLOP", "token", "second"))
 
-    def workload(self, lengths: ArrayLike) -> Floats:
-        """Return each sequence's cost in `unit`. Raises LengthError unless `lengths` are whole numbers >= 0."""
+    @property
+    def coefficients(self) -> tuple[float, float, float, float]:
+        """Return the costs of a token, a squared token, an image token and a squared image token."""
+        return self.linear, self.quadratic, self.image_linear, self.image_quadratic
+
+    def workload(self, lengths: ArrayLike, images: Images | None = None) -> Floats:
+        """Return the cost in `unit` of each sequence's first tokens, and of the images that begin in them.
+
+        Raises LengthError unless `lengths` are whole numbers >= 0.
+        """
         tokens = whole_numbers(lengths, "lengths", minimum=0).astype(np.float64)
-        return tokens * (self.linear + self.quadratic * tokens)
+        work = tokens * (self.linear + self.quadratic * tokens)
+        if images is None:
+            return work
+        return work + images.within(tokens, images.tokens * (self.image_linear + self.image_quadratic * images.tokens))
 
     def scaled(self, factor: float) -> "CostModel":
         """Multiply by `factor`. `1 / TRAINING_FACTOR` turns training costs into forward costs."""
-        return CostModel(self.linear * factor, self.quadratic * factor, self.unit)
+        return replace(self.with_images(factor), linear=self.linear * factor, quadratic=self.quadratic * factor)
+
+    def with_images(self, factor: float) -> "CostModel":
+        """Multiply the cost of images by `factor`."""
+        return replace(self, image_linear=self.image_linear * factor, image_quadratic=self.image_quadratic * factor)
 
     @classmethod
     def tokens(cls) -> "CostModel":
@@ -170,15 +221,20 @@ class CostModel:
         return cls(1.0, 0.0, "token")
 
     @classmethod
-    def from_model_config(cls, config: Mapping[str, Any] | object, *, training: bool = True) -> "CostModel":
+    def from_model_config(
+        cls, config: Mapping[str, Any] | object, *, training: bool = True, train_vision: bool = False
+    ) -> "CostModel":
         """Count FLOPs from a Hugging Face model config: a mapping (`config.json`) or an object with attributes.
 
         A product [m, k] x [k, n] counts 2*m*k*n FLOPs, causal attention L**2 / 2 pairs, a mixture of experts only the
         active experts, and embedding look-ups nothing. Sliding windows count as full attention.
-        training: forward and backward (`TRAINING_FACTOR`). Raises CostModelError for a missing key.
+        training: forward and backward (`TRAINING_FACTOR`). train_vision: also of the vision tower, which otherwise has
+        only a forward pass. Raises CostModelError for a missing key.
         """
-        forward = cls(*forward_flops(config))
-        return forward.scaled(TRAINING_FACTOR) if training else forward
+        forward = cls(*forward_flops(config), "FLOP", *image_flops(config))
+        if not training:
+            return forward
+        return forward.with_images(1.0 if train_vision else 1 / TRAINING_FACTOR).scaled(TRAINING_FACTOR)
 
     @classmethod
     def fit(cls, micro_batches: Sequence[ArrayLike], seconds: ArrayLike) -> "CostFit":

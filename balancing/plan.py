@@ -14,11 +14,11 @@ Invariants:
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from math import lcm
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -29,15 +29,19 @@ from balancing.baselines import PUBLISHED, schedule_rank_locally
 from balancing.cost_model import CostModel
 from balancing.errors import LengthError, OptionError
 from balancing.grouping import Caps, Floats, Grouping, Integers
+from balancing.image_patches import Images, ImagesOf
+from balancing.lower_bounds import fewest_bins
 from balancing.packing import CountRule, Layout
+from balancing.patch_cap import MORE_STEPS, spread_patches
 from balancing.pipeline import Pipeline
 from balancing.pipeline_plan import Work, schedule_on_pipeline
 from balancing.pipeline_time import makespan
 from balancing.prefix_packing import schedule_with_prefixes
 from balancing.prefixes import PrefixTree, SharedPrefixes
-from balancing.schedule import schedule_evenly, schedule_in_order
+from balancing.schedule import arranged, schedule_evenly, schedule_in_order
 from balancing.validation import (
     check_fits,
+    check_patches,
     group_names,
     loss_token_counts,
     membership,
@@ -140,13 +144,17 @@ class Settings:
     layout: Layout
     length_multiple: int
     pipeline: Pipeline | None = None
+    max_patches: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "max_tokens", "max_sequences", "min_count", "multiple_of", "length_multiple"):
+        optional = ("max_sequences", "max_patches")
+        for name in ("ranks", "max_tokens", "min_count", "multiple_of", "length_multiple", *optional):
             value = getattr(self, name)
-            if value is not None or name != "max_sequences":
+            if value is not None or name not in optional:
                 object.__setattr__(self, name, positive_integer(value, name))
         one_of(self.layout, "layout", ("packed", "padded"))
+        if self.max_patches and self.layout == "padded":
+            raise OptionError(f"max_patches={self.max_patches}: requires layout='packed'. Leave it out.")
         if self.algorithm == "load_balance":
             object.__setattr__(self, "algorithm", "karmarkar_karp")
         one_of(self.algorithm, "algorithm", ("karmarkar_karp", "none", *PUBLISHED))
@@ -164,13 +172,19 @@ class Settings:
             order=self.order,
         )
 
+    def patches(self, images: Images | None, depths: Integers) -> Floats:
+        """Return the patches of the images that begin in each sequence's first tokens, float64 [n]."""
+        return (
+            np.zeros(len(depths)) if images is None else self.cost_model.patches * images.within(depths, images.tokens)
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class Plan:
     """Result of `plan_batch`. lengths: int64 [n]. workloads: float64 [n], of each sequence alone.
 
     shared: int64 [n], tokens of each sequence that another sequence of its micro-batch computes.
-    shared_prefixes, shared: None without prefixes.
+    shared_prefixes, shared, images: None without them.
     """
 
     mini_batches: tuple[MiniBatch, ...]
@@ -179,6 +193,7 @@ class Plan:
     settings: Settings = field(repr=False)
     shared_prefixes: SharedPrefixes | None = field(default=None, repr=False)
     shared: Integers | None = field(default=None, repr=False)
+    images: Images | None = field(default=None, repr=False)
 
     @property
     def ranks(self) -> int:
@@ -211,15 +226,22 @@ class Plan:
         """Return `workloads` without the work that another sequence of the micro-batch does."""
         return self.workloads if self.shared is None else self.workloads - self._workload(self.shared)
 
+    @property
+    def computed_patches(self) -> Floats:
+        """Return the patches of each sequence's images, without those that another of the micro-batch computes."""
+        found = self.settings.patches(self.images, self.lengths)
+        return found if self.shared is None else found - self.settings.patches(self.images, self.shared)
+
     def _workload(self, lengths: Integers) -> Floats:
-        return self.settings.cost_model.workload(lengths)
+        return self.settings.cost_model.workload(lengths, self.images)
 
     @property
-    def prefixes(self) -> dict[str, Integers]:
-        """Return the prefix arguments of `plan_batch`, empty without prefixes."""
+    def prefixes(self) -> dict[str, Any]:
+        """Return the arguments of `plan_batch` about prefixes and images, empty without them."""
+        found: dict[str, Any] = {} if self.images is None else {"images": self.images.given}
         if self.shared_prefixes is None:
-            return {}
-        found = {"prefix_groups": self.shared_prefixes.group, "prefix_lengths": self.shared_prefixes.tokens}
+            return found
+        found |= {"prefix_groups": self.shared_prefixes.group, "prefix_lengths": self.shared_prefixes.tokens}
         depths = self.shared_prefixes.tree
         return found if depths is None else found | {"tree_order": depths.order, "tree_depths": depths.tokens}
 
@@ -275,6 +297,8 @@ def plan_batch(
     prefix_lengths: ArrayLike | None = None,
     tree_order: ArrayLike | None = None,
     tree_depths: ArrayLike | None = None,
+    images: ImagesOf | None = None,
+    max_patches: int | None = None,
 ) -> Plan:
     """Plan all mini-batches, micro-steps and ranks of a global batch.
 
@@ -300,12 +324,14 @@ def plan_batch(
     of `length_multiple` count. Algorithms other than `karmarkar_karp` ignore prefixes when they plan.
     tree_order, tree_depths: n whole numbers >= 0 each, for longer shared prefixes. In `tree_order` each sequence shares
     `tree_depths` tokens with the one before it in its group, fewer than either has.
-    Raises LengthError, OptionError, MiniBatchError for bad values, OverCapError for a sequence above the cap, and
+    images: the images of each sequence, (first token, tokens) each, or None. A shared prefix shares the images that
+    begin in it. max_patches: cap on patches of a micro-batch, `cost_model.patches` an image token. Packed layout only.
+    Raises LengthError, OptionError, MiniBatchError for bad values, OverCapError for a sequence above a cap, and
     CountError if the counts cannot be kept.
     """
     settings = Settings(
         ranks, max_tokens, max_sequences, min_count, multiple_of, cost_model or CostModel.tokens(), algorithm,
-        order or _default_order(pipeline, algorithm), allow_empty, layout, length_multiple, pipeline,
+        order or _default_order(pipeline, algorithm), allow_empty, layout, length_multiple, pipeline, max_patches,
     )  # fmt: skip
     tokens = sequence_lengths(lengths)
     sizes = round_up(tokens, settings.length_multiple)
@@ -313,16 +339,20 @@ def plan_batch(
     in_loss = loss_token_counts(loss_tokens, tokens)
     group_of = None if groups is None else group_names(groups, "groups", len(tokens))
     members = membership(mini_batches, len(tokens))
-    workloads = settings.cost_model.workload(tokens)
-    shared_prefixes = _checked_prefixes(prefix_groups, prefix_lengths, (tree_order, tree_depths), tokens, settings)
-    batch = _Batch(tokens, sizes, workloads, in_loss, group_of, shared_prefixes)
+    found = Images.of(images, len(tokens))
+    workloads, patches = settings.cost_model.workload(tokens, found), settings.patches(found, tokens)
+    check_patches(patches, settings.max_patches)
+    tree = (tree_order, tree_depths)
+    shared_prefixes = _checked_prefixes(prefix_groups, prefix_lengths, tree, tokens, settings, found)
+    shared_patches = shared_prefixes and shared_prefixes.measured(partial(settings.patches, found))
+    batch = _Batch(tokens, sizes, workloads, in_loss, group_of, shared_prefixes, found, patches, shared_patches)
     planned = [_mini_batch(rows, batch, settings) for rows in members]
     if shared_prefixes is None:
-        return Plan(tuple(planned), tokens, workloads, settings)
+        return Plan(tuple(planned), tokens, workloads, settings, images=found)
     shared = np.zeros_like(tokens)
     for part in planned:
         shared[part.rows] = shared_prefixes.select(part.rows).shared_tokens(part.micro_batch_of_rows())
-    return Plan(tuple(planned), tokens, workloads, settings, shared_prefixes, shared)
+    return Plan(tuple(planned), tokens, workloads, settings, shared_prefixes, shared, found)
 
 
 def _default_order(pipeline: Pipeline | None, algorithm: PlanAlgorithm) -> Order:
@@ -337,6 +367,18 @@ class _Batch:
     in_loss: Integers
     group_of: Integers | None
     shared_prefixes: SharedPrefixes | None
+    images: Images | None
+    patches: Floats
+    shared_patches: SharedPrefixes | None
+
+    def used(self, rows: Integers, micro_batch: Integers | None = None) -> tuple[Floats, Integers]:
+        """Return tokens, work and patches, float64 [3, rows], and groups. micro_batch: None counts each row alone."""
+        alone, shared = np.stack([self.sizes[rows], self.workloads[rows], self.patches[rows]]), self.shared_prefixes
+        if shared is None or self.shared_patches is None or micro_batch is None:
+            return alone, np.arange(len(rows))
+        found, patches = shared.select(rows), self.shared_patches.select(rows)
+        tokens, images = (each.shared_tokens(micro_batch) for each in (found, patches))
+        return np.stack([alone[0] - tokens, found.computed(alone[1], micro_batch), alone[2] - images]), found.group
 
 
 def _checked_prefixes(
@@ -345,6 +387,7 @@ def _checked_prefixes(
     tree: tuple[ArrayLike | None, ArrayLike | None],
     tokens: Integers,
     settings: Settings,
+    images: Images | None,
 ) -> SharedPrefixes | None:
     if groups is None and lengths is None:
         if any(each is not None for each in tree):
@@ -367,12 +410,17 @@ def _checked_prefixes(
         )
     # Only whole multiples: then padding a shared row once and padding each sequence keep the same cap.
     shared = shared - shared % settings.length_multiple
-    found = _tree(*tree, tokens, shared, settings)
-    return SharedPrefixes.of(names, shared, settings.cost_model.workload(shared), found)
+    found = _tree(*tree, tokens, shared, settings, images)
+    return SharedPrefixes.of(names, shared, settings.cost_model.workload(shared, images), found)
 
 
 def _tree(
-    order: ArrayLike | None, depths: ArrayLike | None, tokens: Integers, prefixes: Integers, settings: Settings
+    order: ArrayLike | None,
+    depths: ArrayLike | None,
+    tokens: Integers,
+    prefixes: Integers,
+    settings: Settings,
+    images: Images | None,
 ) -> PrefixTree | None:
     if order is None and depths is None:
         return None
@@ -381,7 +429,7 @@ def _tree(
     places = group_names(order, "tree_order", len(tokens))
     shared = _shorter(depths, "tree_depths", tokens)
     shared = np.maximum(shared - shared % settings.length_multiple, prefixes)
-    return PrefixTree(places, shared, settings.cost_model.workload(shared))
+    return PrefixTree(places, shared, settings.cost_model.workload(shared, images))
 
 
 def _shorter(values: ArrayLike, name: str, tokens: Integers) -> Integers:
@@ -404,6 +452,23 @@ def _mini_batch(rows: Integers, batch: _Batch, settings: Settings) -> MiniBatch:
 
 
 def _schedule(rows: Integers, batch: _Batch, settings: Settings) -> tuple[Schedule, Integers]:
+    if settings.max_patches is None or batch.images is None:
+        return _scheduled(rows, batch, settings)
+    caps, once = settings.request(len(batch.sizes)).caps, np.ceil(batch.used(rows, np.zeros_like(rows))[0][2])
+    least = fewest_bins(once[once > 0].astype(np.int64), settings.max_patches, len(rows))
+    steps = max(settings.min_count, -(-least // settings.ranks))
+    while True:
+        schedule, ordered = _scheduled(rows, batch, replace(settings, min_count=steps))
+        used = batch.used(ordered, schedule.grouping.group_of)
+        found = spread_patches(schedule, batch.used(ordered)[0], *used, caps, settings.max_patches)
+        if found is not None:
+            if found is not schedule and settings.order != "makespan":
+                found = arranged(found, batch.used(ordered, found.grouping.group_of)[0][1], settings.order)
+            return found, ordered
+        steps = schedule.steps + 1 + schedule.steps // MORE_STEPS
+
+
+def _scheduled(rows: Integers, batch: _Batch, settings: Settings) -> tuple[Schedule, Integers]:
     tokens, sizes, workloads = batch.tokens, batch.sizes, batch.workloads
     request = settings.request(len(sizes))
     if settings.algorithm == "none":

@@ -11,7 +11,7 @@ between them (Kasai et al. 2001, "Linear-Time Longest-Common-Prefix Computation 
     depths 3 9 8 9 | 3 9 | 3     prefix 3, a subtree holds 4 sequences' work     [a b c d] [e f] [g]
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -96,6 +96,11 @@ class SharedPrefixes:
         deep = np.maximum(found.tokens, tokens[rows]), np.maximum(found.workloads, workloads[rows])
         return replace(found, tree=PrefixTree(self.tree.order[rows], *deep))
 
+    def measured(self, measure: Callable[[Integers], Any]) -> "SharedPrefixes":
+        """Replace tokens by a measure of each sequence's first tokens. measure: never falls with their number."""
+        tree = self.tree and replace(self.tree, tokens=measure(self.tree.tokens))
+        return replace(self, tokens=measure(self.tokens), tree=tree)
+
     def shared_tokens(self, micro_batch: Integers) -> Integers:
         """Return the tokens that another sequence of the micro-batch computes. micro_batch: int64 [n]."""
         return self._shared(micro_batch)[0]
@@ -139,7 +144,7 @@ class SharedPrefixes:
         place[neighbours] = np.arange(len(rows))
         # From the neighbour after the one before, to the sequence itself. The pieces between these are dropped.
         ends = np.stack([np.append(0, place[rows[:-1]] + 1), place[rows] + 1], axis=1).ravel()
-        tokens, workloads = np.empty(len(rows), np.int64), np.empty(len(rows))
+        tokens, workloads = np.empty(len(rows), tree.tokens.dtype), np.empty(len(rows))
         for found, values in ((tokens, tree.tokens), (workloads, tree.workloads)):
             padded = np.append(values[neighbours], values.dtype.type(0))
             found[rows] = np.minimum.reduceat(padded, ends)[::2]

@@ -70,6 +70,16 @@ def check_fits(lengths: Integers, aligned: Integers, max_tokens: int) -> None:
     )
 
 
+def check_patches(patches: Floats, max_patches: int | None) -> None:
+    """Raise OverCapError for the first sequence whose images alone exceed the cap."""
+    if max_patches is not None and (patches > max_patches).any():
+        index = int(np.argmax(patches > max_patches))
+        raise OverCapError(
+            f"images[{index}] has {patches[index]:,.0f} patches, above max_patches={max_patches}. "
+            f"Raise max_patches to at least {np.ceil(patches.max()):.0f} or use smaller images."
+        )
+
+
 def loss_token_counts(loss_tokens: ArrayLike | None, lengths: Integers) -> Integers:
     """Return int64 [n], `lengths` for None. Raises LengthError unless each length has one, at most as large."""
     if loss_tokens is None:

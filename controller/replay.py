@@ -26,6 +26,7 @@ from controller.lifecycle.model_checks import check_models
 from controller.lifecycle.session import Session, exit_code, ray_session, session
 from controller.lifecycle.user_functions import find_functions, find_step
 from controller.observability.run_folder import RunFolder, recorded_steps
+from controller.planning.planner import counted_costs
 from controller.preflight.arguments import OneLineParser
 from controller.preflight.checks import check_layout
 from workers.config import RewardModelConfig
@@ -160,7 +161,7 @@ def replay(config: Config, folder: Path, steps: Iterable[int], console: "Console
     from controller.step import step_of
 
     make_step = step_of(find_step(config) if config.run.step else b"")
-    cost_model = CostModel.from_model_config(config.model_description())
+    cost_model = counted_costs(config)
     with tempfile.TemporaryDirectory(prefix="ballast-replay-") as written:
         config = replace(config, run=replace(config.run, dir=written, name=f"{config.run.name}-replay"))
         roles = {"only": config.training_roles, "total_steps": config.total_optimizer_steps}

@@ -92,6 +92,7 @@ class PolicyConfig:
         ("policy's forward pass", "forward_max_tokens_per_micro_batch, forward_max_sequences_per_micro_batch"),
         ("forward pass", "forward_min_micro_batches"),
         ("GPUs", "cpu_offload"),
+        ("model.layout=packed", "max_patches_per_micro_batch"),
     )
 
     data_parallel: int = setting(
@@ -108,6 +109,12 @@ class PolicyConfig:
     )
     forward_max_sequences_per_micro_batch: int = setting(
         0, "Cap on sequences of a forward-only micro-batch. 0 uses policy.max_sequences_per_micro_batch.", minimum=0
+    )
+    max_patches_per_micro_batch: int = setting(
+        0,
+        "Cap on image patches of a training micro-batch, each image once. It bounds the memory of the vision tower. 0 "
+        "means unlimited.",
+        minimum=0,
     )
     min_micro_batches: int = setting(
         1,

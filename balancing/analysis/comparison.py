@@ -19,6 +19,7 @@ import numpy as np
 from balancing.analysis.statistics import micro_batch_tokens, padding_share, plan_statistics, step_time, time_grids
 from balancing.baselines import PADDED, Published, Steps, published_steps
 from balancing.grouping import Floats, Integers
+from balancing.image_patches import Images
 from balancing.pipeline import Pipeline
 from balancing.plan import MiniBatch, Plan, Settings, plan_batch
 
@@ -57,7 +58,8 @@ class Batch:
         return float(self.workload(self.lengths).sum()) / int(self.arguments["ranks"]) / stages
 
     def workload(self, lengths: Integers) -> Floats:
-        return np.asarray(self.arguments["cost_model"].workload(lengths))
+        images = Images.of(self.arguments.get("images"), len(lengths))
+        return np.asarray(self.arguments["cost_model"].workload(lengths, images))
 
     def plan(self, **changes: Any) -> Plan:
         return plan_batch(self.lengths, **{**self.arguments, **changes})

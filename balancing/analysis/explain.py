@@ -146,10 +146,14 @@ def _why(step: MicroStep, loads: Floats, place: str, plan: Plan) -> tuple[str, s
         share = (
             f"{plan.workloads[longest] / loads.sum():.1%} of {place}, where a rank's fair share is {1 / plan.ranks:.1%}"
         )
-        return "a long sequence", f"sequence {longest} of {plan.lengths[longest]:,} tokens is {share}"
+        images = f" and {plan.computed_patches[longest]:,.0f} image patches" if plan.images else ""
+        return "a long sequence", f"sequence {longest} of {plan.lengths[longest]:,} tokens{images} is {share}"
     lighter = [rows for rows, load in zip(step.ranks, loads, strict=True) if load < mean]
     if all(len(rows) == how.max_sequences for rows in lighter):
         return "the cap on sequences", f"lighter micro-batches hold max_sequences={how.max_sequences}, and {uneven}"
+    patches = plan.computed_patches
+    if how.max_patches and all(patches[np.append(rows, heaviest)].sum() > how.max_patches for rows in lighter):
+        return "the cap on patches", f"lighter micro-batches are full at max_patches={how.max_patches:,}, and {uneven}"
     smallest = sizes[heaviest].min()
     if all(computed_tokens(np.append(sizes[rows], smallest), plan.layout) > plan.max_tokens for rows in lighter):
         return "the cap on tokens", f"lighter micro-batches are full at max_tokens={plan.max_tokens:,}, and {uneven}"
@@ -213,6 +217,8 @@ def _candidates(plan: Plan) -> Iterator[Advice]:
     yield _changing(max_tokens=4 * plan.max_tokens)
     if how.min_count > 1 or how.multiple_of > 1:
         yield _changing(min_count=1, multiple_of=1)
+    if how.max_patches is not None:
+        yield _changing(max_patches=2 * how.max_patches)
     if how.max_sequences is not None:
         yield _changing(max_sequences=2 * how.max_sequences)
         yield _changing(max_sequences=None)

@@ -89,11 +89,12 @@ def run_step(folder: Path, step: int | None = None) -> Mapping[str, Any]:
 
 
 def plan_record(plan: Plan) -> dict[str, Any]:
-    """Return the data for `recorded_arguments`, for JSON: each sequence's `mini_batch`, and `plan`."""
+    """Return the data for `recorded_arguments`, for JSON: each sequence's `mini_batch` and `images`, and `plan`."""
     numbers = np.zeros(len(plan.lengths), np.int64)
     for number, mini_batch in enumerate(plan.mini_batches):
         numbers[mini_batch.rows] = number
-    return {"mini_batch": numbers.tolist(), "plan": asdict(plan.settings)}
+    images = {"images": plan.images.given} if plan.images else {}
+    return {"mini_batch": numbers.tolist(), "plan": asdict(plan.settings), **images}
 
 
 def recorded_arguments(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,6 +106,7 @@ def recorded_arguments(record: Mapping[str, Any]) -> dict[str, Any]:
     if "plan" not in record:
         return found
     try:
+        found |= {"images": record["images"]} if "images" in record else {}
         plan, numbers = record["plan"], whole_numbers(record["mini_batch"], "mini_batch", minimum=0)
         found |= {each.name: plan[each.name] for each in fields(Settings) if each.name in plan}
         found["cost_model"] = CostModel(**plan["cost_model"])
@@ -139,7 +141,7 @@ def has_step(record: dict[str, Any]) -> None:
 
 
 def check_lengths(record: Mapping[str, Any]) -> None:
-    columns = [whole_numbers(record[name], name, minimum=0) for name in record.keys() - {"step", "plan"}]
+    columns = [whole_numbers(record[name], name, minimum=0) for name in record.keys() - {"step", "plan", "images"}]
     whole_numbers(record["lengths"], "lengths", minimum=1)
     if len({len(column) for column in columns}) != 1:
         raise LengthFileError("its columns are not equally long")

@@ -31,6 +31,7 @@ def plan_statistics(plan: Plan, width: int | None = None) -> dict[str, float]:
     predicted_time: of the heaviest rank, in the cost model's unit, without padding.
     cap_fill: mean share of max_tokens that a micro-batch takes, including empty ones.
     padding_removed: share of cells not computed, of a tensor as wide as the longest sequence, or as `width`.
+    image_share: share of the predicted work that is the vision tower's. most_patches: of a micro-batch.
     pipeline/over_bound: predicted time / a lower bound for as many micro-steps - 1. pipeline/small_ends: makespan in
     the published order / predicted time - 1.
     """
@@ -45,8 +46,17 @@ def plan_statistics(plan: Plan, width: int | None = None) -> dict[str, float]:
         **_imbalance("_karmarkar_karp", [_after_karmarkar_karp(part, plan) for part in plan.mini_batches]),
         "from_karmarkar_karp": float(np.mean([part.start == "karmarkar_karp" for part in plan.mini_batches])),
         **_filling(plan, width),
+        **(_of_images(plan) if plan.images else {}),
         **(_on_pipeline(plan, plan.settings.pipeline) if plan.settings.pipeline else {}),
     }
+
+
+def _of_images(plan: Plan) -> dict[str, float]:
+    text = plan.settings.cost_model.with_images(0.0)
+    shared = 0.0 if plan.shared is None else text.workload(plan.shared)
+    share = 1.0 - float((text.workload(plan.lengths) - shared).sum()) / float(plan.computed_workloads.sum())
+    most = max(float(part.sums(plan.computed_patches).max()) for part in plan.mini_batches)
+    return {"image_share": share, "most_patches": most}
 
 
 def _on_pipeline(plan: Plan, pipeline: Pipeline) -> dict[str, float]:

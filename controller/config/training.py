@@ -47,13 +47,14 @@ def path_setting(role: str, name: str = "") -> str:
 class Limits:
     """Limits of one pass of a role over a batch.
 
-    cap: setting that gives `max_tokens`. max_tokens, max_sequences: of one rank's micro-batch, max_sequences 0 means
+    cap: setting that gives `max_tokens`. max_tokens, max_sequences, max_patches: of one rank's micro-batch, 0 means
     unlimited. min_micro_batches: per rank and mini-batch. length_multiple: lengths are rounded up to it.
     """
 
     cap: str
     max_tokens: int
     max_sequences: int
+    max_patches: int
     min_micro_batches: int
     layout: str
     length_multiple: int
@@ -127,8 +128,10 @@ class TrainingConfig:
         )
         forward = not name.endswith(".update")
         least = self.policy.forward_min_micro_batches if forward else self.policy.min_micro_batches
+        patches = 0 if forward else self.policy.max_patches_per_micro_batch
         layout, multiple = self.model.rows(forward=forward)
-        return Limits(f"{keys[0]}_tokens_per_micro_batch", tokens, sequences, least, layout, self._multiple(multiple))
+        cap = f"{keys[0]}_tokens_per_micro_batch"
+        return Limits(cap, tokens, sequences, patches, least, layout, self._multiple(multiple))
 
     @property
     def uses_reference(self) -> bool:

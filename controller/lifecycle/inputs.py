@@ -51,6 +51,7 @@ from controller.lifecycle.user_functions import (
 )
 from controller.observability.shown_text import redacted, shortened
 from controller.observability.slow_work import Log, log_if_slow
+from controller.planning.planner import counted_costs
 from controller.preflight.algorithm_checks import check_keep_best
 from controller.preflight.training_checks import check_caps
 from workers.config import HTTP
@@ -158,7 +159,7 @@ def try_inputs(config: Config, log: Log = print, given: GivenFunctions = NONE_GI
     if config.algorithm.loss.name == "custom":
         try_loss(config, next(iter(train.values())), log)
     step = find_step(config, log, given) if config.run.step else b""
-    cost_model = CostModel.from_model_config(config.model_description())
+    cost_model = counted_costs(config)
     environment = environment or tools.packed
     return Tried(
         train,

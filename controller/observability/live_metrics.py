@@ -102,7 +102,7 @@ def rank_seconds(
     roles: dict[tuple[str, str], np.ndarray] = defaultdict(lambda: np.zeros(2))
     for actor, found in times.items():
         for time in found:
-            cost = cost_model.linear * time.tokens + cost_model.quadratic * time.squared_tokens
+            cost = np.dot(cost_model.coefficients, time.sums)
             for total in (ranks[actor, time.name], roles[actor.partition(" ")[0], time.name]):
                 total += (time.seconds, cost)
     predicted = {}

@@ -11,7 +11,8 @@
 
 A record holds, with times in seconds since 1970 and actors by their names: `phases` [name, start, end],
 `samples` {actor: [start, end, response tokens]}, `weights` {actor: [start, end, version]},
-`micro_steps` {actor: [pass, start, end, tokens, squared tokens]}, and `cost` [linear, quadratic] of the cost model.
+`micro_steps` {actor: [pass, start, end, tokens, squared tokens, and these of images]}, and `cost`, the coefficients of
+the cost model in this order.
 Times are by the clock of the machine where something happened: on several nodes, keep the clocks together (NTP).
 
 Planned widths are in proportion to what the cost model predicts, and each pass is scaled to its measured duration. A
@@ -19,6 +20,7 @@ planned bar longer than the measured bar above it means overestimated work.
 """
 
 import json
+import operator
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -52,7 +54,7 @@ class TimelineRecorder:
     def __init__(self) -> None:
         self._phases: list[list[Any]] = []
         self._rows: dict[str, dict[str, list[list[Any]]]] = {kind: {} for kind in OF_ACTORS}
-        self._cost, self._lock = (1.0, 0.0), Lock()
+        self._cost, self._lock = (1.0, 0.0, 0.0, 0.0), Lock()
 
     def phase(self, name: str, start: float, end: float) -> None:
         """Record a phase of the driver, in times of `time.perf_counter`."""
@@ -72,9 +74,9 @@ class TimelineRecorder:
 
     def micro_steps(self, times: Mapping[str, Sequence["MicroStepTime"]], cost_model: CostModel) -> None:
         """Record each rank's micro-steps, by its actor's name, and the cost model of their plan."""
-        self._cost = (cost_model.linear, cost_model.quadratic)
+        self._cost = cost_model.coefficients
         for actor, found in times.items():
-            rows = [[t.name, *_interval(t.start, t.seconds), t.tokens, t.squared_tokens] for t in found]
+            rows = [[t.name, *_interval(t.start, t.seconds), *t.sums] for t in found]
             self._add("micro_steps", actor, rows)
 
     def _add(self, kind: str, actor: str, rows: Sequence[list[Any]]) -> None:
@@ -173,11 +175,10 @@ def _micro_steps(process: Mapping[str, int], record: Mapping[str, Any]) -> Itera
     Predictions are scaled to seconds: the sum over micro-steps of the slowest rank is the measured sum. A planned slice
     begins with the first rank's micro-step, but not before the previous slice ends.
     """
-    linear, quadratic = record["cost"]
     passes: dict[tuple[str, str], dict[str, list[tuple[float, float, int, float]]]] = {}
     for actor, rows in record["micro_steps"].items():
-        for name, start, end, tokens, squared in rows:
-            step = (start, end, tokens, linear * tokens + quadratic * squared)
+        for name, start, end, *sums in rows:
+            step = (start, end, sums[0], sum(map(operator.mul, record["cost"], sums)))
             passes.setdefault((actor.split()[0], name), {}).setdefault(actor, []).append(step)
     for (_, name), ranks in passes.items():
         micro_steps = [[step for step in steps if step] for steps in zip_longest(*ranks.values())]

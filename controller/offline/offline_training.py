@@ -22,6 +22,7 @@ from controller.lifecycle.session import finished, prepare_start, run_training, 
 from controller.observability.slow_work import Log
 from controller.offline.datasets import SequenceDataset, record_name
 from controller.offline.tokenized import Example, preference_examples, reward_examples, sft_examples, with_options
+from controller.planning.planner import counted_costs
 from controller.preflight.arguments import Command, parse_arguments
 from controller.preflight.cluster import check_machine
 from controller.preflight.describe import describe
@@ -127,7 +128,7 @@ def _examples_of(config: OfflineConfig, record: Record, where: str) -> tuple[Exa
 
 def read_inputs(config: OfflineConfig, log: Log = print) -> OfflineInputs:
     examples, identity, warnings = _read_examples(config)
-    cost_model = CostModel.from_model_config(config.model_description())
+    cost_model = counted_costs(config)
     renderer, data, seed = load_renderer(config, log), config.data, config.run.seed
 
     def dataset(path: str, *, shuffle: bool) -> SequenceDataset:

@@ -23,8 +23,8 @@ UPDATE = "update"
 MOST_MEASUREMENTS = 4096
 STEPS_BETWEEN_FITS = 10
 
-Measurement = tuple[int, int, float]
-"""Tokens, sum of squared lengths, seconds of one micro-step."""
+Measurement = tuple[float, int, float]
+"""Tokens, sum of squared lengths, seconds of one micro-step. An image counts as the tokens of as many FLOPs."""
 
 
 class CostModelFitter:
@@ -53,6 +53,11 @@ class CostModelFitter:
     def cost_model(self) -> CostModel:
         return self._fit.model if self._fit else self._first
 
+    def _tokens(self, time: MicroStepTime) -> float:
+        first = self._first
+        images = first.image_linear * time.image_tokens + first.image_quadratic * time.squared_image_tokens
+        return time.tokens + images / first.linear
+
     @property
     def stages(self) -> StageTimes:
         return self._stages
@@ -63,7 +68,7 @@ class CostModelFitter:
         stage_seconds: see `seconds_of_stages`. Returns `predicted_time_error`, the root mean square of predicted /
         measured - 1 over the step's updates, by the model that planned them, or empty without updates.
         """
-        found = [(t.tokens, t.squared_tokens, t.seconds) for t in micro_steps if t.name == UPDATE and t.tokens]
+        found = [(self._tokens(t), t.squared_tokens, t.seconds) for t in micro_steps if t.name == UPDATE and t.tokens]
         if not found:
             return {}
         error = fit_error(self._fit, found) if self._fit else scaled_error(self._first, found)
@@ -72,7 +77,10 @@ class CostModelFitter:
         self._steps += 1
         if self._enabled and self._steps % STEPS_BETWEEN_FITS == 0:
             with suppress(CostModelError):  # similar micro-batches cannot identify both terms, so the model stays
-                self._fit = CostModel.fit_sums(*zip(*self._measured, strict=True))
+                fit, first = CostModel.fit_sums(*zip(*self._measured, strict=True)), self._first
+                images = first.with_images(fit.model.linear / first.linear)
+                model = replace(images, linear=fit.model.linear, quadratic=fit.model.quadratic, unit="second")
+                self._fit = replace(fit, model=model)
                 self._stages = StageTimes(self._fit.overhead_seconds, _shares(self._stage_seconds))
         return {"predicted_time_error": error}
 

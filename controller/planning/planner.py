@@ -18,6 +18,7 @@ import numpy as np
 
 from balancing import CostModel, Plan, plan_batch
 from balancing.alignment import group_cap
+from balancing.cost_model import TRAINING_FACTOR
 from balancing.errors import CountError
 from balancing.pipeline import Pipeline
 from controller.config import TrainingConfig
@@ -126,6 +127,17 @@ def with_loss_counts(batch: "RemoteBatch", mini_batches: Sequence[np.ndarray]) -
     return batch.with_columns(**found if several else {"group_tokens": found["group_tokens"]})
 
 
+def counted_costs(config: TrainingConfig) -> CostModel:
+    """Count the FLOPs of the model's config.json. Raises ConfigError if it is missing."""
+    return CostModel.from_model_config(config.model_description(), train_vision=config.model.train_vision)
+
+
+def images_of(batch: "RemoteBatch") -> list[list[tuple[int, int]]] | None:
+    """Return the argument `images` of `plan_batch`."""
+    column = batch.columns.get("images")
+    return None if column is None else [[(each.first, each.tokens) for each in placed] for placed in column]
+
+
 def plan_arguments(
     config: TrainingConfig, of: str, prefixes: Mapping[str, Any] | None = None, stages: StageTimes = NOT_MEASURED
 ) -> dict[str, Any]:
@@ -138,6 +150,7 @@ def plan_arguments(
         "ranks": policy.data_parallel,
         "max_tokens": group_cap(limits.max_tokens, policy.parallel.context_parallel),
         "max_sequences": limits.max_sequences or None,
+        "max_patches": limits.max_patches or None,
         "min_count": limits.min_micro_batches,
         "multiple_of": balance.count_multiple,
         "algorithm": balance.algorithm,
@@ -194,7 +207,8 @@ class Planner:
             mini_batches=mini_batches,
             loss_tokens=batch["response_tokens"],
             groups=batch.columns.get("group_number"),
-            cost_model=self.cost_model,
+            cost_model=self._costs(of),
+            images=images_of(batch),
         )
         arguments = plan_arguments(self.config, of, self.prefixes(batch, of), self.stages)
         try:
@@ -203,6 +217,11 @@ class Planner:
             pipeline = arguments["pipeline"] and replace(arguments["pipeline"], virtual_stages=1, stage_shares=None)
             fewest = min(arguments["min_count"], *map(len, mini_batches))
             return plan(**arguments | {"min_count": fewest, "multiple_of": 1, "pipeline": pipeline})
+
+    def _costs(self, of: str) -> CostModel:
+        """A frozen tower has no backward pass, so images weigh more in forward passes."""
+        forward = not of.endswith(".update") and not self.config.model.train_vision
+        return self.cost_model.with_images(TRAINING_FACTOR) if forward else self.cost_model
 
     def prefixes(self, batch: "RemoteBatch", of: str) -> dict[str, np.ndarray]:
         """Return the arguments of `plan_batch` for shared prefixes, or empty if the pass shares nothing."""

@@ -116,7 +116,11 @@ def check_caps(config: TrainingConfig, caps: Iterable[Limits], longest: int, par
 
     parts: settings that determine that length, in words.
     """
-    sharing = config.policy.parallel.context_parallel
+    sharing, patches = config.policy.parallel.context_parallel, config.policy.max_patches_per_micro_batch
+    if patches and "vision_config" not in config.model_description():
+        raise ConfigError(
+            f"policy.max_patches_per_micro_batch={patches}: model.path={config.model.path} reads no images. Remove it."
+        )
     for limits in caps:
         needed, multiple = -(-longest // limits.length_multiple) * limits.length_multiple, limits.length_multiple
         if limits.max_tokens * sharing < needed:

@@ -128,7 +128,9 @@ class MicroBatchRunner:
         micro_batch = work.micro_batches[index]
         if received is not None:
             received.requires_grad_(work.trains)
-        with self._clock.micro_step(work.name, micro_batch.lengths) as step:
+        placed = (image for images in micro_batch.objects.get("images", ()) for image in images)
+        images = {each.image.digest: each.tokens for each in placed}
+        with self._clock.micro_step(work.name, micro_batch.lengths, [*images.values()]) as step:
             rows = self._lay_out(work, index)
             step.leave_out(rows.shared)
             routed = [hook.cells(micro_batch, rows) for hook in self._router_hooks]

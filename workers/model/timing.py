@@ -27,7 +27,8 @@ class MicroStepTime:
 
     name: the pass, `update`, `log_probs` or `values`. start: seconds since 1970 by this machine's clock. tokens: sum of
     the lengths L of its sequences, squared_tokens: sum of L**2. A shared prefix of S tokens counts once: S and S**2
-    less for each other sequence. These are the regressors of `balancing.cost_model`.
+    less for each other sequence. image_tokens: the same sums over the images. These are the regressors of
+    `balancing.cost_model`.
     """
 
     name: str
@@ -35,16 +36,23 @@ class MicroStepTime:
     seconds: float
     tokens: int
     squared_tokens: int
+    image_tokens: int = 0
+    squared_image_tokens: int = 0
+
+    @property
+    def sums(self) -> tuple[int, int, int, int]:
+        return self.tokens, self.squared_tokens, self.image_tokens, self.squared_image_tokens
 
 
 @dataclass
 class MicroStep:
-    """Hold start and stop of each part: `perf_counter` seconds or CUDA events. regressors: int64 [2], see
+    """Hold start and stop of each part: `perf_counter` seconds or CUDA events. regressors, of_images: int64 [2], see
     `MicroStepTime`.
     """
 
     name: str
     regressors: Tensor
+    of_images: Tensor
     parts: list[tuple[Any, Any]] = field(default_factory=list)
 
     def leave_out(self, prefixes: Sequence[int]) -> None:
@@ -60,10 +68,10 @@ class MicroStepClock:
         self._origin: tuple[float, Any] | None = None  # wall clock and mark of the moment that others are measured from
 
     @contextmanager
-    def micro_step(self, name: str, lengths: Tensor) -> Iterator[MicroStep]:
-        """Measure the block, unless it raises. lengths: int64 [sequences], on the CPU."""
+    def micro_step(self, name: str, lengths: Tensor, images: Sequence[int] = ()) -> Iterator[MicroStep]:
+        """Measure the block, unless it raises. lengths: int64 [sequences], on the CPU. images: tokens of each."""
         self._origin = self._origin or self._now()
-        step = MicroStep(name, _regressors(lengths))
+        step = MicroStep(name, _regressors(lengths), _regressors(torch.tensor(images, dtype=torch.int64)))
         with self.more_of(step):
             yield step
         self._measured.append(step)
@@ -89,6 +97,7 @@ class MicroStepClock:
                 wall + self._between(origin, found.parts[0][0]),
                 sum(self._between(*part) for part in found.parts),
                 *found.regressors.tolist(),
+                *found.of_images.tolist(),
             )
             for found in measured
         ]

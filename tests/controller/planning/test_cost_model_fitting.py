@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -60,6 +61,20 @@ def test_a_fit_comes_through_a_checkpoint() -> None:
         resumed.load_state(None)
         resumed.load_state(json.loads(json.dumps(learnt.state())))
         assert resumed.cost_model == expected
+
+
+def test_images_keep_their_weight_in_flops_when_the_model_is_fitted_to_seconds() -> None:
+    """Every micro-step has an image of 100 tokens too, which takes as long as 250 tokens of text."""
+    first = CostModel(1.0, 0.0, "FLOP", 2.0, 0.005, patches=4.0)
+    fitter = CostModelFitter(first, enabled=True)
+    for step in steps(STEPS_BETWEEN_FITS):
+        seen = [replace(each, image_tokens=100, squared_image_tokens=10_000) for each in step]
+        fitter.observe([replace(each, seconds=each.seconds + 250 * HARDWARE.linear) for each in seen])
+    assert fitter.cost_model.coefficients == pytest.approx((2e-6, 3e-9, 4e-6, 1e-8), rel=1e-3)
+    assert (fitter.cost_model.unit, fitter.cost_model.patches) == ("second", 4.0)
+    resumed = CostModelFitter(first, enabled=True)
+    resumed.load_state(json.loads(json.dumps(fitter.state())))
+    assert resumed.cost_model == fitter.cost_model
 
 
 def test_micro_steps_too_alike_change_nothing() -> None:

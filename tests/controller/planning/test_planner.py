@@ -7,6 +7,8 @@ from balancing import CostModel
 from balancing.pipeline import Pipeline
 from controller.config import Config
 from controller.planning.planner import Planner, StageTimes, draw_mini_batches, plan_arguments, with_loss_counts
+from workers.dataproto import object_column
+from workers.images import Image, PlacedImage
 from workers.remote_batch import RemoteBatch
 
 
@@ -67,6 +69,21 @@ def test_a_plan_knows_the_stages_that_its_micro_batches_pass() -> None:
         assert pipeline.shares == pytest.approx([0.05, 0.1, 0.15, 0.2] * 2)
         assert plan.settings.order == "makespan"
         assert {len(plan.for_rank(0).mini_batches[0].micro_batches) % 4} == {0}
+
+
+def test_images_count_towards_work_and_cap_of_an_update_and_more_in_a_pass_without_backward() -> None:
+    config = Config()
+    config.policy.max_tokens_per_micro_batch, config.policy.max_patches_per_micro_batch = 64, 80
+    images = object_column([(PlacedImage(Image(row, 20, 20, b""), 1, 10 + row),) for row in range(8)] + [()])
+    columns = {"length": np.full(9, 32), "response_tokens": np.full(9, 5), "images": images}
+    planner, batch = Planner(config, CostModel(1.0, 0.0, "FLOP", 2.0, 0.1, patches=4.0)), RemoteBatch(columns, {})
+    update, forward = (planner.forward_plan(batch, of) for of in ("policy.update", "policy.log_probs"))
+    assert update.workloads.tolist() == pytest.approx([*(32 + 2 * n + 0.1 * n * n for n in range(10, 18)), 32])
+    assert forward.workloads.tolist() == pytest.approx([*(32 + 6 * n + 0.3 * n * n for n in range(10, 18)), 32])
+    assert update.mini_batches[0].sums(update.computed_patches).max() <= 80
+    assert (update.mini_batches[0].steps, forward.mini_batches[0].steps) == (8, 5)
+    config.model.train_vision = True
+    assert planner.forward_plan(batch, "policy.log_probs").workloads.tolist() == update.workloads.tolist()
 
 
 @given(

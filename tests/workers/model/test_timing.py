@@ -13,14 +13,15 @@ from workers.model.timing import MicroStepClock
 def test_a_micro_step_is_recorded_with_its_tokens_and_its_place_in_time() -> None:
     clock = MicroStepClock(torch.device("cpu"))
     before = time.time()
-    with clock.micro_step("update", torch.tensor([3, 5])):
+    with clock.micro_step("update", torch.tensor([3, 5]), [2, 1]):
         time.sleep(0.01)
     with clock.micro_step("update", torch.tensor([], dtype=torch.int64)):
         pass
     after = time.time()
     first, second = clock.take()
     assert (first.name, first.tokens, first.squared_tokens) == ("update", 8, 34)
-    assert (second.tokens, second.squared_tokens) == (0, 0)
+    assert first.sums == (8, 34, 3, 5)
+    assert second.sums == (0, 0, 0, 0)
     assert before - 1e-3 <= first.start <= first.start + first.seconds <= second.start + 1e-6
     assert second.start + second.seconds <= after + 1e-3
     assert first.seconds >= 0.01
