@@ -4,66 +4,130 @@
 
 One micro-batch through a 20M model, forward and backward, with model.share_prefixes=never and auto in turns. Times are
 medians of CPU seconds. The ratio of FLOPs is that of the plan's cost model; that of memory is of the bytes that tensors
-hold at most during a pass, beyond the parameters.
+hold at most during a pass, beyond the parameters. Workloads with images go through a Qwen2.5-VL, its tower frozen.
 """
 
 import argparse
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from time import process_time
 
+import PIL.Image
 import torch
+from transformers import Qwen2_5_VLForConditionalGeneration
 
 from balancing import CostModel
+from examples.vision import warm_start
 from tests.benchmarks.engine import CPU, VOCABULARY, model_of_20m
 from tests.tensor_memory import peak_tensor_bytes
 from workers.config import ModelConfig
-from workers.dataproto import DataProto
+from workers.dataproto import DataProto, object_column
+from workers.images import Image, PlacedImage, digest_of, png_of
 from workers.model.layout import RowLayout
+from workers.model.model import PackedCausalLM, packed_causal_lm
 
 HEADER = """# Shared prompts
 
 Written by `python -m tests.benchmarks.prefixes`: forward and backward of one micro-batch with one or several groups,
 through a 20M model in float32 on one core, without and with `model.share_prefixes` in turns. Times are medians of CPU
-seconds. Memory is the peak of bytes in tensors, without the parameters.
+seconds. Memory is the peak of bytes in tensors, without the parameters. Workloads with an image are of a Qwen2.5-VL whose
+vision tower, frozen, has 7M parameters. An image of 448 x 448 pixels has 1,024 patches and 256 tokens. Either way the tower
+computes it once.
 
 | prompt / response / samples x groups | tokens | FLOPs | seconds without | with | faster | memory |
 | --- | --- | --- | --- | --- | --- | --- |
 """
 
 
+IMAGE, PATCH = 448, 14
+IMAGE_TOKENS = (IMAGE // PATCH // 2) ** 2
+
+
+def image_token() -> int:
+    return int(warm_start.tokenizer().convert_tokens_to_ids("<|image_pad|>"))
+
+
+def noise(generator: torch.Generator) -> Image:
+    pixels = torch.randint(256, (IMAGE, IMAGE, 3), generator=generator, dtype=torch.uint8)
+    picture = PIL.Image.fromarray(pixels.numpy())
+    return Image(digest_of(picture), *picture.size, png_of(picture))
+
+
+@cache
+def _folder() -> TemporaryDirectory[str]:
+    return TemporaryDirectory()
+
+
+def vision_model_of_20m() -> PackedCausalLM:
+    """A text model as `model_of_20m`, which reads the images of the vision example."""
+    processor = warm_start.processor()
+    processor.image_processor.size = {"shortest_edge": PATCH**2, "longest_edge": IMAGE**2}
+    processor.save_pretrained(_folder().name)
+    config, text = warm_start.config(processor.tokenizer), model_of_20m("packed").model.config
+    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"):
+        setattr(config.text_config, name, getattr(text, name))
+    config.text_config.layer_types = text.layer_types
+    config.text_config.rope_parameters["mrope_section"] = [8, 12, 12]  # half of a head
+    tower = {"depth": 6, "hidden_size": 256, "intermediate_size": 768, "out_hidden_size": text.hidden_size}
+    for name, value in tower.items():
+        setattr(config.vision_config, name, value)
+    torch.manual_seed(0)
+    model = Qwen2_5_VLForConditionalGeneration(config)
+    model.name_or_path = _folder().name
+    module = packed_causal_lm(model, ModelConfig(layout="packed"))
+    module.set_trained(True, train_vision=False)
+    return module
+
+
 @dataclass(frozen=True)
 class Workload:
-    """Groups of samples that share a prompt; lengths in tokens. vary: responses of 1/2 to 3/2 of their length."""
+    """Groups of samples that share a prompt; lengths in tokens. vary: responses of 1/2 to 3/2 of their length.
+
+    image: the prompt's first tokens are those of an image of IMAGE pixels a side.
+    """
 
     prompt: int
     response: int
     samples: int
     groups: int = 1
     vary: bool = False
+    image: bool = False
 
     def __str__(self) -> str:
-        return f"{self.prompt} / {self.response} / {self.samples} x {self.groups}"
+        prompt = f"{IMAGE_TOKENS} of an image + {self.prompt - IMAGE_TOKENS}" if self.image else self.prompt
+        return f"{prompt} / {self.response} / {self.samples} x {self.groups}"
+
+    def model(self) -> PackedCausalLM:
+        return vision_model_of_20m() if self.image else model_of_20m("packed")
 
     @property
     def sequences(self) -> DataProto:
         """Random ids; responses are predicted."""
-        generator, rows = torch.Generator().manual_seed(0), []
+        generator, rows, images = torch.Generator().manual_seed(0), [], []
         for _ in range(self.groups):
             prompt = torch.randint(VOCABULARY, (self.prompt,), generator=generator)
+            if self.image:
+                prompt[:IMAGE_TOKENS] = image_token()
+                placed = (PlacedImage(noise(generator), 0, IMAGE_TOKENS),)
+                images += [placed] * self.samples
             for sample in range(self.samples):
                 spread = (sample + 0.5) / self.samples + 0.5 if self.vary else 1.0
                 response = torch.randint(VOCABULARY, (max(1, round(spread * self.response)),), generator=generator)
                 ids = torch.cat([prompt, response])
                 rows.append({"input_ids": ids, "loss_mask": torch.arange(len(ids)) >= self.prompt})
-        return DataProto.from_list(rows)
+        batch = DataProto.from_list(rows)
+        if self.image:
+            batch.objects["images"] = object_column(images)
+        return batch
 
     @property
     def saved(self) -> tuple[float, float]:
         """The ratios of tokens and of FLOPs, without sharing / with it."""
         lengths = self.sequences.lengths.numpy()
-        cost = CostModel.from_model_config(model_of_20m("packed").model.config)
+        cost = CostModel.from_model_config(self.model().model.config)
         again = self.groups * (self.samples - 1)
         tokens, work = float(lengths.sum()), float(cost.workload(lengths).sum())
         less = again * float(cost.workload([self.prompt])[0])
@@ -77,6 +141,8 @@ WORKLOADS = (
     Workload(128, 512, 8, groups=2, vary=True),
     Workload(8, 500, 4, groups=2, vary=True),
     Workload(1, 64, 1, groups=16, vary=True),  # nothing to share
+    Workload(IMAGE_TOKENS + 32, 64, 8, image=True),
+    Workload(IMAGE_TOKENS + 32, 32, 8, groups=2, image=True, vary=True),
 )
 
 
@@ -85,7 +151,7 @@ class Passes:
 
     def __init__(self, workload: Workload, share_prefixes: str) -> None:
         self._sequences = workload.sequences
-        self._module = model_of_20m("packed")
+        self._module = workload.model()
         config = ModelConfig(share_prefixes=share_prefixes)
         self._layout = RowLayout(config, None, self._module, CPU, torch.float32)
 
