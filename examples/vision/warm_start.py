@@ -28,7 +28,7 @@ from examples.addition.warm_start import train
 from examples.vision import data
 
 CACHE = Path(__file__).parent / "cache"
-CORRUPTION = 0.16
+CORRUPTION = 0.13
 CLEAN_SHARE = 0.75  # share of steps, from the first
 STEPS = 300
 BATCH = 32

@@ -33,9 +33,9 @@ HEADER = """# Shared prompts
 
 Written by `python -m tests.benchmarks.prefixes`: forward and backward of one micro-batch with one or several groups,
 through a 20M model in float32 on one core, without and with `model.share_prefixes` in turns. Times are medians of CPU
-seconds. Memory is the peak of bytes in tensors, without the parameters. Workloads with an image are of a Qwen2.5-VL whose
-vision tower, frozen, has 7M parameters. An image of 448 x 448 pixels has 1,024 patches and 256 tokens. Either way the tower
-computes it once.
+seconds. Memory is the peak of bytes in tensors, without the parameters. Workloads with an image go through a
+Qwen2.5-VL with a frozen vision tower of 7M. An image of 448 x 448 pixels has 1,024 patches and 256 tokens. The tower
+computes it once either way.
 
 | prompt / response / samples x groups | tokens | FLOPs | seconds without | with | faster | memory |
 | --- | --- | --- | --- | --- | --- | --- |
@@ -65,6 +65,7 @@ def vision_model_of_20m() -> PackedCausalLM:
     """A text model as `model_of_20m`, which reads the images of the vision example."""
     processor = warm_start.processor()
     processor.image_processor.size = {"shortest_edge": PATCH**2, "longest_edge": IMAGE**2}
+    processor.tokenizer.model_max_length = 2 * IMAGE_TOKENS
     processor.save_pretrained(_folder().name)
     config, text = warm_start.config(processor.tokenizer), model_of_20m("packed").model.config
     for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"):
