@@ -135,7 +135,7 @@ def counted_costs(config: TrainingConfig) -> CostModel:
 def images_of(batch: "RemoteBatch") -> list[list[tuple[int, int]]] | None:
     """Return the argument `images` of `plan_batch`."""
     column = batch.columns.get("images")
-    return None if column is None else [[(each.first, each.tokens) for each in placed] for placed in column]
+    return None if column is None else [[(int(each.first), each.tokens) for each in placed] for placed in column]
 
 
 def plan_arguments(

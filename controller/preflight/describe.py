@@ -120,11 +120,12 @@ def _sampling_sizes(config: Config) -> list[str]:
 def _cap_line(config: TrainingConfig, limits: Limits) -> str:
     longest = config.longest_sequence
     room = limits.max_tokens * config.policy.parallel.context_parallel // longest
+    patches = f". Its images have at most {limits.max_patches:,} patches" if limits.max_patches else ""
     if limits.max_sequences:
         room = min(room, limits.max_sequences)
     return (
         f"{limits.cap} {limits.max_tokens} >= longest possible sequence {longest}: a micro-batch has room for at least "
-        f"{room} such sequences"
+        f"{room} such sequences{patches}"
     )
 
 

@@ -137,6 +137,7 @@ validation.samples=4 validation.sampling.temperature=0
 policy.max_tokens_per_micro_batch=95
 policy.max_tokens_per_micro_batch=96 model.length_multiple=64
 policy.max_tokens_per_micro_batch=47 policy.parallel.context_parallel=2
+policy.max_patches_per_micro_batch=96
 policy.parallel.replicate=3
 balance.order=makespan
 model.compile=always

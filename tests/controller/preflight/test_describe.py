@@ -33,6 +33,9 @@ def test_the_dry_run_says_what_runs_where_and_whether_it_fits(config: Config) ->
     assert "a mini-batch: 16 sequences over 2 ranks; 2 a step" in page
     assert "policy.max_tokens_per_micro_batch 4096 >= longest possible sequence 96: " in page
     assert "a micro-batch has room for at least 42 such sequences" in page
+    capped = page_of("policy.max_patches_per_micro_batch=5000").splitlines()
+    (line,) = [line for line in capped if line.startswith("policy.max_tokens_per_micro_batch 4096 >=")]
+    assert line.endswith("Its images have at most 5,000 patches")
 
 
 def test_the_dry_run_prints_what_differs_from_the_defaults_and_on_demand_everything(
