@@ -7,7 +7,7 @@
 Lists of families cannot keep up with transformers: a state that leaks between sequences, ignored positions, or a factor
 on the logits change log-probs silently. The first sequence of a row shows none of this, so there are three. Policy and
 reference are compared by log-probs, critic and reward model by values and the value head's inputs, and trained policies
-also by gradients.
+also by gradients. Models that see images get sequences with images, see `image_probe`.
 
 Shapes: N predicted tokens of the probe, C columns: 1 for log-probs, 1 + H (hidden size) for a value head.
 """

@@ -45,6 +45,9 @@ refused.
 
 IMAGES = "## Models that see images"
 
+NOT_MEASURED = (
+    "Not measured here, because no tiny model with a processor could be built. A run compares them when it loads them"
+)
 IMAGES_HEADER = (
     IMAGES
     + """
@@ -52,7 +55,8 @@ IMAGES_HEADER = (
 Written by `python -m tests.benchmarks.families --images`: the {families} families of transformers {transformers} that
 read images and text, tiny and random, with texts of no image, one, two, and one that is repeated. The reference is the
 family's own processor and forward pass. Each model is also compared with images when a run loads it, with a gradient
-of the tower if `model.train_vision` trains it. [Images](images.md) describes how a run uses them.
+of the tower if `model.train_vision` trains it. Pixtral's files are
+of type `llava`, with another tower.
 
 {counts}
 
@@ -62,8 +66,10 @@ of the tower if `model.train_vision` trains it. [Images](images.md) describes ho
 SHORT = {
     "attends to later tokens": "not causal within an image",
     "takes no images": "text alone",
-    "has no processor": "no processor",
+    "no image token": "its processor has no placeholder for images",
     "its processor": "its processor",
+    "places for them": "its tokenizer splits the placeholder",
+    "refuses an image": "its processor takes images in another form",
     "expands images by more": "expands images by more than their sizes",
     "takes no position_ids": "no positions",
     "has no list of layers": "layers are not in one list",
@@ -114,7 +120,7 @@ def images_markdown(found: dict[str, Outcomes]) -> str:
     not_built = {f"`{family}`": _first(outcomes["all"]) for family, outcomes in found.items() if "all" in outcomes}
     text = head + _table(["family", *RUNS], [row for row in rows if row[0] not in refused])
     text += _listed("Refused in every layout", refused)
-    return text + _listed("Not measured, because no tiny model with a processor could be built", not_built) + "\n"
+    return text + _listed(NOT_MEASURED, not_built) + "\n"
 
 
 def _is_refused_alike(cells: list[str]) -> bool:
