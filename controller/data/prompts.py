@@ -243,13 +243,23 @@ class PromptMixture:
 
 def image_sources(record: Record, key: str, pixels: tuple[int, int], path: str, where: str) -> list[ImageSource]:
     """Return a record's images, unread. key: its column. path: of the data, in whose folder relative paths start."""
-    folder = path if Path(path).is_dir() else str(Path(path).parent)
-    return [ImageSource(value, where, folder, pixels) for value in record.get(key) or ()]
+    return [ImageSource(value, where, folder_of(path), pixels) for value in record.get(key) or ()]
+
+
+def folder_of(path: str) -> str:
+    """Return the folder of a data set, in which relative paths of images start."""
+    return path if Path(path).is_dir() else str(Path(path).parent)
 
 
 def shown_image(image: Image) -> str:
     """Name a prompt's image, and its size."""
     return f"{name_of(image.data.value)} {image.width} x {image.height}"
+
+
+def left_out(name: str, unreadable: Sequence[str]) -> list[str]:
+    """Return a warning about records that were left out because of an image, if any. unreadable: the reasons."""
+    count = f"{len(unreadable)} record{'s' * (len(unreadable) > 1)}"
+    return [f"{name}: {count} left out because of an image, the first: {unreadable[0]}"] if unreadable else []
 
 
 def is_too_long(prompt: Any, max_tokens: int) -> bool:

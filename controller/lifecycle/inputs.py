@@ -31,6 +31,7 @@ from controller.data.prompts import (
     characters,
     image_sources,
     is_too_long,
+    left_out,
     shown_image,
     with_system_prompt,
 )
@@ -289,7 +290,7 @@ def tokenized(config: Config, tried: Tried, log: Log = print) -> Inputs:
         first_prompt=_as_read(renderer.tokenizer, next(iter(sources[0]))),
         warnings=(
             *_template_warnings(config, tried),
-            *(_unreadable(each) for each in (*sources, *validation) if each.unreadable),
+            *(line for each in (*sources, *validation) for line in left_out(each.name, each.unreadable)),
         ),
     )
 
@@ -304,13 +305,6 @@ def _as_read(tokenizer: Any, prompt: Prompt) -> str:
         ]
         start = each.first + each.tokens
     return "".join([*texts, tokenizer.decode(prompt.ids[start:])])
-
-
-def _unreadable(dataset: PromptDataset) -> str:
-    return (
-        f"{dataset.name}: {counted(len(dataset.unreadable), 'record')} left out because of an image, the first: "
-        f"{dataset.unreadable[0]}"
-    )
 
 
 def reward_functions(

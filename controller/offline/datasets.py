@@ -6,16 +6,18 @@ from functools import partial
 import numpy as np
 
 from controller.config.offline import LearnedDataConfig, OfflineDataConfig
-from controller.data.prompts import epoch_order
+from controller.data.prompts import epoch_order, left_out
 from controller.observability.slow_work import Log, count_if_slow
-from controller.offline.tokenized import Example, Row, example_row, scored_row
+from controller.offline.tokenized import Example, Row, example_row, expanded, scored_row
 from workers.dataproto import DataProto, object_column
 from workers.errors import DataError
-from workers.remote_batch import RemoteBatch
+from workers.images import ImageError, keys
+from workers.placeholders import Placed
+from workers.remote_batch import IMAGES, RemoteBatch, stored
 from workers.rendering import Renderer
 
-Item = tuple[Row, ...]
-"""The sequences of one record, trained in the same step."""
+Item = tuple[tuple[Row, Placed], ...]
+"""The sequences of one record, trained in the same step, with their images."""
 MakeRow = Callable[[Renderer, Example, str], Row]
 
 
@@ -39,12 +41,13 @@ class SequenceDataset:
     ) -> None:
         """records: examples of each record.
 
-        Raises DataError on a record that cannot be tokenized, on a long one with overlong_records="error", and if none
-        is left.
+        Leaves out records with an image that cannot be read, with a warning. Raises DataError on a record that cannot
+        be tokenized, on a long one with overlong_records="error", and if none is left.
         """
         self.name, self._shuffle, self._seed, self.dropped = name, shuffle, seed, 0
         self._items: list[Item] = []
         self._labels: list[float] = []
+        unreadable: list[str] = []
         make_row: MakeRow = scored_row
         if isinstance(settings, LearnedDataConfig):
             make_row = partial(example_row, train_on=settings.train_on)
@@ -52,7 +55,13 @@ class SequenceDataset:
         counted = count_if_slow(records, f"{name}: records tokenized", log, total=len(records))
         for index, record in enumerate(counted):
             where = record_name(name, index)
-            self._add(tuple(make_row(renderer, example, where) for example in record), record, settings, where)
+            made = [(make_row(renderer, example, where), example) for example in record]
+            try:
+                self._add(tuple(expanded(renderer, *each, where) for each in made), record, settings, where)
+            except ImageError as error:
+                unreadable.append(str(error))
+        if unreadable and not self._items:
+            raise DataError(unreadable[0])
         if not self._items:
             raise DataError(
                 f"{name}: all {len(records)} records are longer than data.max_tokens={settings.max_tokens}. Raise it."
@@ -60,10 +69,11 @@ class SequenceDataset:
         equal = sum(_are_equal(item) for item in self._items)
         if equal == len(self._items):
             raise DataError(f"{name}: chosen and rejected responses are equal in all records. See data.chosen_key.")
-        self.warnings = [f"{name}: {equal} of {len(self)} pairs have equal responses, and teach nothing"] * (equal > 0)
+        self.warnings = left_out(name, unreadable)
+        self.warnings += [f"{name}: {equal} of {len(self)} pairs have equal responses, and teach nothing"] * (equal > 0)
 
     def _add(self, item: Item, record: tuple[Example, ...], settings: OfflineDataConfig, where: str) -> None:
-        longest = max(len(row["input_ids"]) for row in item)
+        longest = max(len(row["input_ids"]) for row, _ in item)
         if longest <= settings.max_tokens:
             self._items.append(item)
             self._labels.append(record[0].label)
@@ -80,11 +90,11 @@ class SequenceDataset:
 
     @property
     def first_ids(self) -> list[int]:
-        return [int(token) for token in self._items[0][0]["input_ids"]]
+        return [int(token) for token in self._items[0][0][0]["input_ids"]]
 
     @property
     def lengths(self) -> list[int]:
-        return [len(row["input_ids"]) for item in self._items for row in item]
+        return [len(row["input_ids"]) for item in self._items for row, _ in item]
 
     def take(self, start: int, count: int) -> RemoteBatch:
         """Return `count` records from position `start` (from 0) of the stream, determined by the seed (see `first`)."""
@@ -115,20 +125,26 @@ class SequenceDataset:
 
 
 def _are_equal(item: Item) -> bool:
-    return len(item) == 2 and np.array_equal(item[0]["input_ids"], item[1]["input_ids"])
+    return len(item) == 2 and len({each.tobytes() for each in _keys(item)}) == 1
+
+
+def _keys(item: Item) -> list[np.ndarray]:
+    return [keys(row["input_ids"], images) for row, images in item]
 
 
 def _shared_tokens(item: Item) -> int:
     """Count the first tokens that all sequences share, each with at least one more."""
-    size = min(len(row["input_ids"]) for row in item) - 1
-    alike = np.all([row["input_ids"][:size] == item[0]["input_ids"][:size] for row in item], axis=0)
+    found = _keys(item)
+    size = min(map(len, found)) - 1
+    alike = np.all([each[:size] == found[0][:size] for each in found], axis=0)
     return int(np.cumprod(alike).sum())
 
 
 def _batch(uids: Sequence[str], items: Sequence[Item]) -> RemoteBatch:
     import ray
 
-    rows = [row for item in items for row in item]
+    rows, known = [row for item in items for row, _ in item], dict[int, ray.ObjectRef]()
+    images = [stored(placed, known) for item in items for _, placed in item]
     columns = {
         "uid": np.repeat(np.array(uids), [len(item) for item in items]),
         "group_number": np.repeat(np.arange(len(items)), [len(item) for item in items]),
@@ -139,4 +155,5 @@ def _batch(uids: Sequence[str], items: Sequence[Item]) -> RemoteBatch:
         shared = [_shared_tokens(item) for item in items for _ in item]
         hashes = object_column([b""] * len(rows))
         columns |= {"prompt_hash": columns["group_number"], "prompt_tokens": np.array(shared), "prefix_hashes": hashes}
+    columns |= {IMAGES: object_column(images)} if any(images) else {}
     return RemoteBatch.of_block(ray.put(DataProto.from_rows(rows)), columns, list(rows[0]))

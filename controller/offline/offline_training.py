@@ -14,6 +14,7 @@ from controller.config import load_as
 from controller.config.offline import OfflineConfig, PreferencesConfig, SftConfig
 from controller.config.training import counted
 from controller.data.identity import DataIdentity, offline_identity
+from controller.data.prompts import folder_of
 from controller.data.records import Record, read_records
 from controller.engines.fleet import RestartBudget
 from controller.lifecycle.inputs import TRIED_PROMPTS, load_renderer, quoted, try_template
@@ -21,7 +22,14 @@ from controller.lifecycle.model_checks import check_models, numerics_lines
 from controller.lifecycle.session import finished, prepare_start, run_training, session
 from controller.observability.slow_work import Log
 from controller.offline.datasets import SequenceDataset, record_name
-from controller.offline.tokenized import Example, preference_examples, reward_examples, sft_examples, with_options
+from controller.offline.tokenized import (
+    Example,
+    preference_examples,
+    reading_images,
+    reward_examples,
+    sft_examples,
+    with_options,
+)
 from controller.planning.planner import counted_costs
 from controller.preflight.arguments import Command, parse_arguments
 from controller.preflight.cluster import check_machine
@@ -104,7 +112,7 @@ def _read_examples(config: OfflineConfig) -> tuple[Examples, DataIdentity, list[
     identity = offline_identity(config, read[config.data.train])
     check_same_data(config, identity)
     examples = {
-        path: [_examples_of(config, record, record_name(path, index)) for index, record in enumerate(records)]
+        path: [_examples_of(config, record, path, record_name(path, index)) for index, record in enumerate(records)]
         for path, records in read.items()
     }
     first = [example for records in examples.values() for record in records[:TRIED_PROMPTS] for example in record]
@@ -114,7 +122,7 @@ def _read_examples(config: OfflineConfig) -> tuple[Examples, DataIdentity, list[
     return examples, identity, found.warnings(tools=has_tools) if found else []
 
 
-def _examples_of(config: OfflineConfig, record: Record, where: str) -> tuple[Example, ...]:
+def _examples_of(config: OfflineConfig, record: Record, path: str, where: str) -> tuple[Example, ...]:
     data: Any = config.data
     examples: Sequence[Example]
     if isinstance(config, SftConfig):
@@ -123,7 +131,8 @@ def _examples_of(config: OfflineConfig, record: Record, where: str) -> tuple[Exa
         examples = preference_examples(record, (data.prompt_key, data.chosen_key, data.rejected_key), where)
     else:
         examples = reward_examples(record, data, config.loss.name, where)
-    return with_options(examples, record, data.chat_template_arguments, where)
+    images = record.get(data.image_key), data.image_pixels.limits, folder_of(path)
+    return with_options(reading_images(examples, *images, where), record, data.chat_template_arguments, where)
 
 
 def read_inputs(config: OfflineConfig, log: Log = print) -> OfflineInputs:

@@ -22,7 +22,9 @@ import numpy as np
 from controller.config.offline import RewardDataConfig
 from controller.data.records import Record
 from workers.errors import DataError
-from workers.rendering import Messages, Options, Renderer, cleaned, options_of
+from workers.images import ImageSource
+from workers.placeholders import Placed, spread
+from workers.rendering import Messages, Options, Renderer, cleaned, options_of, with_images
 
 Row = dict[str, np.ndarray]
 """`input_ids` int32 [T], `loss_mask` bool [T], and with labels of steps `label` float64 [T]."""
@@ -32,6 +34,7 @@ class Example(NamedTuple):
     """A prompt and its response: two texts, or two lists of chat messages, rendered with `options`.
 
     label: the response's score, or the margin of its pair. steps: characters up to each step's end, and its label.
+    images: of both, in order.
     """
 
     prompt: Any
@@ -39,6 +42,7 @@ class Example(NamedTuple):
     options: Options = {}  # noqa: RUF012 (never changed)
     label: float = 0.0
     steps: tuple[tuple[int, float], ...] = ()
+    images: tuple[ImageSource, ...] = ()
 
 
 ALL_TURNS, LAST_TURN = "all", "last"
@@ -51,6 +55,26 @@ def with_options(examples: Iterable[Example], record: Record, run: Options, wher
         example._replace(options=options_of(record, run, where)) if isinstance(example.response, list) else example
         for example in examples
     )
+
+
+def reading_images(
+    examples: Iterable[Example], column: Any, pixels: tuple[int, int], folder: str, where: str
+) -> tuple[Example, ...]:
+    """Give each example its images, from `column` or its messages. See `ImageSource`. Raises DataError."""
+    found = []
+    for example in examples:
+        is_text, first = isinstance(example.response, str), len(example.prompt)
+        messages, values = with_images("" if is_text else [*example.prompt, *example.response], column, where)
+        images = tuple(ImageSource(value, where, folder, pixels) for value in values)
+        given = {} if is_text else {"prompt": messages[:first], "response": messages[first:]}
+        found.append(example._replace(images=images, **given))
+    return tuple(found)
+
+
+def expanded(renderer: Renderer, row: Row, example: Example, where: str) -> tuple[Row, Placed]:
+    """Give a row its images' tokens, of which none is learned. Raises as `Renderer.expand`."""
+    ids, placed = renderer.expand(row["input_ids"], [source.image() for source in example.images], where)
+    return {name: spread(values, placed) for name, values in row.items()} | {"input_ids": ids}, placed
 
 
 def sft_examples(record: Record, keys: tuple[str, str, str], where: str) -> tuple[Example]:

@@ -7,6 +7,7 @@ from typing import Any
 from controller.config import Config
 from controller.config.functions import check_function
 from controller.config.model_files import ModelFiles
+from controller.config.sections import ImagePixelsConfig
 from controller.data.hub import check_split
 from controller.data.records import iter_records
 from workers.errors import ConfigError, DataError
@@ -27,6 +28,7 @@ RESERVED = frozenset(_NAMES.split())
 def check_data(config: Config, model: ModelFiles) -> None:
     """Raise ConfigError, naming the setting, for data or a curriculum that the run cannot use."""
     _check_sources(config)
+    check_image_pixels(config.data.image_pixels)
     check_installed("rollout.environment", config.rollout.environment)
     paths = [("data.sources" if config.data.sources else "data.train", path) for path in config.data.weights]
     if config.data.validation:
@@ -56,6 +58,12 @@ def check_data(config: Config, model: ModelFiles) -> None:
 def is_elsewhere(config: Config, path: str) -> bool:
     """Return whether a data set exists only on the described cluster."""
     return config.is_described and not Path(path).exists()
+
+
+def check_image_pixels(pixels: ImagePixelsConfig) -> None:
+    """Raise ConfigError if no size is between the fewest and the most pixels."""
+    if pixels.min > pixels.max:
+        raise ConfigError(f"data.image_pixels.min={pixels.min}: above data.image_pixels.max={pixels.max}. Lower it.")
 
 
 def _check_sources(config: Config) -> None:

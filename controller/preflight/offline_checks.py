@@ -3,7 +3,7 @@
 from controller.config.conditions import check_settings_have_effect
 from controller.config.offline import OfflineConfig, SftConfig
 from controller.data.hub import check_split
-from controller.preflight.data_checks import first_record
+from controller.preflight.data_checks import check_image_pixels, first_record
 from controller.preflight.tracker_checks import check_trackers
 from controller.preflight.training_checks import (
     check_attention,
@@ -53,6 +53,7 @@ def _check_batch(config: OfflineConfig) -> None:
 def _check_data(config: OfflineConfig) -> None:
     if not config.data.train:
         raise ConfigError("data.train must be set.")
+    check_image_pixels(config.data.image_pixels)
     check_split("data.validation", config.data.validation)
     for key, path in (("data.train", config.data.train), ("data.validation", config.data.validation)):
         if path:

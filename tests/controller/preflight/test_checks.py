@@ -176,6 +176,7 @@ resources.ray_address=ray://head:10001
 model.path=nowhere/at/all
 model.path=Qwen/Nothing
 data.train=gone.jsonl
+data.image_pixels.min=2 data.image_pixels.max=1
 data.validation=gone.jsonl
 data.train=reward.py
 data.train=model

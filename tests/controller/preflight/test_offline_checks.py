@@ -35,6 +35,7 @@ def check_refused(schema: type[OfflineConfig], named: str, overrides: list[str])
 data.train=
 data.train=none.jsonl
 data.max_tokens=512
+data.image_pixels.min=2 data.image_pixels.max=1
 policy.max_tokens_per_micro_batch=64
 policy.data_parallel=2 batch.sequences_per_step=1
 policy.min_micro_batches=33
