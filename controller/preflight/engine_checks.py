@@ -36,6 +36,11 @@ def check_engine_count(config: Config) -> None:
 
 
 def check_weight_sync(config: Config) -> None:
+    if config.model.train_vision and config.rollout.kv_cache_after_update == "keep":
+        raise ConfigError(
+            "rollout.kv_cache_after_update=keep: with model.train_vision=true an update also changes the embeddings of "
+            "images, whose keys and values would stay. Set auto or recompute."
+        )
     if config.rollout.weight_sync == "full":
         return
     if config.rollout_placement == "colocated":

@@ -141,7 +141,7 @@ class TrainingEngine:
         prepare, hooks = self._before_backward, self.routing.hooks
         self.runner = MicroBatchRunner(self.stage, self.layout, self.clock, self.device, self.dtype, prepare, hooks)
         self.checkpoint_weights = CheckpointWeights(
-            self.module.model, source.rules, weights, self._shards, self.device, self.stage
+            self.module.model, source.rules, weights, self._shards, self.device, self.stage, self.module.frozen_names
         )
         self.stored_dtype = stored_dtype(model_config.path, parameter_dtype)
         if optimizer is not None:
@@ -404,15 +404,15 @@ class TrainingEngine:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield whole weights under the names and in the shapes of the model's files, on `device`. Collective.
 
-        dtype: None keeps the parameters'. keeper: the only rank that gets them, or None for all. `lm_head.weight` is
-        included even if tied: vLLM keeps a packed copy of the output layer, which would stay old.
+        A frozen vision tower's are left out. dtype: None keeps the parameters'. keeper: only rank that gets them, or
+        None for all. `lm_head.weight` is included even if tied: vLLM keeps a packed copy of the output layer.
         """
         reshard(self.module)
-        return self.checkpoint_weights.convert(self.checkpoint_weights.plan.values(), dtype, keeper)
+        return self.checkpoint_weights.convert(self.checkpoint_weights.updated, dtype, keeper)
 
     def weights_metadata(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Return `named_weights` in order as meta tensors. Not collective."""
-        return self.checkpoint_weights.metadata(self.checkpoint_weights.plan.values(), dtype)
+        return self.checkpoint_weights.metadata(self.checkpoint_weights.updated, dtype)
 
     def _shards(self) -> dict[str, Shard]:
         if self.has_adapters:

@@ -120,6 +120,11 @@ class PackedModel(nn.Module):
         return set() if self.vision and self.vision.trains else self.tower
 
     @property
+    def frozen_names(self) -> frozenset[str]:
+        """Return the names of `frozen_tower` in the whole model."""
+        return frozenset() if self.vision is None or self.vision.trains else self.vision.names
+
+    @property
     def tower_blocks(self) -> list[nn.Module]:
         """Return the layers of a trained tower."""
         return self.vision.blocks if self.vision and self.vision.trains else []

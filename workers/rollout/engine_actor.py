@@ -24,6 +24,7 @@ import numpy as np
 from workers.config import ModelConfig, RolloutConfig, SamplingConfig
 from workers.dataproto import DataProto
 from workers.errors import EpisodeError, LostError, RolloutError
+from workers.images import Pictures
 from workers.model.processor import load_placeholders
 from workers.network import LOOPBACK, use_rays_interface
 from workers.rendering import Renderer
@@ -31,7 +32,7 @@ from workers.rollout.conversation import Conversation
 from workers.rollout.episode import Episode, play
 from workers.rollout.front import Taken
 from workers.rollout.gateway import Access, Gateway
-from workers.rollout.image_inputs import ImageInputs
+from workers.rollout.image_inputs import ImageInputs, png_bytes
 from workers.rollout.kept_caches import KeptCaches
 from workers.rollout.parsing import TurnParser
 from workers.rollout.placement import check_placement
@@ -242,12 +243,13 @@ class VllmEngineActor:
             names = self.config.tool_parser, self.config.reasoning_parser
             parser = TurnParser(self._renderer.tokenizer, *names, start.options)
         rewrites = self.config.history == "template"
-        given = [placed.image for placed in request.images]
-        conversation = Conversation(
-            self._renderer, start.prompt, start.options, parser, images=given, rewrites=rewrites
-        )
+        given, record = [placed.image for placed in request.images], start.record
+        of_record = partial(Conversation, self._renderer, start.prompt, start.options, parser, rewrites=rewrites)
+        conversation = of_record(images=given, pixels=start.image_pixels)
+        if start.image_key:
+            record = record | {start.image_key: Pictures([await png_bytes(each) for each in given])}
         environment = self._environments.episode(start.options.get("tools", ()))
-        reason, score = await play(episode, sample, environment, conversation, start.record)
+        reason, score = await play(episode, sample, environment, conversation, record)
         return finished(request, episode, reason, score, conversation)
 
     async def _play_session(self, request: SampleRequest, sampling: SamplingConfig, gateway: Gateway) -> Sample:
@@ -407,7 +409,7 @@ class VllmEngineActor:
     async def begin_update(self) -> None:
         self._update_began = time.time()
         self._recomputes = self._caches.begin_update()
-        clear = {"clear_cache": self._recomputes, "clear_images": getattr(self.model, "train_vision", False)}
+        clear = {"clear_cache": self._recomputes, "clear_images": self.model.train_vision}
         await self._answer("hold its requests", hold_requests(self.engine, **clear))
         await self._answer("prepare for new weights", self.engine.start_weight_update())
 

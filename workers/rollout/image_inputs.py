@@ -39,9 +39,9 @@ class ImageInputs:
             item, token, tokens = await asyncio.shield(self._item(each.image))
             items.append(item)
             places.append(_place(ids, each, token, tokens))
-        hashes = [f"{each.image.digest:016x}" for each in images]
-        of_image = {"image": items}, {"image": hashes}, {"image": places}
-        return mm_input(ids.tolist(), MultiModalKwargsItems(of_image[0]), *of_image[1:], cache_salt=salt)
+        hashes = {"image": [f"{each.image.digest:016x}" for each in images]}
+        processed = MultiModalKwargsItems({"image": items})
+        return mm_input(ids.tolist(), processed, hashes, {"image": places}, cache_salt=salt)
 
     def _item(self, image: Image) -> "asyncio.Task[tuple[Any, int, int]]":
         found = self._processed.pop(image.digest, None)
@@ -54,7 +54,7 @@ class ImageInputs:
 
     async def _process(self, image: Image) -> tuple[Any, int, int]:
         """Return the engine's item, the token that it embeds, and how many of them the image takes."""
-        data = image.data if isinstance(image.data, bytes) else await image.data  # a Ray reference
+        data = await png_bytes(image)
         async with self._one:
             return await asyncio.to_thread(self._processed_by_vllm, data)
 
@@ -68,6 +68,10 @@ class ImageInputs:
         expanded = np.array(made["prompt_token_ids"][place.offset : place.offset + place.length])
         embedded = expanded if place.is_embed is None else expanded[place.is_embed.numpy()]
         return made["mm_kwargs"]["image"][0], int(embedded[0]), len(embedded)
+
+
+async def png_bytes(image: Image) -> bytes:
+    return image.data if isinstance(image.data, bytes) else await image.data  # type: ignore[no-any-return]
 
 
 def _place(ids: np.ndarray, placed: PlacedImage, token: int, tokens: int) -> Any:

@@ -23,7 +23,7 @@ import numpy as np
 from workers.config import ModelConfig, RolloutConfig, SamplingConfig
 from workers.environment import Turn
 from workers.errors import DataError, EpisodeError
-from workers.rendering import CONTROLS, RESERVED, Messages, Options, Renderer, cleaned, variables_of
+from workers.rendering import CONTROLS, RESERVED, Messages, Options, Renderer, cleaned, variables_of, with_images
 from workers.rollout.conversation import Conversation
 from workers.rollout.kept_caches import KeptCaches
 from workers.rollout.parsing import TurnParser
@@ -118,6 +118,8 @@ class PromptRenderer:
         if not messages:
             raise DataError("the request has no messages.")
         messages = cleaned(messages, "the request")
+        if with_images(messages, None, "the request")[1]:
+            raise DataError("the request has images, which agents cannot send. Show them in a rollout.environment.")
         asked = session.find(messages, options)
         if asked.parent is not None:
             try:

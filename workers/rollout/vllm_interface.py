@@ -86,7 +86,7 @@ def engine_arguments(
         weight_transfer_config=WeightTransferConfig(
             backend=ENGINE_OF_BACKEND["shared_memory" if config.weight_sync == "delta" else BACKENDS[placement]]
         ),
-        additional_config={FROZEN_VISION: not getattr(model, "train_vision", False)},
+        additional_config={FROZEN_VISION: not model.train_vision},
         # By default vLLM would choose Ray here, and look for its placement groups.
         distributed_executor_backend="uni" if config.tensor_parallel == 1 else "mp",
         **device,

@@ -161,6 +161,7 @@ rollout.placement=apart
 rollout.weight_sync=delta resources.device=cuda rollout.replicas=2
 rollout.weight_sync=delta FLOAT32 resources.device=cuda rollout.placement=apart rollout.replicas=2
 rollout.weight_sync=delta
+rollout.kv_cache_after_update=keep model.train_vision=true rollout.max_staleness=1
 rollout.placement=shared_memory resources.device=cuda
 rollout.replicas=3 resources.device=cuda
 model.attention=varlen

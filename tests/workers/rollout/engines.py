@@ -28,13 +28,13 @@ LONG = SamplingConfig(max_new_tokens=200)
 Row = dict[str, np.ndarray]
 
 
-def actor_of(index: int, model: Path, config: RolloutConfig, variables: dict[str, str], **options: Any) -> Any:
+def actor_of(index: int, model: ModelConfig, config: RolloutConfig, variables: dict[str, str], **options: Any) -> Any:
     runtime = {"env_vars": variables}
     return (
         ray.remote(ProbedActor)
         .options(num_cpus=1, max_concurrency=1000, runtime_env=runtime)
         .remote(
-            ModelConfig(path=str(model)),
+            model,
             config,
             index=index,
             max_model_tokens=tiny.MAX_MODEL_TOKENS,
@@ -54,12 +54,14 @@ class Engines:
         restarts: int = 0,
         environment: bytes = b"",
         variables: dict[str, str] | None = None,
+        train_vision: bool = False,
         **settings: Any,
     ) -> None:
         config = RolloutConfig(replicas=replicas, threads=1, cpu_kv_cache_gib=0.125, max_retries=1, **settings)
+        policy = ModelConfig(path=str(model), train_vision=train_vision)
         options = {"environment": environment, "environment_timeout_s": 5.0}
         self.pool = EnginePool(
-            lambda replica, attempt: actor_of(replica, model, config, variables or {}, **options),
+            lambda replica, attempt: actor_of(replica, policy, config, variables or {}, **options),
             config,
             RestartBudget(restarts),
         )
@@ -87,7 +89,7 @@ class Engines:
     ) -> list[Sample]:
         """A round of which no sample is dropped."""
         finished, router = self.pool.generate(requests, SamplingConfig(**{"max_new_tokens": 16} | sampling), watch)
-        assert router.dropped == []
+        assert router.dropped == [], router.dropped
         assert [result.key for result, _ in finished] == [request.key for request in requests]
         return finished
 

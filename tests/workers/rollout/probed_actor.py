@@ -2,11 +2,13 @@
 
 import asyncio
 import threading
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from workers.rollout.engine_actor import VllmEngineActor
+from workers.rollout.weight_transfer import FROZEN_VISION
 
 
 class ProbedActor(VllmEngineActor):
@@ -17,6 +19,11 @@ class ProbedActor(VllmEngineActor):
     async def keep_caches(self, updates: int) -> None:
         """Keep keys and values for so many updates."""
         self._caches.oldest = updates
+
+    async def freeze_vision(self, is_frozen: bool) -> None:
+        """From now on, updates bring the vision tower or not."""
+        self.model = replace(self.model, train_vision=not is_frozen)
+        self.engine.vllm_config.additional_config[FROZEN_VISION] = is_frozen
 
     async def prefill_tokens(self) -> int:
         """The engine's `max_num_batched_tokens`."""

@@ -12,10 +12,14 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from tests.refusals import refused
 from tests.workers.rollout import tiny
+from tests.workers.vision_families import pictures
+from workers.environment import Turn
 from workers.errors import DataError, EpisodeError
+from workers.images import Image, digest_of, png_of
+from workers.model.processor import load_placeholders
 from workers.rendering import Messages, Renderer, forms, in_form
 from workers.rollout.conversation import Conversation, check_template, continued
-from workers.rollout.requests import STOP, Response, not_sampled
+from workers.rollout.requests import STOP, Response, joined, not_sampled
 
 APPENDING = (
     "{% for m in messages %}#{{ m['role'] == 'user' and 'u' or 'a' }}{{ m['content'] }}<eos>;{% endfor %}"
@@ -29,6 +33,10 @@ REWRITING = (  # as templates do that leave earlier turns' thoughts out
 @pytest.fixture
 def tokenizer(tiny_model_path: Path) -> Any:
     return AutoTokenizer.from_pretrained(tiny_model_path)
+
+
+VISION = "<|vision_start|><|image_pad|><|vision_end|>"
+AND = f"{VISION}or {VISION}"
 
 
 @pytest.fixture
@@ -143,3 +151,44 @@ def test_stock_templates_continue_a_turn(name: str, observation: Messages) -> No
             assert whole == before.rpartition("four")[0] + "four" + end + text
     if not name.startswith("deepseek"):  # which opens the outputs of tools once in a conversation
         assert continued(render, messages, observation, end)[1] == text
+
+
+@pytest.mark.parametrize("rewrites", [False, True])
+def test_images_are_expanded_where_the_template_shows_them(vision_model: Callable[[str], Path], rewrites: bool) -> None:
+    """A turn writes a placeholder, which is not an image's. With `rewrites` the template drops its thought."""
+    path = vision_model("qwen2_5_vl")
+    tokenizer, placeholders = AutoTokenizer.from_pretrained(path), load_placeholders(str(path))
+    assert placeholders is not None
+    renderer = Renderer(tokenizer, placeholders=placeholders)
+    given, *shown = [Image(digest_of(each), *each.size, png_of(each)) for each in pictures()]
+    prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}]
+    conversation = Conversation(renderer, prompt, images=[given], rewrites=rewrites)
+    ids, placed = renderer.expand(renderer.prompt_ids(prompt, "x"), [given], "x")
+    opened = conversation.opened(not_sampled(ids, images=placed), "")
+    assert (opened.images, opened.ids.tolist()) == (placed, ids.tolist())
+    turn = np.array(renderer.ids(f"<think>hm</think>so {placeholders.token}it<|im_end|>", "x"), np.int32)
+    said = Turn("", content=f"so {placeholders.token}it", reasoning="hm")
+    parts = [{"type": "image", "image": pictures()[1]}, {"type": "text", "text": "or "}]
+    answer = [{"role": "user", "content": [*parts, {"type": "image", "image": png_of(pictures()[2])}]}]
+    response = Response(turn, np.zeros(len(turn), np.float32), np.zeros(len(turn), np.int32), STOP)
+    following, branch = conversation.observed(response, said, answer)
+    bare = renderer.ids(f"\n<|im_start|>user\n{AND}<|im_end|>\n<|im_start|>assistant\n", "x")
+    expected, places = renderer.expand(np.array(bare, np.int32), shown, "x")
+    assert (following.ids.tolist(), following.images) == (expected.tolist(), places)
+    assert (branch is not None) == rewrites
+    if branch is not None:
+        kept = np.array(renderer.ids(f"so {placeholders.token}it<|im_end|>", "x"), np.int32)
+        whole = joined([opened, not_sampled(kept), following])
+        assert (branch.ids.tolist(), branch.images) == (whole.ids.tolist(), whole.images)
+        assert [placed.image for placed in branch.images] == [given, *shown]
+
+
+def test_broken_images_and_templates_that_hide_them_fail_the_episode(vision_model: Callable[[str], Path]) -> None:
+    path = vision_model("qwen2_5_vl")
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    renderer = Renderer(tokenizer, placeholders=load_placeholders(str(path)))
+    turn = Response(np.array([5, 257], np.int32), np.zeros(2, np.float32), np.zeros(2, np.int32), STOP)
+    for image in ("http://a/b.png", b"broken"):
+        conversation = Conversation(renderer, [{"role": "user", "content": "hi"}])
+        with pytest.raises(EpisodeError, match="the conversation"):
+            conversation.observed(turn, Turn("a"), [{"role": "user", "content": [{"type": "image", "image": image}]}])

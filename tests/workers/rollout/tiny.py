@@ -84,3 +84,21 @@ class Echo:
     def step(self, response: str) -> Observation:
         self.turns += 1
         return Observation(f"<{response[:1]}>", reward=0.5, done=self.turns == 2, parts={"turn": self.turns})
+
+
+class Zoom:
+    """An environment that answers each turn with another image, and with two at last."""
+
+    def reset(self, record: dict[str, Any]) -> list[dict[str, Any]]:
+        self.shown, self.turns = record["shown"], 0
+        if record["images"][0].size != self.shown[0].size:
+            raise ValueError("the record lacks its prompt's image")
+        return [{"role": "user", "content": [{"type": "text", "text": "and "}, self.part(0)]}]
+
+    def part(self, number: int) -> dict[str, Any]:
+        return {"type": "image", "image": self.shown[number]}
+
+    def step(self, response: str) -> Observation:
+        parts = [{"type": "text", "text": "closer:"}, self.part(1)], [self.part(2), self.part(0)]
+        self.turns += 1
+        return Observation([{"role": "user", "content": parts[self.turns % 2]}], reward=1.0)

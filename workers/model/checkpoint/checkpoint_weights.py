@@ -82,13 +82,18 @@ class CheckpointWeights:
         shards: Callable[[], Mapping[str, Shard]],
         device: torch.device,
         stage: Stage,
+        frozen: frozenset[str] = frozenset(),
     ) -> None:
-        """weights: of the whole model, for their shapes, without adapters. shards: of this rank's stage, now."""
+        """weights: of the whole model, for their shapes, without adapters. shards: of this rank's stage, now.
+
+        frozen: weights that stay as they are in the files, and are not in `updated`.
+        """
         self.model, self._current_shards, self._device, self._stage = model, shards, device, stage
         self._empty = {
             name: torch.empty(weight.shape, dtype=weight.dtype, device="meta") for name, weight in weights.items()
         }
         self.plan = _plan_conversions(weights, rules)
+        self.updated = [conversion for conversion in self.plan.values() if not frozen.issuperset(conversion)]
         model._weight_conversions = list(rules)  # which only the rank that read the files has
 
     def metadata(self, plan: Iterable[Conversion], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
