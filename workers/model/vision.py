@@ -108,10 +108,7 @@ class Vision:
         )
 
     def positions(self, ids: Tensor, images: Sequence[PlacedImage]) -> Tensor:
-        """Return the positions of a sequence's tokens: int64 [3, n] for M-RoPE, else [n]."""
-        if not images or not self._has_grids:
-            positions = torch.arange(len(ids))
-            return positions.expand(3, -1) if self._has_grids else positions
+        """Return M-RoPE's positions of a sequence's tokens, int64 [3, n]."""
         types = torch.zeros(1, len(ids), dtype=torch.int64)
         for each in images:
             types[0, self._placeholders(ids, each)] = 1
