@@ -89,17 +89,17 @@ class Placeholders:
 
 
 class RefusedImages(Placeholders):
-    """Stands for a model that reads images, but is trained on text alone."""
+    """Stands for a model that is trained on text alone. problem: of its images."""
 
-    def __init__(self, path: str, family: str) -> None:
-        self.id, self._model = -1, f"model.path={path} ({family})"
+    def __init__(self, path: str, problem: str) -> None:
+        self.id, self._path, self._problem = -1, path, problem
 
     def expand(self, ids: np.ndarray, images: Sequence[Image], where: str) -> tuple[np.ndarray, Placed]:
         """Return the ids. Raises ConfigError if there are images."""
         if images:
             raise ConfigError(
-                f"{self._model}: {where} has images. Their tokens would attend to later ones, which is not supported. "
-                "Take another model, or train on text alone."
+                f"model.path={self._path}: {where} has images, which this model cannot be trained on: {self._problem}. "
+                "Take another model, or text alone."
             )
         return ids, ()
 

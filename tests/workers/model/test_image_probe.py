@@ -137,9 +137,13 @@ def test_gemma_3_is_exact_as_text_and_refuses_images_by_name(vision_model: Calla
     path = vision_model("gemma3")
     packed, config = loaded(path)
     assert packed.vision is None and 0 < check_numerics(packed, config).largest < 2e-5
+    assert_images_refused(path, "(gemma3)")
+
+
+def assert_images_refused(path: Path, named: str) -> None:
     placeholders, ids, picture = load_placeholders(str(path)), np.arange(5), pictures()[0]
     assert placeholders is not None and placeholders.expand(ids, (), "a record")[0] is ids
-    with refused("(gemma3): a record has images"):
+    with refused(named):
         placeholders.expand(ids, [Image(digest_of(picture), *picture.size, png_of(picture))], "a record")
 
 
@@ -153,3 +157,4 @@ def test_without_a_processor_text_is_proved_and_images_are_refused(
     assert packed.vision is not None
     with refused(f"model.path={tmp_path} has no processor"):
         packed.vision.inputs([])
+    assert_images_refused(tmp_path, "its processor cannot be loaded")
