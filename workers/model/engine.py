@@ -107,8 +107,7 @@ class TrainingEngine:
         self.dtype = compute_dtype(model_config.dtype, self.device)
         self.tokenizer = load_tokenizer(model_config.path)
         self.chat_template = read_template(model_config.chat_template) if model_config.chat_template else ""
-        self.parallel = make_parallel(self.device, parallel)
-        self.clock = MicroStepClock(self.device)
+        self.parallel, self.clock = make_parallel(self.device, parallel), MicroStepClock(self.device)
         # Parameters, gradients and optimiser state stay in float32 when the computation is in bfloat16.
         parameter_dtype = torch.promote_types(self.dtype, torch.float32)
         source = self._source(parameter_dtype)
