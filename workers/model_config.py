@@ -106,7 +106,7 @@ class ModelConfig:
     compile: str = setting(
         "auto",
         "Compile each decoder layer around its attention (torch.compile): fewer, larger kernels. The first step takes "
-        "half a minute longer. `auto` does so on GPUs, without tensor parallelism.",
+        "half a minute longer. `auto` does so on GPUs, without tensor parallelism, for models without images.",
         choices=("auto", "always", "never"),
     )
     logprob_chunk_tokens: int = setting(

@@ -168,13 +168,15 @@ def _role(config: TrainingConfig, role: str, name: str) -> dict[str, Any]:
     from workers.model.rules.model_rules import compiles
 
     key, model = path_setting(role, name), config.models_of(role)[name]
+    description = dict(read_model_files(model.path, key).description)
     settings = asdict(model) | {"path": "", "logprob_chunk_tokens": model.chunk_tokens("cuda")}
     settings["compile"] = "never"  # without checkpointing a compiled layer keeps about 0.7 of what is measured
-    if compiles(model, config.policy.parallel, cuda=True) and model.gradient_checkpointing == "selective":
+    compiled = compiles(model, config.policy.parallel, cuda=True, images="vision_config" in description)
+    if compiled and model.gradient_checkpointing == "selective":
         settings["gradient_checkpointing"] = ATTENTION_KEPT
     sharing = config.policy.parallel.context_parallel
     return {
-        "description": dict(read_model_files(model.path, key).description),
+        "description": description,
         "model": settings | {"dtype": "bfloat16" if model.dtype == "auto" else model.dtype},
         "head": config.head if role == "policy" else "value" if role in ("critic", "reward_model") else "lm",
         "trains": role in LEARNING,

@@ -170,7 +170,8 @@ class TrainingEngine:
             share_model(self.module.model, self.parallel.tensor)
         self.stage.keep(self.module)
         experts = share_experts(self.module.model, self.parallel, self.routing.grouped)
-        compiled = compiles(self.model_config, self.parallel.config, cuda=self.device.type == "cuda")
+        cuda, images = self.device.type == "cuda", self.module.vision is not None
+        compiled = compiles(self.model_config, self.parallel.config, cuda=cuda, images=images)
         tower, layers = self.module.tower_blocks, self.module.layers
         checkpoint_layers(self.module.model, layers, self.model_config, tower, compiled=compiled)
         if compiled:

@@ -17,6 +17,7 @@ from controller.config import load
 from tests.controller.config_workspace import write_workspace
 from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model
 from workers.config import LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from workers.errors import ConfigError
 from workers.metrics import results
 from workers.model import model as compiling
 from workers.model.engine import TrainingEngine
@@ -124,3 +125,10 @@ def test_a_configuration_compiles_on_gpus(tmp_path, overrides, expected):
     config = load(write_workspace(tmp_path), ["model.share_prefixes=never", *overrides])
     settings = worker_arguments(config, "policy")
     assert compiles(settings["model"], settings["parallel"], cuda=settings["device"] == "cuda") is expected
+
+
+def test_models_that_read_images_are_not_compiled():
+    """A layer of Qwen2.5-VL was still being traced after 400 s."""
+    assert not compiles(ModelConfig(path=""), ParallelConfig(), cuda=True, images=True)
+    with pytest.raises(ConfigError, match=r"model\.compile=always"):
+        compiles(ModelConfig(path="", compile="always"), ParallelConfig(), cuda=True, images=True)

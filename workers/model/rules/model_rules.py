@@ -45,7 +45,7 @@ def check_model(
     check_vision(parallel, settings, name, packed.vision, whole)
     check_experts(parallel, settings, name, expert_count(text))
     _check_router_losses(settings, name, whole.model_type)
-    compiles(settings, parallel, cuda=cuda)
+    compiles(settings, parallel, cuda=cuda, images=packed.vision is not None)
 
 
 def check_layout(features: Mapping[str, Any], layout: str, model: str, *, shared: bool = False) -> None:
@@ -201,12 +201,16 @@ def _check_router_losses(settings: ModelConfig, model: str, family: str) -> None
         )
 
 
-def compiles(settings: ModelConfig, parallel: ParallelConfig, *, cuda: bool) -> bool:
-    """Return whether layers are compiled. Raises ConfigError for compile=always with tensor parallelism.
+def compiles(settings: ModelConfig, parallel: ParallelConfig, *, cuda: bool, images: bool = False) -> bool:
+    """Return whether layers are compiled. images: whether the model reads them.
 
-    With torch 2.13, graphs end inside DTensor's hooks, and the gradient of a DTensor comes back as a plain tensor.
+    Raises ConfigError for compile=always with tensor parallelism or images. With torch 2.13, graphs end inside
+    DTensor's hooks, and the gradient of a DTensor comes back as a plain tensor. A layer of Qwen2.5-VL was still being
+    traced after 400 s.
     """
-    shared = parallel.tensor_parallel > 1
+    if settings.compile == "always" and images:
+        raise ConfigError("model.compile=always: does not work with models that read images. Set auto or never.")
+    shared = parallel.tensor_parallel > 1 or images
     if settings.compile == "always" and shared:
         raise ConfigError(
             "model.compile=always: does not work with policy.parallel.tensor_parallel above 1. Set auto or never."
