@@ -1,5 +1,6 @@
-"""The FLOPs of a vision tower that plans count from config.json, against those that PyTorch counts as it computes."""
+"""The FLOPs and parameters of a vision tower that plans and memory pages count from config.json."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
 from balancing.cost_model import image_flops
 from tests.workers.vision_families import EXACT, PLACEHOLDERS, pictures
+from workers.config import ModelConfig, ParallelConfig
+from workers.model.memory_trace import Role, _sizes
 
 NOT_FEATURES = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 
@@ -38,3 +41,13 @@ def _patches(given: dict[str, torch.Tensor], config: AutoConfig) -> int:
     side = config.vision_config.patch_size
     side = side[0] if isinstance(side, (list, tuple)) else side
     return given["pixel_values"].numel() // (3 * height * width) * (height // side) * (width // side)
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_frozen_tower_is_not_counted_as_trained(vision_model: Callable[[str], Path], trains: bool) -> None:
+    description = json.loads((vision_model("llava") / "config.json").read_text())
+    model = ModelConfig(path="", train_vision=trains)
+    role = Role(description, model, "lm", True, {}, cpu_offload=False, optimizer_offload=False, optimizer={})
+    sizes = _sizes(role, ParallelConfig())
+    frozen = sizes["parameters"] - sizes["trained"]
+    assert frozen == 0 if trains else 0 < frozen < sizes["trained"]

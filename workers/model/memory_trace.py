@@ -130,6 +130,7 @@ def _sizes(role: Role, parallel: ParallelConfig) -> dict[str, int]:
         parts = [len(part) for part in split_layers(*costs, stages * parallel.virtual_stages)]
         layers = max(sum(parts[stage::stages]) for stage in range(stages))
     parameters = sum(parameter.numel() for parameter in packed.model.parameters())
+    packed.set_trained(role.trains, role.model.train_vision)
     if role.model.lora.rank:
         add_adapters(packed.model, role.model.lora)
     trained = sum(parameter.numel() for parameter in packed.model.parameters() if parameter.requires_grad)
