@@ -15,14 +15,17 @@ from workers.images import Image, ImageError, ImageSource, PlacedImage, read_ima
 
 Placed = tuple[PlacedImage, ...]
 
-COMPARED = 4  # first calls with images, which the whole processor expands too
+COMPARED = 4
 
 
 class Placeholders:
-    """Expands the placeholders of one model. processor: of transformers. path: for errors."""
+    """Expands the placeholders of one model.
 
-    def __init__(self, processor: Any, path: str) -> None:
-        self._processor, self._path, self._compared = processor, path, 0
+    processor: of transformers. path: for errors. compared: first calls whose images the whole processor expands too.
+    """
+
+    def __init__(self, processor: Any, path: str, compared: int = COMPARED) -> None:
+        self._processor, self._path, self._compared = processor, path, compared
         self.token: str = processor.image_token
         self.id = int(processor.tokenizer.convert_tokens_to_ids(self.token))
         self._of_size: dict[tuple[int, int], np.ndarray] = {}
@@ -38,8 +41,8 @@ class Placeholders:
                 f"{where} has {len(images)} images, and {len(places)} places for them ({self.token}). Write a part "
                 '{"type": "image"} in a message, or that token in a text, for each image.'
             )
-        if images and self._compared < COMPARED:
-            self._compared += 1
+        if images and self._compared:
+            self._compared -= 1
             self._compare(images, where)
         return self._expanded(ids, places, images, where)
 

@@ -2,13 +2,14 @@
 
 from workers.errors import named
 from workers.model.rules.families import IMAGES_SEE_AHEAD
-from workers.placeholders import Placeholders, RefusedImages
+from workers.placeholders import COMPARED, Placeholders, RefusedImages
 
 
-def load_placeholders(path: str) -> Placeholders | None:
+def load_placeholders(path: str, compared: int = COMPARED) -> Placeholders | None:
     """Load the processor of model.path, or None for a model that reads no images.
 
     A model that is trained on text alone, or whose processor cannot be loaded, refuses images.
+    compared: see `Placeholders`.
     """
     from transformers import AutoProcessor, PreTrainedConfig
 
@@ -21,4 +22,4 @@ def load_placeholders(path: str) -> Placeholders | None:
         processor = AutoProcessor.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many types
         return RefusedImages(path, f"its processor cannot be loaded: {named(error)}")
-    return Placeholders(processor, path) if hasattr(processor, "image_token") else None
+    return Placeholders(processor, path, compared) if hasattr(processor, "image_token") else None

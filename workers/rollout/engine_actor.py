@@ -165,7 +165,8 @@ class VllmEngineActor:
 
     def _load_renderer(self) -> Renderer:
         renderer = Renderer.with_template(self._load_tokenizer(), self.model.chat_template)
-        return replace(renderer, placeholders=load_placeholders(self.model.path))
+        # The driver has compared. Here images of prompts are references.
+        return replace(renderer, placeholders=load_placeholders(self.model.path, compared=0))
 
     def _load_tokenizer(self) -> Any:
         from transformers import AutoTokenizer
