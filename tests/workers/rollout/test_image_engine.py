@@ -24,7 +24,7 @@ from workers.images import Image, PlacedImage, digest_of, png_of
 from workers.model.engine import TrainingEngine
 from workers.model.processor import load_placeholders
 from workers.rollout.image_inputs import _place
-from workers.rollout.requests import Response, SampleRequest, sample_seed
+from workers.rollout.requests import EpisodeStart, Response, SampleRequest, sample_seed
 from workers.rollout.weight_transfer import pack_weights
 
 SAMPLES = 3
@@ -171,6 +171,28 @@ def test_a_sampled_placeholder_is_a_token(setup: Setup) -> None:
     continued = [replace(request, begun=each) for request, each in zip(requests, begun, strict=True)]
     after = setup.engines.sample(continued, max_new_tokens=20)
     assert setup.difference(after, behind=9) < LOG_PROB_TOLERANCE
+
+
+def test_every_turn_sees_the_images_of_its_observations(setup: Setup) -> None:
+    """The prompt has an image, the opening another, the answers to the first two turns have two and one."""
+    setup.send()
+    placeholders, tokenizer = load_placeholders(str(setup.path)), AutoTokenizer.from_pretrained(setup.path)
+    assert placeholders is not None
+    chat = [{"role": "user", "content": [{"type": "text", "text": "look: "}, {"type": "image"}]}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    ids = np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+    expanded, placed = placeholders.expand(ids, [image(0)], "a test")
+    placed = tuple(replace(each, image=replace(each.image, data=ray.put(each.image.data))) for each in placed)
+    start = EpisodeStart({"shown": pictures()}, chat, image_key="images")
+    requests = [
+        SampleRequest("turns", n, expanded, sample_seed(0, 5, "turns", n), start, images=placed) for n in range(4)
+    ]
+    every = list(range(len(tokenizer)))  # a turn is one token
+    found = setup.engines.sample(requests, max_new_tokens=120, stop_token_ids=every)
+    assert [(result.turns, result.environment.failure) for result, _ in found] == [(3, "")] * 4
+    shown = [image(number).digest for number in (0, 0, 2, 0, 1)]
+    assert [[each.image.digest for each in result.images] for result, _ in found] == [shown] * 4
+    assert setup.difference(found) < LOG_PROB_TOLERANCE
 
 
 def test_embeddings_go_to_placeholders_within_an_image() -> None:
