@@ -46,7 +46,8 @@ def fetched(column: np.ndarray) -> np.ndarray:
 
     data = {each.image.digest: each.image.data for images in column for each in images}
     refs = {digest: found for digest, found in data.items() if isinstance(found, ray.ObjectRef)}
-    data |= dict(zip(refs, ray.get(list(refs.values())), strict=True))
+    if refs:  # a call with none would start a Ray
+        data |= dict(zip(refs, ray.get(list(refs.values())), strict=True))
 
     def read(each: PlacedImage) -> PlacedImage:
         return replace(each, image=replace(each.image, data=data[each.image.digest]))

@@ -1,10 +1,13 @@
 """Keys tell images apart where ids cannot."""
 
 import numpy as np
+import ray
 from hypothesis import given
 from hypothesis import strategies as st
 
+from workers.dataproto import object_column
 from workers.images import Image, PlacedImage, keys
+from workers.remote_batch import fetched
 
 PLACEHOLDER = 9
 
@@ -43,3 +46,9 @@ def test_without_images_keys_are_the_ids():
 
 def test_the_bytes_of_an_image_are_not_compared():
     assert Image(1, 2, 3, b"here") == Image(1, 2, 3, b"there")
+
+
+def test_the_bytes_of_images_are_read_without_a_ray():
+    found = fetched(object_column([(PlacedImage(Image(1, 2, 3, b"here"), 0, 1),)]))
+    assert found[0][0].image.data == b"here"
+    assert not ray.is_initialized()
