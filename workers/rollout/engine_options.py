@@ -20,8 +20,8 @@ ALLOWED = {
     "linear_backend", "load_format", "long_prefill_token_threshold", "mamba_backend", "mamba_block_size",
     "mamba_cache_dtype", "mamba_cache_mode", "mamba_ssm_cache_dtype", "max_cudagraph_capture_size",
     "max_num_batched_tokens", "max_parallel_loading_workers", "moe_backend", "num_gpu_blocks_override", "numa_bind",
-    "optimization_level", "performance_mode", "quantization", "speculative_config", "stream_interval",
-    "use_fp64_gumbel", "use_tqdm_on_load",
+    "optimization_level", "performance_mode", "quantization", "skip_mm_profiling", "speculative_config",
+    "stream_interval", "use_fp64_gumbel", "use_tqdm_on_load",
 }  # fmt: skip
 """Change speed and memory, by plain values."""
 
@@ -44,6 +44,8 @@ OWNED = {
     "enable_sleep_mode": "rollout.placement",
     "enable_return_routed_experts": "model.router_replay",
     "weight_transfer_config": "rollout.placement",
+    "additional_config": "model.train_vision",
+    "limit_mm_per_prompt": "data.image_key (a prompt has as many images as its record)",
 }
 """Follow from our settings."""
 
@@ -53,6 +55,7 @@ REFUSED = {
     "logits_processors": "samples would come from another distribution than the one that the trainer computes",
     "hf_overrides": "the engine would compute another model than the trainer. Change the config.json of model.path",
     "hf_config_path": "the engine would compute another model than the trainer. Change the config.json of model.path",
+    "mm_processor_cache_gb": "the engine's actor keeps processed images",
     "enable_eplb": "experts that change their GPU cannot be followed by updates of weights",
     "cpu_offload_gb": "weights in host memory cannot be followed by updates. Raise rollout.gpu_memory_utilization "
     "or rollout.tensor_parallel",

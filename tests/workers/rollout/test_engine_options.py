@@ -96,7 +96,7 @@ def test_an_update_keeps_keys_and_values_where_the_configuration_says_so(setting
     """Six updates, of which five find a request under way that began before the first."""
     config = load(None, [*REQUIRED, "rollout.max_staleness=2", f"rollout.kv_cache_after_update={setting}"])
     worker, engine = VllmEngineActor.__new__(VllmEngineActor), PausedEngine()
-    worker.index, worker.config, worker._engine = 0, config.rollout, engine
+    worker.index, worker.model, worker.config, worker._engine = 0, config.model, config.rollout, engine
     caches = worker._caches = KeptCaches(config.rollout)
     with caches.request(7) as begun:
         for _ in range(5):
