@@ -11,6 +11,7 @@ partition        k sets of equal weight
 cost_model       costs of sequences, counted from a model config or fitted to measurements
 alignment        padding and chunks for context parallelism
 pipeline         order of passes on each stage (pipeline_plan, pipeline_time, micro_step_targets: least makespan)
+time_model       seconds of a step on a described cluster
 baselines        algorithms of other systems
 analysis         statistics, explanations, comparisons, charts, `python -m balancing`
 """

@@ -49,7 +49,7 @@ SEVEN_BILLION = {
 
 def forward_flops(config: Mapping[str, Any] | object) -> tuple[float, float]:
     """Count a forward pass's FLOPs per token and per squared token. Raises CostModelError for a missing key."""
-    fields = _Fields(config)
+    fields = Fields(config)
     layers = fields.integer("num_hidden_layers")
     weights_attention, width_attention = _attention(fields)
     weights = layers * weights_attention + _feed_forward_weights(fields, layers)
@@ -62,10 +62,10 @@ def image_flops(config: Mapping[str, Any] | object) -> tuple[float, float, float
 
     Attention in windows or tiles of fixed size is linear. Returns zeros and one patch for a model of text.
     """
-    top = _Fields(config, nested="")
+    top = Fields(config, nested="")
     if top.get("vision_config") is None:
         return 0.0, 0.0, 1.0
-    vision, out = _Fields(config, nested="vision_config"), _Fields(config).integer("hidden_size")
+    vision, out = Fields(config, nested="vision_config"), Fields(config).integer("hidden_size")
     width, layers = vision.integer("embed_dim", "hidden_size"), vision.integer("depth", "num_hidden_layers", default=12)
     merged = vision.get("spatial_merge_size") or top.get("scale_factor", "spatial_merge_size")
     merged = merged or 1 / (top.get("downsample_ratio") or 1)
@@ -87,7 +87,7 @@ def image_flops(config: Mapping[str, Any] | object) -> tuple[float, float, float
     return linear + 2 * mergers * middle * (patches * width + out), 4.0 * width * everywhere * patches**2, patches
 
 
-class _Fields:
+class Fields:
     def __init__(self, config: Mapping[str, Any] | object, nested: str = "text_config") -> None:
         self._config = config
         found = self.get(nested)
@@ -110,7 +110,7 @@ class _Fields:
         return int(value[0] if isinstance(value, (list, tuple)) else value)  # type: ignore[arg-type]
 
 
-def _attention(fields: _Fields) -> tuple[int, int]:
+def _attention(fields: Fields) -> tuple[int, int]:
     """Return the weights of one layer's projections and its FLOPs per squared token.
 
     Scores and weighted sums take 2 * L**2 * width FLOPs each. The causal half is L**2 * width.
@@ -123,7 +123,7 @@ def _attention(fields: _Fields) -> tuple[int, int]:
     return 2 * hidden * head * (heads + kv_heads), 2 * heads * head
 
 
-def _latent_attention(fields: _Fields, hidden: int, heads: int) -> tuple[int, int]:
+def _latent_attention(fields: Fields, hidden: int, heads: int) -> tuple[int, int]:
     rope, nope = fields.integer("qk_rope_head_dim"), fields.integer("qk_nope_head_dim")
     value, kv_rank = fields.integer("v_head_dim"), fields.integer("kv_lora_rank")
     query_rank = fields.integer("q_lora_rank", default=0)
@@ -133,11 +133,11 @@ def _latent_attention(fields: _Fields, hidden: int, heads: int) -> tuple[int, in
     return query_weights + kv_weights + heads * value * hidden, query + heads * value
 
 
-def _feed_forward_weights(fields: _Fields, layers: int) -> int:
+def _feed_forward_weights(fields: Fields, layers: int) -> int:
     hidden = fields.integer("hidden_size")
     matrices = 2 if fields.get("model_type") in UNGATED_MODELS else 3
     experts = fields.integer("num_experts", "n_routed_experts", "num_local_experts", default=0)
-    sparse_layers = _sparse_layers(fields, layers) if experts else 0
+    sparse_layers = sparse_layers_of(fields, layers) if experts else 0
     weights = 0
     if sparse_layers < layers:
         weights += (layers - sparse_layers) * matrices * hidden * fields.integer("intermediate_size")
@@ -150,7 +150,7 @@ def _feed_forward_weights(fields: _Fields, layers: int) -> int:
     return weights
 
 
-def _sparse_layers(fields: _Fields, layers: int) -> int:
+def sparse_layers_of(fields: Fields, layers: int) -> int:
     first = fields.integer("first_k_dense_replace", default=0)
     frequency = fields.integer("moe_layer_freq", default=1)
     dense = set(fields.get("mlp_only_layers") or [])

@@ -1,0 +1,146 @@
+"""Simulate continuous batching: how long engines sample a step's responses, and how full they are.
+
+    responses of one engine --slots--> start and end of each, in engine steps --sums--> batch and tokens of every step
+    an engine step = max(weights + keys and values read / bandwidth, FLOPs / peak) + host
+
+A running request gets one token in each engine step, so that starts and ends depend only on lengths and slots. Between
+two of these events the batch is constant, and the tokens that it reads grow evenly.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from heapq import heapify, heapreplace
+
+import numpy as np
+
+from balancing.grouping import Floats
+from balancing.time_model.inputs import Layout, ModelShape, Workload
+from balancing.time_model.machine import Efficiency, Machine
+
+MOST_SIMULATED = 512
+"""Requests simulated of an engine. Of more, every k-th stands for k."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Seconds of a step's generation on the engine with the longest response.
+
+    prefill, decode: until the last response ends, if all begin together. steady: until as many responses end, if
+    engines stay as full as slots and requests allow. slots: requests that an engine runs at a time. busy: mean share of
+    the decode time in which an engine has a request. bound: what an engine step waits for mostly.
+    """
+
+    prefill: float
+    decode: float
+    steady: float
+    slots: int
+    busy: float
+    bound: str
+
+
+@dataclass(frozen=True)
+class EngineSteps:
+    """Seconds of an engine step with `batch` requests that read `tokens` tokens of keys and values."""
+
+    shape: ModelShape
+    layout: Layout
+    machine: Machine
+    efficiency: Efficiency
+
+    def parts(self, batch: Floats, tokens: Floats) -> tuple[Floats, Floats, Floats, Floats]:
+        """Return seconds for weights, for keys and values, for FLOPs, and on the host."""
+        shape, layout, machine, efficiency = self.shape, self.layout, self.machine, self.efficiency
+        rate = 1e9 * machine.memory * efficiency.decode * layout.engine_tp
+        unused = np.maximum(0.0, 1 - shape.experts_active / shape.experts) ** batch
+        weights = (shape.parameters - shape.expert_parameters * unused) * layout.bytes / rate
+        read = tokens * shape.kv * layout.bytes / rate
+        flops = 2 * shape.active * batch / (machine.flops(layout.dtype) * efficiency.prefill * layout.engine_tp)
+        host = machine.engine_step + machine.engine_sequence * batch
+        if layout.engine_tp > 1:
+            sent = 4 * shape.layers * batch * shape.hidden * layout.bytes / (1e9 * machine.link * efficiency.link)
+            host = host + sent + 2 * shape.layers * machine.kernel
+        return weights, read, flops, host
+
+    def seconds(self, batch: Floats, tokens: Floats) -> Floats:
+        weights, read, flops, host = self.parts(batch, tokens)
+        return np.maximum(weights + read, flops) + host
+
+
+def slots_of(shape: ModelShape, layout: Layout, workload: Workload) -> int:
+    """Return the requests that an engine runs at a time: at most max_concurrent, and what its memory holds.
+
+    A running request is half way on average, weighted by its length: E[R**2] / 2 E[R] tokens after the prompt.
+    """
+    room = layout.engine_gib * 2**30 * layout.engine_tp - shape.parameters * layout.bytes
+    half = (workload.responses**2).mean() / (2 * workload.responses.mean())
+    prompts = workload.prompts.mean() / (workload.samples_per_prompt if layout.shared_prompts else 1)
+    held = room / (shape.kv * layout.bytes * (half + prompts)) if shape.kv else layout.max_concurrent
+    return int(min(layout.max_concurrent, max(1, held)))
+
+
+@lru_cache(maxsize=4096)
+def _starts(workload: Workload, engines: int, slots: int) -> tuple[Floats, Floats, Floats, float]:
+    """Return prompts, starts and ends of one engine's requests, in engine steps, and how many each stands for.
+
+    The engine gets every `engines`-th request by length, from the longest on, and begins them in a fixed random order.
+    """
+    order = np.argsort(-workload.responses, kind="stable")[::engines]
+    stride = -(-len(order) // MOST_SIMULATED)
+    weight, order = stride, order[::stride]
+    order = np.random.default_rng(0).permutation(order)
+    responses, room = workload.responses[order], max(1, slots // weight)
+    starts = np.zeros(len(order))
+    if len(order) > room:
+        ends = responses[:room].tolist()
+        heapify(ends)
+        for number, length in enumerate(responses[room:].tolist(), start=room):
+            starts[number] = ends[0]
+            heapreplace(ends, ends[0] + length)
+    return workload.prompts[order], starts, starts + responses, float(weight)
+
+
+@lru_cache(maxsize=4096)
+def batches(workload: Workload, engines: int, slots: int) -> tuple[Floats, Floats, Floats]:
+    """Return engine steps between events, and there the requests and the mean tokens of keys and values."""
+    prompts, starts, ends, weight = _starts(workload, engines, slots)
+    times = np.concatenate([starts, ends])
+    order = np.argsort(times, kind="stable")
+    change = np.repeat([weight, -weight], len(starts))[order]
+    held = np.concatenate([prompts - starts, starts - prompts])[order] * weight
+    times = times[order]
+    steps = np.diff(times)
+    running, offset = np.cumsum(change)[:-1], np.cumsum(held)[:-1]
+    kept = steps > 0
+    middle = (times[:-1] + steps / 2)[kept]
+    return steps[kept], running[kept], offset[kept] + running[kept] * middle
+
+
+def generation(
+    shape: ModelShape, layout: Layout, workload: Workload, machine: Machine, efficiency: Efficiency
+) -> Generation:
+    """Predict a step's generation. Engines find a group's prompt in their cache, by whole blocks."""
+    engine, slots = EngineSteps(shape, layout, machine, efficiency), slots_of(shape, layout, workload)
+    steps, running, tokens = batches(workload, layout.engines, slots)
+    weights, read, flops, host = engine.parts(running, tokens)
+    seconds = np.maximum(weights + read, flops) + host
+    decode = float(steps @ seconds)
+    prefill = _prefill(shape, layout, workload, machine, efficiency)
+    # Engines that never drain: as many requests as the schedule keeps in flight.
+    flight = min(slots, (layout.staleness + 1) * workload.samples / layout.engines)
+    half = workload.prompts.mean() + (workload.responses**2).mean() / (2 * workload.responses.mean())
+    each = float(engine.seconds(np.array([flight]), np.array([flight * half]))[0])
+    steady = each * workload.responses.sum() / layout.engines / flight
+    costs = {"weights": weights, "keys and values": read, "host": host}
+    shares = {name: float(steps @ part) for name, part in costs.items()}
+    shares["FLOPs"] = float(steps @ np.maximum(flops - weights - read, 0))
+    mean_end = workload.responses.sum() / layout.engines / max(1.0, min(slots, workload.samples / layout.engines))
+    busy = min(1.0, float(mean_end / steps.sum())) if layout.engines > 1 else 1.0
+    return Generation(prefill, decode, steady, slots, busy, max(shares, key=lambda name: shares[name]))
+
+
+def _prefill(shape: ModelShape, layout: Layout, workload: Workload, machine: Machine, efficiency: Efficiency) -> float:
+    mean = float(workload.prompts.mean())
+    found = mean // machine.kv_block * machine.kv_block / mean if mean else 0.0
+    computed = workload.samples * mean - found * workload.repeated[0]
+    flops = computed * (2 * shape.active + shape.attention * mean)
+    return float(flops / (machine.flops(layout.dtype) * efficiency.prefill * layout.engines * layout.engine_tp))

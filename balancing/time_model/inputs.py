@@ -1,0 +1,174 @@
+"""Describe the model, the layout and the work of a training step."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from balancing.cost_model import Fields, forward_flops, sparse_layers_of
+from balancing.grouping import Floats
+from balancing.validation import whole_numbers
+
+Placement = Literal["colocated", "apart", "shared_memory"]
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Counts of a model.
+
+    parameters: all weights. active: weights that a token's products read. experts: number, of which a token uses
+    experts_active. expert_parameters: weights of all experts. attention: forward FLOPs per squared token. kv: numbers
+    that a token keeps in an engine. kv_share: kv heads over heads. trained: parameters with a gradient.
+    """
+
+    layers: int
+    hidden: int
+    vocabulary: int
+    parameters: float
+    active: float
+    attention: float
+    kv: int
+    kv_share: float = 1.0
+    experts: int = 1
+    experts_active: int = 1
+    expert_parameters: float = 0.0
+    trained: float = 0.0
+
+    @property
+    def trained_share(self) -> float:
+        return self.trained / self.parameters if self.trained else 1.0
+
+    @classmethod
+    def from_model_config(cls, config: Mapping[str, Any] | object) -> "ModelShape":
+        """Count a Hugging Face config.json. Raises CostModelError for a missing key."""
+        fields, (linear, attention) = Fields(config), forward_flops(config)
+        layers, hidden, words = (fields.integer(name) for name in ("num_hidden_layers", "hidden_size", "vocab_size"))
+        heads = fields.integer("num_attention_heads")
+        kv_heads = fields.integer("num_key_value_heads", default=heads)
+        kv = layers * 2 * kv_heads * fields.integer("head_dim", default=hidden // heads)
+        if fields.get("kv_lora_rank") is not None:
+            kv = layers * (fields.integer("kv_lora_rank") + fields.integer("qk_rope_head_dim"))
+        active, parameters = linear / 2, linear / 2 + (0 if fields.get("tie_word_embeddings") else hidden * words)
+        shape = cls(layers, hidden, words, parameters, active, attention, kv, kv_heads / heads)
+        experts = fields.integer("num_experts", "n_routed_experts", "num_local_experts", default=0)
+        if not experts:
+            return shape
+        used = fields.integer("num_experts_per_tok", "moe_topk")
+        width = fields.integer("moe_intermediate_size", "intermediate_size")
+        each = sparse_layers_of(fields, layers) * 3 * hidden * width
+        return replace(
+            shape,
+            parameters=parameters + each * (experts - used),
+            experts=experts,
+            experts_active=used,
+            expert_parameters=float(each * experts),
+        )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the roles of a run lie, and how ranks share a model.
+
+    gpus_per_node: on CPUs its cores. dp, cp, tp, pp, ep, virtual_stages, replicate, reshard_after_forward,
+    defer_gradient_reduction: as in policy.parallel. max_tokens: policy.max_tokens_per_micro_batch. recomputed: share of
+    a forward pass that the backward pass repeats. compiled: layers are compiled. engine_gib: memory of a GPU for an
+    engine, weights included. placement, staleness, window: as in rollout.
+    """
+
+    nodes: int = 1
+    gpus_per_node: int = 8
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    virtual_stages: int = 1
+    replicate: int = 1
+    reshard_after_forward: bool = True
+    defer_gradient_reduction: bool = False
+    max_tokens: int = 16384
+    recomputed: float = 0.0
+    compiled: bool = True
+    shared_prompts: bool = True
+    engines: int = 1
+    engine_tp: int = 1
+    engine_gib: float = 40.0
+    max_concurrent: int = 256
+    placement: Placement = "colocated"
+    staleness: int = 0
+    window: float = 0.3
+    dtype: str = "bfloat16"
+
+    @property
+    def ranks(self) -> int:
+        """Return the GPUs of the training roles."""
+        return self.dp * self.cp * self.tp * self.pp
+
+    @property
+    def gpus(self) -> int:
+        """Return the GPUs that the run uses."""
+        return self.ranks + (0 if self.placement == "colocated" else self.engines * self.engine_tp)
+
+    @property
+    def bytes(self) -> int:
+        """Return the bytes of a weight in passes and engines."""
+        return BYTES[self.dtype]
+
+
+@dataclass(frozen=True, eq=False)
+class Workload:
+    """The samples of a step, and what is done with them.
+
+    prompt_tokens, response_tokens: int64 [N], groups of `samples_per_prompt` in consecutive rows. updates: optimiser
+    steps, over all mini-batches and epochs. epochs: passes over the samples. forward_passes: passes without gradient
+    (old log-probs, reference, teacher). trained_models: 2 with a critic. reward_seconds: of a sample, on one of
+    reward_workers. Raises LengthError for lengths that are not whole numbers.
+    """
+
+    prompt_tokens: ArrayLike
+    response_tokens: ArrayLike
+    samples_per_prompt: int = 8
+    updates: int = 1
+    epochs: int = 1
+    forward_passes: int = 0
+    trained_models: int = 1
+    reward_seconds: float = 0.0
+    reward_workers: int = 1
+
+    @cached_property
+    def prompts(self) -> Floats:
+        """Return the prompt tokens, float64 [N]."""
+        return whole_numbers(self.prompt_tokens, "prompt_tokens", minimum=0).astype(np.float64)
+
+    @cached_property
+    def responses(self) -> Floats:
+        """Return the response tokens, float64 [N]."""
+        return whole_numbers(self.response_tokens, "response_tokens", minimum=1).astype(np.float64)
+
+    @property
+    def samples(self) -> int:
+        return len(self.responses)
+
+    @cached_property
+    def lengths(self) -> Floats:
+        return self.prompts + self.responses
+
+    @cached_property
+    def totals(self) -> tuple[float, float]:
+        """Return the sums of tokens and of squared tokens."""
+        return float(self.lengths.sum()), float((self.lengths**2).sum())
+
+    @cached_property
+    def repeated(self) -> tuple[float, float]:
+        """Return the same sums over prompts, except the first of each group."""
+        prompts = self.prompts.copy()
+        prompts[:: self.samples_per_prompt] = 0
+        return float(prompts.sum()), float((prompts**2).sum())
+
+    @cached_property
+    def longest(self) -> float:
+        return float(self.lengths.max())

@@ -1,0 +1,129 @@
+"""Predict the seconds of a training step, and what it waits for.
+
+    generation (prefill, decode) + reward --+
+    log_probs + update + collectives -------+--> schedule --> step seconds, idle shares, limit
+    transfer, sleep_wake, overheads --------+
+
+Without staleness the parts follow each other. With staleness S, the step is the longest of: training, generation on
+engines that stay full, and (slowest group + training) / (S + 1), because a group is in flight for S + 1 steps.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from balancing.time_model.generation import Generation, generation
+from balancing.time_model.inputs import Layout, ModelShape, Workload
+from balancing.time_model.machine import Efficiency, Machine
+from balancing.time_model.training import training
+
+KINDS = {
+    "prefill": "generation", "decode": "generation", "reward": "overheads", "log_probs": "training",
+    "update": "training", "optimizer": "training", "collectives": "collectives", "transfer": "overheads",
+    "sleep_wake": "overheads", "other": "overheads",
+}  # fmt: skip
+"""What the error of a phase follows, see `Efficiency.spread`."""
+ENGINES = ("prefill", "decode", "reward")
+TRAINER = ("log_probs", "update", "optimizer", "collectives", "other")
+BOTH = ("transfer", "sleep_wake")
+"""Phases by where they run."""
+
+
+class Interval(NamedTuple):
+    """Seconds, and the lowest and highest that measurements may show."""
+
+    seconds: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Prediction of a step. phases: by name, in the order of a step. trainer_idle, engine_idle: shares of the step.
+
+    limit: what the step waits for mostly, such as `decode: keys and values`.
+    """
+
+    phases: Mapping[str, Interval]
+    step: Interval
+    trainer_idle: float
+    engine_idle: float
+    limit: str
+
+    @property
+    def seconds(self) -> float:
+        return self.step.seconds
+
+
+def step_time(
+    shape: ModelShape,
+    layout: Layout,
+    workload: Workload,
+    machine: Machine,
+    efficiency: Efficiency = Efficiency(),  # noqa: B008 - frozen
+) -> StepTime:
+    """Predict a step. The layout must be valid and fit into memory, which nothing here checks."""
+    made = generation(shape, layout, workload, machine, efficiency)
+    trained = training(shape, layout, workload, machine, efficiency)
+    reward = workload.samples * workload.reward_seconds / workload.reward_workers
+    seconds = {
+        "prefill": made.prefill,
+        "decode": made.decode,
+        "reward": max(workload.reward_seconds, reward - made.decode),
+        "log_probs": trained.forward,
+        "update": trained.update,
+        "optimizer": trained.optimizer,
+        "collectives": trained.collectives,
+        "transfer": _transfer(shape, layout, machine, efficiency),
+        "sleep_wake": machine.sleep if layout.placement == "colocated" else 0.0,
+        "other": machine.phase * (3 + (workload.forward_passes > 0)),
+    }
+    spread = efficiency.spread
+    phases = {
+        name: Interval(value, value * (1 - spread[KINDS[name]]), value * (1 + spread[KINDS[name]]))
+        for name, value in seconds.items()
+    }
+    steps = [
+        _scheduled({name: phase[which] for name, phase in phases.items()}, made, layout, workload) for which in range(3)
+    ]
+    total, limit = steps[0]
+    on_trainer = sum(seconds[name] for name in (*TRAINER, *BOTH))
+    on_engines = (made.prefill + made.decode) * made.busy if not layout.staleness else made.steady + made.prefill
+    bounds = {"decode": made.bound, "update": trained.bound}
+    return StepTime(
+        phases,
+        Interval(*(step for step, _ in steps)),
+        max(0.0, 1 - on_trainer / total),
+        max(0.0, 1 - min(total, on_engines) / total),
+        f"{limit}: {bounds[limit]}" if limit in bounds else limit,
+    )
+
+
+def _scheduled(seconds: Mapping[str, float], made: Generation, layout: Layout, workload: Workload) -> tuple[float, str]:
+    """Return the step's seconds and the phase that limits it."""
+    engines, trainer, both = (sum(seconds[name] for name in names) for names in (ENGINES, TRAINER, BOTH))
+    if not layout.staleness:
+        return engines + trainer + both, max(seconds, key=lambda name: seconds[name])
+    steady = seconds["prefill"] + made.steady * seconds["decode"] / made.decode
+    groups = workload.samples / workload.samples_per_prompt
+    window = max(1.0, layout.window * (layout.staleness + 1) * groups) / groups
+    flight = layout.staleness + 1 + max(0.0, window - 1)
+    slowest = (engines * max(1.0, steady / engines) + trainer + both) / flight
+    bounds = {"update": trainer + both, "decode": steady + both, "staleness": slowest}
+    if layout.placement == "shared_memory":  # engines and ranks share cores
+        cores = layout.nodes * layout.gpus_per_node
+        bounds["cores"] = both + (steady * layout.engines * layout.engine_tp + trainer * layout.ranks) / cores
+    limit = max(bounds, key=lambda name: bounds[name])
+    return bounds[limit], limit
+
+
+def _transfer(shape: ModelShape, layout: Layout, machine: Machine, efficiency: Efficiency) -> float:
+    """Gather all weights, then send them to the engines: on the same GPU, over the network, or through host memory."""
+    size = shape.parameters * layout.bytes
+    ranks = layout.dp * layout.cp * layout.tp
+    gathered = size / (machine.bus(ranks, layout.gpus_per_node) * efficiency.link) if ranks > 1 else 0.0
+    if layout.placement == "apart":
+        nodes = 1e9 * (machine.network if layout.nodes > 1 else machine.link)
+        return machine.transfer + gathered + size / (nodes * efficiency.link)
+    near = machine.memory if layout.placement == "colocated" else machine.host
+    return machine.transfer + gathered + 2 * size / layout.engine_tp / (1e9 * near * efficiency.decode)

@@ -1,0 +1,136 @@
+"""Predict seconds of a step's passes, optimiser steps and collectives on training ranks.
+
+Constants come from the roofline of whole layers (docs/gpu-roofline.md): bytes that elementwise kernels move for each
+token, layer and hidden unit, and for each parameter of a micro-batch, and kernels of a layer. They are fits to its rows
+of 1.5B, 7B, 32B and 30B-A3B, which agree within 10 %.
+"""
+
+from dataclasses import dataclass
+from math import ceil
+
+from balancing.time_model.inputs import Layout, ModelShape, Workload
+from balancing.time_model.machine import Efficiency, Machine
+
+ELEMENTWISE = (600.0, 295.0)
+"""Bytes in half precision that a token moves per layer and hidden unit, forward and backward: eager, compiled."""
+OF_WORDS = 10.0
+"""Bytes that a token's log-probs move per word of the vocabulary, forward and backward."""
+OF_PARAMETERS = 21.0
+"""Bytes a parameter of a micro-batch: gathered weights are copied, gradients are cast and added."""
+OF_OPTIMIZER = 36.0
+"""Bytes a parameter of AdamW in float32: read weights, gradient (twice) and moments, write weights and moments."""
+KERNELS = (160.0, 80.0)
+"""Kernels of a layer and micro-batch, forward and backward: eager, compiled."""
+FILL = 0.95
+"""Share of the cap that micro-batches fill."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """Seconds of a step. update, forward: of micro-steps, without collectives. bound: what they wait for mostly."""
+
+    update: float
+    forward: float
+    collectives: float
+    optimizer: float
+    micro_batches: int
+    bound: str
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What one rank computes in an epoch: tokens, squared tokens, and micro-batches of the data-parallel rank."""
+
+    tokens: float
+    squared: float
+    micro_batches: int
+
+
+def shares(layout: Layout, workload: Workload) -> Shares:
+    """Count a rank's part, at least the longest sequence. Prompts count once in every micro-batch that has them."""
+    (tokens, squared), (repeated, repeated_squared) = workload.totals, workload.repeated
+    if layout.shared_prompts:
+        size, groups = workload.samples_per_prompt, workload.samples / workload.samples_per_prompt
+        cap = layout.max_tokens * layout.cp
+        group = (tokens - repeated) / groups
+        pieces = min(size, max(1.0, group / cap, layout.dp / groups))
+        saved = (size - pieces) / max(1, size - 1)
+        tokens, squared = tokens - saved * repeated, squared - saved * repeated_squared
+    longest = workload.longest
+    tokens, squared = max(tokens / layout.dp, longest), max(squared / layout.dp, longest**2)
+    each = tokens * workload.epochs / workload.updates / (layout.max_tokens * layout.cp * FILL)
+    return Shares(tokens / layout.cp, squared / layout.cp, max(1, ceil(each)) * workload.updates)
+
+
+def training(
+    shape: ModelShape, layout: Layout, workload: Workload, machine: Machine, efficiency: Efficiency
+) -> Training:
+    """Predict all passes of a step on the busiest rank."""
+    part, split = shares(layout, workload), layout.tp * layout.pp
+    peak = machine.flops(layout.dtype)
+    products = 2 * shape.active * part.tokens / (peak * efficiency.matmul * split)
+    attention = shape.attention * part.squared / (peak * efficiency.attention * split)
+    backward = 1 + shape.trained_share
+    times = (1 + layout.recomputed + backward) * workload.epochs
+    moved = part.tokens * layout.bytes / 2 / split / (1e9 * machine.memory * efficiency.elementwise)
+    units = ELEMENTWISE[layout.compiled] * shape.layers * shape.hidden + OF_WORDS * shape.vocabulary
+    elementwise = moved * units * (1 + layout.recomputed / 3) * workload.epochs
+    held = held_parameters(shape, layout)
+    copies = held * OF_PARAMETERS * part.micro_batches / (1e9 * machine.memory * efficiency.elementwise)
+    copies *= layout.dp * layout.cp > 1
+    device = {"FLOPs": products * times, "attention": attention * times, "memory": elementwise + copies}
+    host = part.micro_batches * KERNELS[layout.compiled] * shape.layers / layout.pp * machine.kernel
+    micro = max(1, part.micro_batches // workload.updates)
+    bubble = 1 + (layout.pp - 1) / (layout.virtual_stages * micro)
+    computed = sum(device.values())
+    update = max(computed, host) * bubble + part.micro_batches * machine.micro_batch
+    forward = (products + attention + elementwise / workload.epochs / 3) * bubble + machine.micro_batch
+    exposed = _collectives(shape, layout, workload, machine, efficiency, part, computed)
+    step = held / (layout.dp * layout.cp / layout.replicate) * OF_OPTIMIZER
+    optimizer = workload.updates * step / (1e9 * machine.memory * efficiency.elementwise)
+    device["host"] = max(0.0, host - computed) + part.micro_batches * machine.micro_batch
+    bound = "collectives" if exposed > computed else max(device, key=lambda name: device[name])
+    models = workload.trained_models
+    return Training(
+        update * models, forward * workload.forward_passes, exposed * models, optimizer * models,
+        part.micro_batches, bound,
+    )  # fmt: skip
+
+
+def held_parameters(shape: ModelShape, layout: Layout) -> float:
+    """Return the parameters that a rank gathers, layer by layer, in a pass."""
+    dense = shape.parameters - shape.expert_parameters
+    return (dense / layout.tp + shape.expert_parameters / max(layout.tp, layout.ep)) / layout.pp
+
+
+def _collectives(
+    shape: ModelShape, layout: Layout, workload: Workload, machine: Machine, efficiency: Efficiency,
+    part: Shares, computed: float,
+) -> float:  # fmt: skip
+    """Return seconds that no computation hides. FSDP2's are hidden, those of tp, cp and ep are not."""
+    sharded, size = layout.dp * layout.cp // layout.replicate, layout.bytes
+    bus = machine.bus(sharded * layout.tp, layout.gpus_per_node) * efficiency.link
+    held, count = held_parameters(shape, layout), part.micro_batches
+    seconds, hidden = 0.0, 0.0
+    if sharded > 1:
+        gathers = (2 * count if layout.reshard_after_forward else workload.updates) * held * size / bus
+        reductions = workload.updates if layout.defer_gradient_reduction else count
+        hidden = (gathers + reductions * held * shape.trained_share * 4 / bus) * (1 - 1 / sharded)
+        waits = (2 * count if layout.reshard_after_forward else workload.updates) + reductions
+        seconds += waits * shape.layers / layout.pp * machine.latency
+    if layout.replicate > 1:
+        across = machine.bus(layout.ranks, layout.gpus_per_node) * efficiency.link
+        seconds += workload.updates * 2 * 4 * held * shape.trained_share / sharded / across
+    sent = part.tokens * workload.epochs * shape.hidden * size * shape.layers / layout.pp
+    near = 1e9 * machine.link * efficiency.link
+    passes = 2 + layout.recomputed
+    if layout.tp > 1:  # two all-reduces of a layer in each direction
+        seconds += passes * 2 * 2 * sent * (1 - 1 / layout.tp) / near
+    if layout.cp > 1:  # all-to-all of queries and outputs, keys and values
+        bus = machine.bus(layout.cp * layout.tp, layout.gpus_per_node) * efficiency.link
+        seconds += passes * (2 + 2 * shape.kv_share) * sent / layout.tp * (1 - 1 / layout.cp) / bus
+    if layout.ep > 1:  # tokens to their experts and back
+        across = machine.network if layout.ep * layout.tp > layout.gpus_per_node else machine.link
+        copies = shape.experts_active * (1 - 1 / layout.ep)
+        seconds += passes * 2 * sent * copies / (1e9 * across * efficiency.link)
+    return seconds + max(0.0, hidden - efficiency.overlap * computed) + hidden / max(1, shape.layers)

@@ -1,0 +1,97 @@
+"""The step's seconds: counts, schedules, and what more hardware does."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from balancing.errors import OptionError
+from balancing.time_model import MACHINES, Efficiency, Layout, ModelShape, Workload, machine_named, step_time
+from balancing.time_model.training import OF_OPTIMIZER, shares, training
+from tests.balancing.time_model.shapes import QWEN3_30B_A3B, SHAPE
+
+H100 = MACHINES["H100"]
+
+
+def work(samples: int = 256, seed: int = 0) -> Workload:
+    rng = np.random.default_rng(seed)
+    return Workload(np.repeat(rng.integers(50, 500, samples // 8), 8), rng.integers(1, 4000, samples))
+
+
+def test_parameters_are_those_of_the_published_models() -> None:
+    assert SHAPE.parameters == pytest.approx(7.61e9, rel=0.005)
+    moe = ModelShape.from_model_config(QWEN3_30B_A3B)
+    assert moe.parameters == pytest.approx(30.5e9, rel=0.005)
+    assert moe.active + moe.hidden * moe.vocabulary == pytest.approx(3.35e9, rel=0.01)  # the embedding is not read
+    assert SHAPE.kv == 28 * 2 * 4 * 128
+
+
+def test_without_staleness_the_phases_add_up() -> None:
+    found = step_time(SHAPE, Layout(dp=8, engines=8), work(), H100)
+    assert found.seconds == pytest.approx(sum(phase.seconds for phase in found.phases.values()))
+    assert found.step.low < found.seconds < found.step.high
+    assert all(phase.low <= phase.seconds <= phase.high for phase in found.phases.values())
+
+
+@given(st.integers(0, 3), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]))
+def test_better_hardware_is_never_slower(staleness: int, dp: int, engines: int) -> None:
+    layout = Layout(dp=dp, engines=engines, placement="apart", staleness=staleness)
+    before = step_time(SHAPE, layout, work(), H100).seconds
+    for name in ("tflops", "memory", "link", "network"):
+        better = replace(H100, **{name: 2 * getattr(H100, name)})
+        assert step_time(SHAPE, layout, work(), better).seconds <= before * (1 + 1e-9)
+
+
+@given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8]))
+def test_staleness_never_slows_a_step_down(dp: int, engines: int) -> None:
+    layout = Layout(dp=dp, engines=engines, placement="apart")
+    times = [step_time(SHAPE, replace(layout, staleness=each), work(), H100) for each in range(4)]
+    # Younger groups keep the batch large, so that the slowest group takes a little longer.
+    assert all(later.seconds <= earlier.seconds * 1.05 for earlier, later in pairwise(times))
+    assert all(0 <= each.trainer_idle <= 1 and 0 <= each.engine_idle <= 1 for each in times)
+
+
+def test_a_prompt_counts_once_in_each_part_of_a_group() -> None:
+    group = Workload([1000] * 8, [500] * 8)
+    whole = shares(Layout(max_tokens=10**6), group)
+    assert whole.tokens == 1000 + 8 * 500
+    assert whole.squared == 8 * 1500**2 - 7 * 1000**2
+    assert shares(Layout(max_tokens=2500), group).tokens == 2 * 1000 + 8 * 500
+    assert shares(Layout(shared_prompts=False), group).tokens == 8 * 1500
+    assert shares(Layout(dp=8, shared_prompts=False), Workload([10] * 8, [1000, *[1] * 7])).tokens == 1010
+
+
+def test_an_update_takes_the_time_of_its_products() -> None:
+    machine = replace(H100, memory=1e12, kernel=0.0, micro_batch=0.0)
+    layout, one = Layout(dp=1, engines=1, shared_prompts=False), Workload([100] * 8, [100] * 8)
+    found = training(SHAPE, layout, one, machine, Efficiency(matmul=1.0, attention=1.0))
+    flops = 3 * (2 * SHAPE.active * 1600 + SHAPE.attention * 8 * 200**2)
+    assert found.update == pytest.approx(flops / 989.4e12, rel=1e-3)
+    assert found.collectives == 0.0
+    recomputing = replace(layout, recomputed=1.0)
+    assert training(SHAPE, recomputing, one, machine, Efficiency(matmul=1.0, attention=1.0)).update == pytest.approx(
+        flops * 4 / 3 / 989.4e12, rel=1e-3
+    )
+    frozen = replace(SHAPE, trained=1.0)
+    assert training(frozen, layout, one, machine, Efficiency(matmul=1.0, attention=1.0)).update == pytest.approx(
+        flops * 2 / 3 / 989.4e12, rel=1e-3
+    )
+    assert training(SHAPE, layout, one, H100, Efficiency(elementwise=1.0)).optimizer == pytest.approx(
+        SHAPE.parameters * OF_OPTIMIZER / 3350e9
+    )
+
+
+def test_collectives_beyond_a_node_take_the_network() -> None:
+    assert H100.bus(8, 8) == 450e9
+    assert H100.bus(16, 8) == 400e9
+    assert H100.bus(2, 1) == 50e9
+
+
+def test_a_custom_machine_has_its_own_figures() -> None:
+    assert machine_named("custom", tflops=500.0).flops("bfloat16") == 500e12
+    assert machine_named("A100") == MACHINES["A100"]
+    with pytest.raises(OptionError, match="gpu=T4"):
+        machine_named("T4")
