@@ -34,9 +34,12 @@ SECTION = """
 Written by `python -m tests.benchmarks.distillation`: the addition example of 32 prompts with 8 responses a step,
 8 mini-batches, each run from the same warm-started student. The learning rate is 2e-4 with a reward and 5e-4 without,
 with a cosine. The teacher is the quickstart's model of 3M, trained further on right responses. Distributions are
-compared over the vocabulary by `forward_kl`, coefficient 1. "Itself with the solution" is the policy as its own
-teacher, which reads the record's solution before the prompt. Exact match of 512 held-out problems, sampled at
+compared over the vocabulary by `forward_kl`, coefficient 1. "Itself with the solution" is the student as it was at the
+start, which reads the record's solution before the prompt. Exact match of 512 held-out problems, sampled at
 temperature 1, without the solution. The teacher has {teacher:.3f}.
+
+With an empty `teacher.path` the teacher moves with the policy. Here that failed: the entropy rose from 0.25 to 1.2 nats
+in 25 steps, and the exact match fell to 0.
 
 ![Exact match of training responses over steps](distillation.png)
 
@@ -48,7 +51,12 @@ TAUGHT = (
 )
 ALONE = ("algorithm.advantage=none", "policy.optimizer.learning_rate=5e-4")
 UPDATES = ("batch.mini_batches=8", "policy.optimizer.warmup_steps=20", "policy.optimizer.schedule=cosine")
-WITH_SOLUTION = (*TAUGHT, "teacher.context_key=solution", "teacher.context_template='{context}={prompt}'")
+WITH_SOLUTION = (
+    *TAUGHT,
+    "teacher.path={folder}/student/model",
+    "teacher.context_key=solution",
+    "teacher.context_template='{context}={prompt}'",
+)
 RUNS: dict[str, tuple[str, ...]] = {
     "reward": (),
     "teacher of 3M": (*TAUGHT, *ALONE, "teacher.path={folder}/teacher/model", "run.steps=200"),
