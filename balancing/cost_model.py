@@ -293,7 +293,7 @@ def _fitted(terms: Floats, seconds: ArrayLike) -> CostFit:
             f"{condition:.3g}, at most {HIGHEST_CONDITION:g}). Measure small and large micro-batches, "
             "of short sequences and of long ones."
         )
-    coefficients = _non_negative_least_squares(relative, np.ones(len(times)))
+    coefficients = non_negative_least_squares(relative, np.ones(len(times)))
     if not coefficients[1:].any():
         raise CostModelError("the measured seconds do not grow with tokens. Measure micro-batches of more tokens.")
     error = float(np.sqrt(np.mean((terms @ coefficients / times - 1.0) ** 2)))
@@ -306,7 +306,7 @@ def _condition(design: Floats) -> float:
     return float(np.linalg.cond(design / norms)) if (norms > 0).all() else float("inf")
 
 
-def _non_negative_least_squares(design: Floats, target: Floats) -> Floats:
+def non_negative_least_squares(design: Floats, target: Floats) -> Floats:
     """Solve exactly over coefficients >= 0: the best non-negative solution of the column subsets."""
     columns = design.shape[1]
     norms = np.linalg.norm(design, axis=0)

@@ -24,6 +24,7 @@ from controller.preflight.cluster import check_machine, run_on
 from controller.preflight.data_checks import is_elsewhere
 from controller.preflight.describe import describe, warnings
 from controller.preflight.describe_cluster import print_cluster
+from controller.preflight.describe_time import print_time
 
 if TYPE_CHECKING:
     from controller.observability.console import Console
@@ -79,11 +80,15 @@ def dry_run(config: Config, request: Arguments) -> None:
         print_cluster(config, request.cluster, measured=request.measure)
     sys.stdout.flush()  # processes of users' code may write there too
     print("\n== inputs ==")
-    for line in _input_lines(config):
+    prompts: list[int] = []
+    for line in _input_lines(config, prompts):
         print(line, flush=True)
+    if request.cluster:
+        print_time(config, request.cluster, request.time, prompts)
 
 
-def _input_lines(config: Config) -> Iterator[str]:
+def _input_lines(config: Config, prompts: list[int]) -> Iterator[str]:
+    """prompts: receives the tokens of every prompt, if a tokenizer is there."""
     elsewhere = [path for path in [*config.data.weights, config.data.validation] if path and is_elsewhere(config, path)]
     if elsewhere:
         yield f"{', '.join(elsewhere)}: not on this machine, so neither read nor scored"
@@ -91,7 +96,9 @@ def _input_lines(config: Config) -> Iterator[str]:
         tried = try_inputs(config)
         yield from tried_lines(config, tried)
         if read_model_files(config.model.path, "model.path").tokenizer:
-            yield from prompt_lines(tokenized(config, tried))
+            inputs = tokenized(config, tried)
+            prompts += [tokens for source in inputs.sources for tokens in source.lengths]
+            yield from prompt_lines(inputs)
     yield from numerics_lines(config)
 
 

@@ -3,12 +3,6 @@
 config.json --> ModelShape --+
 Layout, Workload ------------+--> step_time --> StepTime: seconds by phase, step, idle shares, limit
 Machine, Efficiency ---------+
-
-machine      figures of GPUs (data sheets), and shares of them that kinds of work reach
-inputs       model, layout and work of a step
-generation   continuous batching on engines
-training     passes, optimiser and collectives on training ranks
-step_time    the step under its schedule
 """
 
 from balancing.time_model.inputs import Layout, ModelShape, Workload

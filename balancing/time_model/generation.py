@@ -50,12 +50,12 @@ class EngineSteps:
     def parts(self, batch: Floats, tokens: Floats) -> tuple[Floats, Floats, Floats, Floats]:
         """Return seconds for weights, for keys and values, for FLOPs, and on the host."""
         shape, layout, machine, efficiency = self.shape, self.layout, self.machine, self.efficiency
-        rate = 1e9 * machine.memory * efficiency.decode * layout.engine_tp
+        rate = 1e9 * machine.bandwidth * efficiency.decode * layout.engine_tp
         unused = np.maximum(0.0, 1 - shape.experts_active / shape.experts) ** batch
         weights = (shape.parameters - shape.expert_parameters * unused) * layout.bytes / rate
         read = tokens * shape.kv * layout.bytes / rate
         flops = 2 * shape.active * batch / (machine.flops(layout.dtype) * efficiency.prefill * layout.engine_tp)
-        host = machine.engine_step + machine.engine_sequence * batch
+        host = machine.engine_step + machine.engine_layer * shape.layers + machine.engine_sequence * batch
         if layout.engine_tp > 1:
             sent = 4 * shape.layers * batch * shape.hidden * layout.bytes / (1e9 * machine.link * efficiency.link)
             host = host + sent + 2 * shape.layers * machine.kernel
@@ -118,13 +118,14 @@ def batches(workload: Workload, engines: int, slots: int) -> tuple[Floats, Float
 def generation(
     shape: ModelShape, layout: Layout, workload: Workload, machine: Machine, efficiency: Efficiency
 ) -> Generation:
-    """Predict a step's generation. Engines find a group's prompt in their cache, by whole blocks."""
+    """Predict a step's generation."""
     engine, slots = EngineSteps(shape, layout, machine, efficiency), slots_of(shape, layout, workload)
     steps, running, tokens = batches(workload, layout.engines, slots)
     weights, read, flops, host = engine.parts(running, tokens)
     seconds = np.maximum(weights + read, flops) + host
     decode = float(steps @ seconds)
-    prefill = _prefill(shape, layout, workload, machine, efficiency)
+    rate = machine.flops(layout.dtype) * efficiency.prefill * layout.engines * layout.engine_tp
+    prefill = prefill_flops(shape, workload, machine) / rate
     # Engines that never drain: as many requests as the schedule keeps in flight.
     flight = min(slots, (layout.staleness + 1) * workload.samples / layout.engines)
     half = workload.prompts.mean() + (workload.responses**2).mean() / (2 * workload.responses.mean())
@@ -138,9 +139,9 @@ def generation(
     return Generation(prefill, decode, steady, slots, busy, max(shares, key=lambda name: shares[name]))
 
 
-def _prefill(shape: ModelShape, layout: Layout, workload: Workload, machine: Machine, efficiency: Efficiency) -> float:
+def prefill_flops(shape: ModelShape, workload: Workload, machine: Machine) -> float:
+    """Count the FLOPs of prompts. Engines find a group's prompt in their cache, by whole blocks."""
     mean = float(workload.prompts.mean())
     found = mean // machine.kv_block * machine.kv_block / mean if mean else 0.0
     computed = workload.samples * mean - found * workload.repeated[0]
-    flops = computed * (2 * shape.active + shape.attention * mean)
-    return float(flops / (machine.flops(layout.dtype) * efficiency.prefill * layout.engines * layout.engine_tp))
+    return computed * (2 * shape.active + shape.attention * mean)

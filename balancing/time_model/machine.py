@@ -21,17 +21,18 @@ class Machine:
     """One GPU, or one core of a CPU, and what connects it.
 
     gib: memory. tflops: peak of dense products in bfloat16, tflops32: in float32, in 1e12 FLOP/s. Bandwidths in GB/s:
-    memory, link (to GPUs of the node, one direction), network (to other nodes, each GPU's share), host (PCIe).
-    gpus: of a usual node. kv_block: tokens by which engines find shared prompts. In seconds: kernel (launch), latency
-    (of a collective), engine_step and engine_sequence (host work of a decoding step, and of each sequence in it),
-    micro_batch (host), phase (start and end of a phase), transfer (of weights, besides bytes), sleep (and wake).
+    bandwidth (of memory), link (to GPUs of the node, one direction), network (to other nodes, each GPU's share) and
+    host (PCIe). gpus: of a usual node. kv_block: tokens by which engines find shared prompts. In seconds: kernel
+    (launch, which a GPU hides if `launches_ahead`), latency (of a collective), engine_step, engine_layer and
+    engine_sequence (what a decoding step adds to bytes and FLOPs), micro_batch (host), phase (start and end), transfer
+    (of weights, besides bytes), sleep (and wake).
     """
 
     name: str
     gib: float
     tflops: float
     tflops32: float
-    memory: float
+    bandwidth: float
     link: float
     network: float
     gpus: int = 8
@@ -39,7 +40,9 @@ class Machine:
     kv_block: int = 16
     kernel: float = 6e-6
     latency: float = 2e-5
+    launches_ahead: bool = True
     engine_step: float = 2e-3
+    engine_layer: float = 2e-5
     engine_sequence: float = 1e-5
     micro_batch: float = 5e-3
     phase: float = 0.1
@@ -67,8 +70,9 @@ MACHINES = {
         Machine("L40S", 45, 362.0, 91.6, 864, 32, 25, host=25),
         Machine("MI300X", 192, 1307.4, 163.4, 5300, 448, 50),
         Machine(
-            "cpu", 12, 0.05, 0.05, 8, 1, 1, gpus=2, host=8, kv_block=128, kernel=1e-5, latency=1e-3, engine_step=8e-3,
-            engine_sequence=5e-5, micro_batch=0.02, phase=0.03, transfer=0.2, sleep=0.0,
+            "cpu", 12, 0.05, 0.05, 8, 1, 1, gpus=2, host=8, kv_block=128, kernel=1e-5, latency=1e-3,
+            launches_ahead=False, engine_step=3e-3, engine_layer=5e-4, engine_sequence=3e-5, micro_batch=0.02,
+            phase=0.03, transfer=0.2, sleep=0.0,
         ),
     )
 }  # fmt: skip

@@ -119,11 +119,15 @@ def _scheduled(seconds: Mapping[str, float], made: Generation, layout: Layout, w
 
 def _transfer(shape: ModelShape, layout: Layout, machine: Machine, efficiency: Efficiency) -> float:
     """Gather all weights, then send them to the engines: on the same GPU, over the network, or through host memory."""
-    size = shape.parameters * layout.bytes
-    ranks = layout.dp * layout.cp * layout.tp
+    size, ranks = shape.parameters * layout.bytes, layout.dp * layout.cp * layout.tp
     gathered = size / (machine.bus(ranks, layout.gpus_per_node) * efficiency.link) if ranks > 1 else 0.0
     if layout.placement == "apart":
         nodes = 1e9 * (machine.network if layout.nodes > 1 else machine.link)
         return machine.transfer + gathered + size / (nodes * efficiency.link)
-    near = machine.memory if layout.placement == "colocated" else machine.host
-    return machine.transfer + gathered + 2 * size / layout.engine_tp / (1e9 * near * efficiency.decode)
+    near = machine.bandwidth if layout.placement == "colocated" else machine.host
+    return machine.transfer + gathered + transfer_bytes(shape, layout) / (1e9 * near * efficiency.decode)
+
+
+def transfer_bytes(shape: ModelShape, layout: Layout) -> float:
+    """Return the bytes that a GPU or host writes and reads to load an engine's weights."""
+    return 2 * shape.parameters * layout.bytes / layout.engine_tp

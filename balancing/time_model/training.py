@@ -7,7 +7,9 @@ of 1.5B, 7B, 32B and 30B-A3B, which agree within 10 %.
 
 from dataclasses import dataclass
 from math import ceil
+from typing import Any
 
+from balancing.grouping import Floats
 from balancing.time_model.inputs import Layout, ModelShape, Workload
 from balancing.time_model.machine import Efficiency, Machine
 
@@ -66,35 +68,52 @@ def training(
     shape: ModelShape, layout: Layout, workload: Workload, machine: Machine, efficiency: Efficiency
 ) -> Training:
     """Predict all passes of a step on the busiest rank."""
-    part, split = shares(layout, workload), layout.tp * layout.pp
-    peak = machine.flops(layout.dtype)
-    products = 2 * shape.active * part.tokens / (peak * efficiency.matmul * split)
-    attention = shape.attention * part.squared / (peak * efficiency.attention * split)
-    backward = 1 + shape.trained_share
-    times = (1 + layout.recomputed + backward) * workload.epochs
-    moved = part.tokens * layout.bytes / 2 / split / (1e9 * machine.memory * efficiency.elementwise)
-    units = ELEMENTWISE[layout.compiled] * shape.layers * shape.hidden + OF_WORDS * shape.vocabulary
-    elementwise = moved * units * (1 + layout.recomputed / 3) * workload.epochs
-    held = held_parameters(shape, layout)
-    copies = held * OF_PARAMETERS * part.micro_batches / (1e9 * machine.memory * efficiency.elementwise)
-    copies *= layout.dp * layout.cp > 1
-    device = {"FLOPs": products * times, "attention": attention * times, "memory": elementwise + copies}
-    host = part.micro_batches * KERNELS[layout.compiled] * shape.layers / layout.pp * machine.kernel
-    micro = max(1, part.micro_batches // workload.updates)
+    part = shares(layout, workload)
+    count, micro = part.micro_batches, max(1, part.micro_batches // workload.updates)
+    terms = micro_step_terms(shape, layout, machine, part.tokens * workload.epochs, part.squared * workload.epochs)
+    products, attention = float(terms[0]) / efficiency.matmul, float(terms[1]) / efficiency.attention
+    held, memory = held_parameters(shape, layout), 1e9 * machine.bandwidth * efficiency.elementwise
+    copies = held * OF_PARAMETERS * count / memory * (layout.dp * layout.cp > 1)
+    moved = float(terms[2]) / efficiency.elementwise
+    device = {"FLOPs": products, "attention": attention, "memory": moved + copies}
+    computed, launches = sum(device.values()), count * float(terms[3]) * machine.kernel
     bubble = 1 + (layout.pp - 1) / (layout.virtual_stages * micro)
-    computed = sum(device.values())
-    update = max(computed, host) * bubble + part.micro_batches * machine.micro_batch
-    forward = (products + attention + elementwise / workload.epochs / 3) * bubble + machine.micro_batch
+    launches = max(0.0, launches - computed) if machine.launches_ahead else launches
+    update = (computed + launches) * bubble + count * machine.micro_batch
+    of_update = workload.epochs * (2 + layout.recomputed + shape.trained_share)
+    forward = ((products + attention) / of_update + (moved + launches) / workload.epochs / 3) * bubble
+    forward += machine.micro_batch
+    device["host"] = launches + count * machine.micro_batch
+    optimizer = workload.updates * held / (layout.dp * layout.cp / layout.replicate) * OF_OPTIMIZER / memory
     exposed = _collectives(shape, layout, workload, machine, efficiency, part, computed)
-    step = held / (layout.dp * layout.cp / layout.replicate) * OF_OPTIMIZER
-    optimizer = workload.updates * step / (1e9 * machine.memory * efficiency.elementwise)
-    device["host"] = max(0.0, host - computed) + part.micro_batches * machine.micro_batch
     bound = "collectives" if exposed > computed else max(device, key=lambda name: device[name])
     models = workload.trained_models
     return Training(
         update * models, forward * workload.forward_passes, exposed * models, optimizer * models,
         part.micro_batches, bound,
     )  # fmt: skip
+
+
+def micro_step_terms(
+    shape: ModelShape, layout: Layout, machine: Machine, tokens: float | Floats, squared: float | Floats
+) -> tuple[Any, Any, Any, Any, Any]:
+    """Return what a micro-step's seconds are linear in, for one rank's forward and backward pass.
+
+    Seconds at peak of products and attention, seconds at peak bandwidth of elementwise kernels, kernels, and 1. Their
+    coefficients are 1 / efficiency, `Machine.kernel` and `Machine.micro_batch`. tokens, squared: of the sequences.
+    """
+    split, peak = layout.tp * layout.pp, machine.flops(layout.dtype)
+    times = 2 + layout.recomputed + shape.trained_share
+    units = ELEMENTWISE[layout.compiled] * shape.layers * shape.hidden + OF_WORDS * shape.vocabulary
+    moved = units * layout.bytes / 2 * (1 + layout.recomputed / 3) / (1e9 * machine.bandwidth)
+    kernels = KERNELS[layout.compiled] * shape.layers / layout.pp
+    return (
+        tokens * (times * 2 * shape.active / (peak * split)),
+        squared * (times * shape.attention / (peak * split)),
+        tokens * (moved / split),
+        kernels + 0 * tokens,
+        1 + 0 * tokens,
+    )
 
 
 def held_parameters(shape: ModelShape, layout: Layout) -> float:

@@ -225,6 +225,11 @@ class RunFolder:
         numbers = ("sample", "response_tokens", "seconds", "reward")
         return self._rows("samples.jsonl", has_step, lambda row: _check_numbers(row, *numbers))
 
+    @cached_property
+    def timeline(self) -> list[Row]:
+        """Records of every step, see `controller.observability.timeline`."""
+        return self._rows("timeline.jsonl", has_step)
+
     @property
     def finished_steps(self) -> int:
         """Steps of a finished run from its summary.json, 0 without one."""

@@ -2,13 +2,15 @@
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 from controller.config import Config, TrainingConfig
 from controller.preflight.cluster import FORM, Cluster, parse_cluster
 from controller.preflight.describe import section_names, settings_page
+from controller.preflight.describe_time import TimeOptions
+from controller.preflight.time_inputs import DRAWS
 from workers.errors import ConfigError
 
 
@@ -47,7 +49,7 @@ class Arguments:
     """A parsed command line with unread overrides.
 
     cluster: value of --cluster. measure: whether to measure GPU memory. everything: whether a dry run prints all
-    settings.
+    settings. time: how time is predicted.
     """
 
     config: tuple[Path, ...]
@@ -56,6 +58,7 @@ class Arguments:
     cluster: Cluster | None = None
     measure: bool = True
     everything: bool = False
+    time: TimeOptions = field(default_factory=TimeOptions)
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -89,10 +92,14 @@ def parse_arguments(argv: Sequence[str] | None = None, command: Command = FIT) -
         return Arguments(tuple(parsed.config), overrides, parsed.dry_run, everything=parsed.all)
     if parsed.cluster and not parsed.dry_run:
         raise ConfigError("--cluster works only with --dry-run. Add --dry-run.")
-    if not parsed.measure and not parsed.cluster:
-        raise ConfigError("--no-measure works only with --cluster. Add --dry-run --cluster.")
+    time = TimeOptions(parsed.price, parsed.lengths, parsed.response_tokens, parsed.measured)
+    if not parsed.cluster and (not parsed.measure or time != TimeOptions()):
+        raise ConfigError(
+            "--no-measure, --price, --lengths, --response-tokens and --measured work only with --cluster. "
+            "Add --dry-run --cluster."
+        )
     cluster = parse_cluster(parsed.cluster) if parsed.cluster else None
-    return Arguments(tuple(parsed.config), overrides, parsed.dry_run, cluster, parsed.measure, parsed.all)
+    return Arguments(tuple(parsed.config), overrides, parsed.dry_run, cluster, parsed.measure, parsed.all, time)
 
 
 def _parser(command: Command) -> argparse.ArgumentParser:
@@ -117,7 +124,7 @@ def _parser(command: Command) -> argparse.ArgumentParser:
     parser.add_argument("--all", action="store_true", help="with --dry-run: print every setting, not only changed ones")
     if command.describes_clusters:
         parser.add_argument(
-            "--cluster", default="", metavar="NODES", help=f"with --dry-run: placement and memory on {FORM}"
+            "--cluster", default="", metavar="NODES", help=f"with --dry-run: placement, memory and time on {FORM}"
         )
         parser.add_argument(
             "--no-measure",
@@ -125,6 +132,7 @@ def _parser(command: Command) -> argparse.ArgumentParser:
             dest="measure",
             help="with --cluster: do not measure memory, which takes seconds, once for each layout",
         )
+        _add_time_options(parser)
     parser.add_argument(
         "--settings", action=_PrintSettings, nargs=0, const=command.schema, help="print every setting and exit"
     )
@@ -138,3 +146,15 @@ def _parser(command: Command) -> argparse.ArgumentParser:
     )
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings that replace the file's")
     return parser
+
+
+def _add_time_options(parser: argparse.ArgumentParser) -> None:
+    """Add what --cluster predicts time with."""
+    options = {
+        "--price": (float, 0.0, "price of a GPU for an hour"),
+        "--lengths": (Path, None, "folder of a run whose lengths count"),
+        "--response-tokens": (str, "", f"length of responses: {DRAWS}"),
+        "--measured": (Path, None, "folder of a run on the same machine, to fit the prediction to"),
+    }
+    for name, (kind, default, words) in options.items():
+        parser.add_argument(name, type=kind, default=default, help=f"with --cluster: {words}")

@@ -14,24 +14,36 @@ from typing import Any
 
 import psutil
 
+from balancing.errors import OptionError
+from balancing.time_model import machine_named
 from controller.actors.layout import Bundle, Pool, pools, reserved, role_requests
 from controller.actors.placement import bundle_of_rank, groups_on_several_nodes
 from controller.config import Config, TrainingConfig
 from workers.errors import ConfigError, ResourceError
 from workers.rollout.placement import ranks_of_engine
 
-FORM = "nodes=8,gpus=8,gpu_gib=80,cpus=96,memory_gib=1024"
+FORM = "nodes=8,gpus=8,gpu=H100,cpus=96,memory_gib=1024"
+CPUS_OF_GPU = 12
+FIGURES = ("gpu_gib", "tflops", "bandwidth", "link", "network")
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal nodes. gpus, cpus, memory_gib: of one node, memory_gib 0 if unknown. gpu_gib: of one GPU."""
+    """Equal nodes. gpus, cpus, memory_gib: of one node, memory_gib 0 if unknown. gpu_gib: of one GPU.
+
+    gpu: its name in `balancing.time_model`, empty if unknown. Others: its figures if they differ, see `Machine`.
+    """
 
     nodes: int
     cpus: float
     gpus: int = 0
     gpu_gib: float = 0.0
     memory_gib: float = 0.0
+    gpu: str = ""
+    tflops: float = 0.0
+    bandwidth: float = 0.0
+    link: float = 0.0
+    network: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -43,14 +55,23 @@ class Placement:
 
 
 def parse_cluster(text: str) -> Cluster:
-    """Parse `nodes=8,gpus=8,gpu_gib=80,cpus=96`. Raises ConfigError for other forms."""
+    """Parse `nodes=8,gpus=8,gpu=H100,cpus=96`. A known GPU has its memory, and CPUS_OF_GPU CPUs if none are given.
+
+    Raises ConfigError for other forms.
+    """
     numbers: dict[str, Any] = {}
     for part in text.split(","):
-        match = re.fullmatch(r"\s*(nodes|gpus|gpu_gib|cpus|memory_gib)=(\d+(?:\.\d+)?)\s*", part)
+        match = re.fullmatch(rf"\s*(nodes|gpus|cpus|memory_gib|{'|'.join(FIGURES)})=(\d+(?:\.\d+)?)\s*", part)
+        if match is None and (named := re.fullmatch(r"\s*gpu=(\w+)\s*", part)):
+            numbers["gpu"] = named.group(1)
+            continue
         if match is None:
-            raise ConfigError(f"--cluster: {part!r} is none of nodes, gpus, gpu_gib, cpus, memory_gib. Write {FORM}.")
+            known = ", ".join(("nodes", "gpus", "gpu", "cpus", "memory_gib", *FIGURES))
+            raise ConfigError(f"--cluster: {part!r} is none of {known}. Write {FORM}.")
         number = float(match.group(2))
         numbers[match.group(1)] = int(number) if number.is_integer() else number
+    if name := numbers.get("gpu"):
+        numbers = {"gpu_gib": _gib_of(name), "cpus": CPUS_OF_GPU * numbers.get("gpus", 0)} | numbers
     needed = ("nodes", "cpus", *(["gpu_gib"] if numbers.get("gpus") else []))
     missing = [name for name in needed if not numbers.get(name)]
     if missing or any(isinstance(numbers.get(name), float) for name in ("nodes", "gpus")):
@@ -58,6 +79,13 @@ def parse_cluster(text: str) -> Cluster:
             f"--cluster {text}: {', '.join(missing) or 'a count'} must be above 0 and whole. Write {FORM}."
         )
     return Cluster(**numbers)
+
+
+def _gib_of(gpu: str) -> float:
+    try:
+        return machine_named(gpu).gib
+    except OptionError as error:
+        raise ConfigError(f"--cluster: {error}") from None
 
 
 def run_on(config: Config, cluster: Cluster) -> None:

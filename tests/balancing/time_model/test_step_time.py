@@ -40,7 +40,7 @@ def test_without_staleness_the_phases_add_up() -> None:
 def test_better_hardware_is_never_slower(staleness: int, dp: int, engines: int) -> None:
     layout = Layout(dp=dp, engines=engines, placement="apart", staleness=staleness)
     before = step_time(SHAPE, layout, work(), H100).seconds
-    for name in ("tflops", "memory", "link", "network"):
+    for name in ("tflops", "bandwidth", "link", "network"):
         better = replace(H100, **{name: 2 * getattr(H100, name)})
         assert step_time(SHAPE, layout, work(), better).seconds <= before * (1 + 1e-9)
 
@@ -65,7 +65,7 @@ def test_a_prompt_counts_once_in_each_part_of_a_group() -> None:
 
 
 def test_an_update_takes_the_time_of_its_products() -> None:
-    machine = replace(H100, memory=1e12, kernel=0.0, micro_batch=0.0)
+    machine = replace(H100, bandwidth=1e12, kernel=0.0, micro_batch=0.0)
     layout, one = Layout(dp=1, engines=1, shared_prompts=False), Workload([100] * 8, [100] * 8)
     found = training(SHAPE, layout, one, machine, Efficiency(matmul=1.0, attention=1.0))
     flops = 3 * (2 * SHAPE.active * 1600 + SHAPE.attention * 8 * 200**2)

@@ -1,0 +1,144 @@
+"""Write the section "time" of `--dry-run --cluster`: seconds of a step, the run's hours and cost, and what would help.
+
+Config, Cluster, TimeOptions --time_inputs--> balancing.time_model.step_time --> lines of the page
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from balancing.time_model import Efficiency, Layout, Machine, StepTime, step_time
+from controller.config import Config
+from controller.preflight.cluster import Cluster
+from controller.preflight.time_inputs import (
+    DEFAULT,
+    drawn_lengths,
+    layout_of,
+    machine_of,
+    recorded_lengths,
+    shape_of,
+    workload_of,
+)
+
+LEAST_GAIN = 1.02
+SHOWN_CHANGES = 2
+
+
+@dataclass(frozen=True)
+class TimeOptions:
+    """Options of the command line. price: of a GPU for an hour. lengths: a run's folder. response_tokens: see DRAWS.
+
+    measured: a run on the same machine, to which the model is fitted.
+    """
+
+    price: float = 0.0
+    lengths: Path | None = None
+    response_tokens: str = ""
+    measured: Path | None = None
+
+
+def print_time(config: Config, cluster: Cluster, options: TimeOptions, prompts: Sequence[int]) -> None:
+    """Print the section. prompts: lengths of the data's prompts, empty if it is elsewhere. Raises ConfigError."""
+    print("\n== time, predicted ==")
+    if cluster.gpus and not cluster.gpu:
+        print("not predicted: name the card in --cluster, as in gpu=H100")
+        return
+    machine, efficiency = machine_of(cluster), Efficiency()
+    lines = [f"one {machine.name} of {cluster.nodes} x {cluster.gpus or int(cluster.cpus)}: figures of its data sheet"]
+    if options.measured:
+        from controller.preflight.time_fit import fitted_to
+
+        machine, efficiency, told = fitted_to(options.measured, machine)
+        lines = [told]
+    print("\n".join(lines + time_lines(config, cluster, options, prompts, machine, efficiency)))
+
+
+def time_lines(
+    config: Config,
+    cluster: Cluster,
+    options: TimeOptions,
+    prompts: Sequence[int],
+    machine: Machine,
+    efficiency: Efficiency,
+) -> list[str]:
+    responses = drawn_lengths(options.response_tokens, config.longest_response)
+    source = options.response_tokens or f"log-normal, median {DEFAULT[0]:g} of the limit. Set --response-tokens"
+    if options.lengths:
+        responses, recorded = recorded_lengths(options.lengths)
+        prompts, source = prompts or recorded, f"those of {options.lengths}"
+    prompts = prompts or [config.data.max_prompt_tokens // 2]
+    workload, layout, shape = workload_of(config, responses, prompts), layout_of(config, cluster), shape_of(config)
+    found = step_time(shape, layout, workload, machine, efficiency)
+    tokens, gpus = workload.totals[0], max(layout.gpus, cluster.nodes * cluster.gpus)
+    tried = {words: step_time(shape, each, workload, machine, efficiency) for words, each in changes(layout).items()}
+    gains = sorted(((found.seconds / each.seconds, words) for words, each in tried.items()), reverse=True)
+    below = "\n" + 11 * " "
+    helping = [
+        f"{gain:.2f}x  {words.replace(', ', below)}" for gain, words in gains[:SHOWN_CHANGES] if gain >= LEAST_GAIN
+    ]
+    return [
+        f"responses: {source}",
+        f"tokens: responses {workload.responses.mean():,.0f} on average, at most {workload.responses.max():,.0f}; "
+        f"prompts {workload.prompts.mean():,.0f}",
+        *_table(found),
+        f"{tokens / found.seconds:,.0f} tokens/s, {tokens / found.seconds / gpus:,.0f} a GPU",
+        _run_line(config, found, gpus, options.price),
+        f"idle: trainers {found.trainer_idle:.0%}, engines {found.engine_idle:.0%} of a step",
+        f"a step waits mostly for {found.limit}",
+        *(["would help, if memory allows:", *(f"    {line}" for line in helping)] if helping else []),
+    ]
+
+
+def _table(found: StepTime) -> list[str]:
+    rows = [(name, phase) for name, phase in found.phases.items() if phase.seconds >= 0.005] + [("step", found.step)]
+    lines = [f"{'seconds of':12}{'predicted':>10}{'from':>10}{'to':>10}"]
+    return lines + [f"{name:12}" + "".join(f"{value:10,.2f}" for value in phase) for name, phase in rows]
+
+
+def _run_line(config: Config, found: StepTime, gpus: int, price: float) -> str:
+    hours = [config.run.steps * seconds / 3600 for seconds in found.step]
+    cost = f", {price * gpus * hours[0]:,.0f} at {price:g} a GPU-hour" if price else ""
+    return (
+        f"the run: {config.run.steps} steps in {hours[0]:,.1f} hours ({hours[1]:,.1f} to {hours[2]:,.1f}), "
+        f"{gpus * hours[0]:,.0f} GPU-hours{cost}"
+    )
+
+
+def changes(layout: Layout) -> dict[str, Layout]:
+    """Return layouts of the same GPUs that differ by a setting or two, by their words. Some may not fit into memory."""
+    engines, tp, dp, stale = layout.engines, layout.engine_tp, layout.dp, layout.staleness
+    half, nodes = layout.ranks // 2 // tp, layout.ranks // layout.gpus_per_node
+    shared, apart = layout.placement == "colocated", layout.placement == "apart"
+    wider = dp + engines // 2 * tp // (layout.ranks // dp)
+    ahead = f"rollout.placement=apart, rollout.max_staleness=1, policy.data_parallel={dp // 2}"
+    possible: list[tuple[bool, str, dict[str, Any]]] = [
+        (True, "policy.max_tokens_per_micro_batch doubled", {"max_tokens": 2 * layout.max_tokens}),
+        (True, "rollout.max_concurrent doubled", {"max_concurrent": 2 * layout.max_concurrent}),
+        (True, "rollout.gpu_memory_utilization, 1.5 times", {"engine_gib": 1.5 * layout.engine_gib}),
+        (True, "model.gradient_checkpointing=none", {"recomputed": 0.0}),
+        (True, "policy.reshard_after_forward=false", {"reshard_after_forward": False}),
+        (True, "model.share_prefixes=always", {"shared_prompts": True}),
+        (nodes > 1 and dp % nodes == 0, f"policy.parallel.replicate={nodes}", {"replicate": nodes}),
+        (engines % 2 == 0, f"rollout.tensor_parallel={2 * tp}", {"engines": engines // 2, "engine_tp": 2 * tp}),
+        (tp % 2 == 0, f"rollout.tensor_parallel={tp // 2}", {"engines": engines * 2, "engine_tp": tp // 2}),
+        (shared, "rollout.replicas=0", {"engines": layout.ranks // tp}),
+        (
+            shared and dp % 2 == 0 and half > 0,
+            ahead,
+            {"placement": "apart", "staleness": 1, "dp": dp // 2, "engines": half, "replicate": 1},
+        ),
+        (not shared, f"rollout.max_staleness={stale + 1}", {"staleness": stale + 1}),
+        (
+            apart and dp % 2 == 0 and half > 0,
+            f"policy.data_parallel={dp // 2}, rollout.replicas={engines + half}",
+            {"dp": dp // 2, "engines": engines + half, "replicate": 1},
+        ),
+        (
+            apart and engines % 2 == 0,
+            f"policy.data_parallel={wider}, rollout.replicas={engines // 2}",
+            {"dp": wider, "engines": engines // 2, "replicate": 1},
+        ),
+    ]
+    tried = {words: replace(layout, **edits) for applies, words, edits in possible if applies}
+    return {words: each for words, each in tried.items() if each != layout and each.gpus == layout.gpus}

@@ -1,0 +1,72 @@
+"""Fit the time model to runs on the same machine.
+
+runs/NAME: config.yaml, timeline.jsonl, metrics.jsonl --> Measured --balancing.time_model.fitting--> Machine, Efficiency
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from balancing.time_model import Efficiency, Machine, Workload
+from balancing.time_model.fitting import Measured, fit
+from controller.config import Config
+from controller.config.recorded import load_recorded
+from controller.observability.run_folder import RunFolder
+from controller.preflight.cluster import Cluster
+from controller.preflight.time_inputs import layout_of, recorded_lengths, shape_of
+from workers.errors import ConfigError
+
+WARM_UP = 3
+"""First steps, which compile and allocate."""
+UPDATE = "update"
+Record = dict[str, Any]
+
+
+def fitted_to(folder: Path, machine: Machine) -> tuple[Machine, Efficiency, str]:
+    """Return a machine and efficiencies fitted to a run, and a line that says so. Raises as `measured`."""
+    machine, efficiency = fit([measured(folder)], machine)
+    errors = ", ".join(f"{name} within {share:.0%}" for name, share in efficiency.spread.items())
+    return machine, efficiency, f"{machine.name}, fitted to {folder}: {errors}"
+
+
+def measured(folder: Path) -> Measured:
+    """Read what a run of `controller.fit` without staleness shows. Raises ConfigError, or DataError without records."""
+    config = load_recorded(folder / "config.yaml")
+    if not isinstance(config, Config) or config.rollout.max_staleness:
+        raise ConfigError(f"--measured {folder}: not a run of controller.fit with rollout.max_staleness=0. Give one.")
+    run = RunFolder(folder)
+    records = [record for record in run.timeline if record["step"] > WARM_UP]
+    times = {row["step"]: row for row in run.metrics}
+    _, (prompt,) = recorded_lengths(folder)
+    gpus = config.training_workers if config.uses_gpus else 0
+    layout = layout_of(config, Cluster(1, cpus=config.training_workers, gpus=gpus, gpu_gib=80))
+    kept = [record for record in records if record["samples"] and record["micro_steps"]]
+    return Measured(
+        shape_of(config),
+        layout,
+        np.array([row for record in kept for row in _micro_steps(record)], np.float64).reshape(-1, 3),
+        [_generation(config, record, prompt) for record in kept],
+        [times[record["step"]]["time/weights_s"] for record in kept],
+        [_rest(record, times[record["step"]]) for record in kept],
+    )
+
+
+def _micro_steps(record: Record) -> list[tuple[float, float, float]]:
+    rows = [row for steps in record["micro_steps"].values() for row in steps if row[0] == UPDATE and row[3]]
+    return [(tokens, squared, end - start) for _, start, end, tokens, squared, *_ in rows]
+
+
+def _generation(config: Config, record: Record, prompt: int) -> tuple[Workload, float]:
+    samples = [row for rows in record["samples"].values() for row in rows]
+    responses = [max(1, tokens) for _, _, tokens in samples]
+    work = Workload([prompt] * len(samples), responses, config.rollout.samples_per_prompt)
+    return work, max(end for _, end, _ in samples) - min(start for start, _, _ in samples)
+
+
+def _rest(record: Record, times: Record) -> float:
+    """Return a step's seconds outside of engines, micro-steps and weight transfers."""
+    samples = [row for rows in record["samples"].values() for row in rows]
+    sampled = max(end for _, end, _ in samples) - min(start for start, _, _ in samples)
+    of_ranks = [sum(end - start for _, start, end, *_ in steps) for steps in record["micro_steps"].values()]
+    return float(times["time/step_s"] - sampled - max(of_ranks) - times["time/weights_s"])

@@ -1,0 +1,75 @@
+"""Fits find the machine that made the measurements, and keep what these do not show."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from balancing.time_model import MACHINES, Efficiency, Layout, ModelShape, Workload, step_time
+from balancing.time_model.fitting import Measured, fit
+from balancing.time_model.generation import generation
+from balancing.time_model.training import micro_step_terms
+
+LAYOUT = Layout(dp=1, engines=1, gpus_per_node=2, placement="shared_memory", dtype="float32", compiled=False)
+LAYOUT = replace(LAYOUT, engine_gib=1.0)
+STATED = MACHINES["cpu"]
+REAL = replace(STATED, kernel=3e-5, micro_batch=0.05, engine_step=6e-3, engine_layer=2e-4, engine_sequence=1e-4)
+REACHED = Efficiency(matmul=0.5, attention=0.2, elementwise=0.4, decode=0.3, prefill=0.7)
+
+
+def model(width: int, layers: int) -> ModelShape:
+    return ModelShape.from_model_config(
+        {
+            "hidden_size": width,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "intermediate_size": width * 11 // 4,
+            "vocab_size": 64,
+            "tie_word_embeddings": True,
+        }
+    )
+
+
+def work(seed: int, samples: int = 64) -> Workload:
+    rng = np.random.default_rng(seed)
+    return Workload([50] * samples, np.minimum(200, rng.geometric(1 / 64, samples)))
+
+
+def run_of(shape: ModelShape, *, noise: float = 0.0) -> Measured:
+    """What the real machine would show."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(200, 4000, 40).astype(float)
+    squared = tokens * rng.integers(50, 400, 40)
+    terms = np.stack(micro_step_terms(shape, LAYOUT, REAL, tokens, squared), axis=1)
+    values = [1 / REACHED.matmul, 1 / REACHED.attention, 1 / REACHED.elementwise, REAL.kernel, REAL.micro_batch]
+    seconds = terms @ np.array(values) * rng.normal(1, noise, 40)
+    made = [(work(seed), generation(shape, LAYOUT, work(seed), REAL, REACHED)) for seed in range(10)]
+    generations = [(each, found.prefill + found.decode) for each, found in made]
+    return Measured(shape, LAYOUT, np.stack([tokens, squared, seconds], axis=1), generations, [0.3] * 5, [0.5] * 5)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+def test_two_sizes_predict_a_third(noise: float) -> None:
+    machine, efficiency = fit([run_of(model(128, 4), noise=noise), run_of(model(384, 8), noise=noise)], STATED)
+    between = model(256, 6)
+    real, said = (step_time(between, LAYOUT, work(99), *each) for each in ((REAL, REACHED), (machine, efficiency)))
+    for name in ("update", "decode"):
+        assert said.phases[name].seconds == pytest.approx(real.phases[name].seconds, rel=0.1)
+    assert efficiency.spread["training"] == pytest.approx(0.1, abs=0.02)
+    assert set(efficiency.fitted) == {"training", "generation", "overheads"}
+
+
+def test_one_size_predicts_itself() -> None:
+    shape = model(256, 6)
+    machine, efficiency = fit([run_of(shape)], STATED)
+    said, real = (step_time(shape, LAYOUT, work(7), *each) for each in ((machine, efficiency), (REAL, REACHED)))
+    assert said.phases["update"].seconds == pytest.approx(real.phases["update"].seconds, rel=0.05)
+    sampled, expected = (sum(each.phases[name].seconds for name in ("prefill", "decode")) for each in (said, real))
+    assert sampled == pytest.approx(expected, rel=0.05)
+    assert said.phases["transfer"].seconds == pytest.approx(0.3, rel=0.1)
+
+
+def test_what_no_run_shows_stays_as_stated() -> None:
+    nothing = Measured(model(256, 6), LAYOUT, np.zeros((0, 3)))
+    assert fit([nothing], STATED) == (STATED, Efficiency())

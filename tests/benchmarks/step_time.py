@@ -1,0 +1,215 @@
+"""How well the time model predicts a step on this machine: predictions first, measurements afterwards.
+
+    python -m tests.benchmarks.step_time --predict     calibration runs, then tests/benchmarks/step_time.json: commit it
+    python -m tests.benchmarks.step_time --measure     12 runs, compared with the file: docs/step-time-benchmark.md
+
+The calibration runs have other model sizes, prompts and batches than the 12 configurations. Models are random and end a
+response one time in 64, so that lengths are geometric: 64 tokens on average, at most 192. Every rank and engine has one
+thread.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from balancing.time_model import MACHINES, Efficiency, Machine, StepTime, step_time
+from balancing.time_model.fitting import fit
+from controller.config import load
+from controller.observability.run_folder import RunFolder
+from controller.preflight.cluster import Cluster
+from controller.preflight.time_fit import WARM_UP, measured
+from controller.preflight.time_inputs import layout_of, shape_of, workload_of
+from examples.addition.warm_start import create_model
+
+PREDICTIONS, PAGE = Path("tests/benchmarks/step_time.json"), Path("docs/step-time-benchmark.md")
+VOCABULARY, LONGEST, PROMPT, STEPS = 64, 192, 96, 12
+SIZES = {"1M": (128, 6), "2M": (128, 12), "5M": (256, 7), "13M": (384, 8), "20M": (512, 7)}
+"""Width and layers."""
+TWO_CORES = Cluster(nodes=1, cpus=2)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A run. prompts: of a step, each with 8 samples."""
+
+    size: str
+    ranks: int = 1
+    engines: int = 1
+    staleness: int = 0
+    shared: bool = True
+    prompts: int = 16
+    prompt: int = PROMPT
+
+    @property
+    def name(self) -> str:
+        shared = "" if self.shared else ", prompts not shared"
+        return f"{self.size}, {self.ranks} ranks, {self.engines} engines, staleness {self.staleness}{shared}"
+
+
+CALIBRATION = (
+    Setting("2M", prompts=12, prompt=48),
+    Setting("13M", prompts=8, prompt=48),
+    Setting("2M", ranks=2, engines=2, prompts=12, prompt=48),
+)
+SETTINGS = (
+    Setting("1M"),
+    Setting("5M"),
+    Setting("20M"),
+    Setting("1M", ranks=2, engines=2),
+    Setting("5M", ranks=2, engines=2),
+    Setting("20M", ranks=2, engines=2),
+    Setting("5M", engines=2),
+    Setting("5M", ranks=2),
+    Setting("5M", staleness=1),
+    Setting("5M", staleness=2),
+    Setting("20M", staleness=1),
+    Setting("5M", shared=False),
+)
+HEADER = """# Predicted and measured steps
+
+Written by `python -m tests.benchmarks.step_time` on 2 CPU cores. The time model (`balancing/time_model`) was fitted to
+{calibration} runs of other sizes, prompts and batches. It predicted these {count} runs before they were made: random
+models, {prompts} prompts x 8 samples a step, prompts of {prompt} tokens, responses of 64 on average and {longest} at
+most. Seconds are medians over {steps} steps. Goals: phases within 25 %, steps within 15 %, and the right order of any
+two runs that differ by more than 15 %.
+
+"""
+
+
+def make_inputs(folder: Path, setting: Setting) -> list[str]:
+    """A random model and prompts in the folder; returns the command line's settings."""
+    width, layers = SIZES[setting.size]
+    model, train = folder / f"model-{setting.size}", folder / f"prompts-{setting.prompt}.jsonl"
+    if not model.exists():
+        create_model(model, seed=0, width=width, layers=layers, vocabulary=VOCABULARY, positions=512)
+    rng = random.Random(0)
+    rows = [{"prompt": "".join(rng.choices("0123456789", k=setting.prompt)), "solution": "12#3"} for _ in range(512)]
+    train.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (folder / "config.yaml").write_text("")
+    return [
+        f"model.path={model}",
+        f"model.share_prefixes={'auto' if setting.shared else 'never'}",
+        f"data.train={train}",
+        f"data.max_prompt_tokens={setting.prompt}",
+        f"batch.prompts_per_step={setting.prompts}",
+        "rollout.samples_per_prompt=8",
+        f"rollout.sampling.max_new_tokens={LONGEST}",
+        f"rollout.replicas={setting.engines}",
+        "rollout.threads=1",
+        "rollout.cpu_kv_cache_gib=0.5",
+        "policy.threads=1",
+        f"policy.data_parallel={setting.ranks}",
+        "policy.max_tokens_per_micro_batch=2048",
+        "policy.optimizer.learning_rate=1e-6",
+        "algorithm.zero_variance_groups=keep",
+        "reward.function=examples.addition.reward:reward",
+        "tracking.tensorboard=false",
+        *([f"rollout.max_staleness={setting.staleness}"] if setting.staleness else []),
+    ]
+
+
+def run(folder: Path, setting: Setting, number: int) -> Path:
+    """Make a run, and return its folder."""
+    options = [*make_inputs(folder, setting), f"run.dir={folder / 'runs'}", f"run.name={number}"]
+    command = [sys.executable, "-m", "controller.fit", "--config", str(folder / "config.yaml"), *options]
+    subprocess.run([*command, f"run.steps={WARM_UP + STEPS}"], check=True, stdout=subprocess.DEVNULL)
+    return folder / "runs" / str(number)
+
+
+def predicted(folder: Path, setting: Setting, machine: Machine, efficiency: Efficiency) -> StepTime:
+    """Predict a setting. Lengths are geometric, as the random models make them."""
+    config = load(folder / "config.yaml", make_inputs(folder, setting))
+    rng = random.Random(1)
+    responses = [min(LONGEST, 1 + int(rng.expovariate(1 / 63.5))) for _ in range(10_000)]
+    work, layout = workload_of(config, responses, [setting.prompt]), layout_of(config, TWO_CORES)
+    return step_time(shape_of(config), layout, work, machine, efficiency)
+
+
+def phases_of(found: StepTime) -> dict[str, float]:
+    """The prediction, by the phases that a run measures."""
+    seconds = {name: phase.seconds for name, phase in found.phases.items()}
+    update = sum(seconds[name] for name in ("update", "collectives", "optimizer"))
+    return {
+        "rollout": sum(seconds[name] for name in ("prefill", "decode", "reward")),
+        "update": update,
+        "weights": seconds["transfer"],
+        "step": found.seconds,
+    }
+
+
+def predict(folder: Path) -> dict[str, Any]:
+    """Fit to the calibration runs, and predict all settings."""
+    found = [measured(run(folder, setting, number)) for number, setting in enumerate(CALIBRATION)]
+    machine, efficiency = fit(found, MACHINES["cpu"])
+    settings = {each.name: phases_of(predicted(folder, each, machine, efficiency)) for each in SETTINGS}
+    return {"machine": asdict(machine), "efficiency": asdict(efficiency), "predicted": settings}
+
+
+def observed(folder: Path, setting: Setting, number: int) -> dict[str, float]:
+    """Medians over the counted steps of a run."""
+    rows = RunFolder(run(folder, setting, number)).metrics
+    counted = [row for row in rows if row["step"] > WARM_UP]
+    names = {"rollout": "time/rollout_s", "update": "time/update_s", "weights": "time/weights_s", "step": "time/step_s"}
+    return {name: statistics.median(row[key] for row in counted) for name, key in names.items()}
+
+
+def page(predictions: dict[str, Any], found: dict[str, dict[str, float]]) -> str:
+    """The table, and how many pairs of runs are in the right order."""
+    lines = [
+        "| run | " + " | ".join(f"{name}, s" for name in ("rollout", "update", "weights", "step")) + " | step off |"
+    ]
+    lines += ["| --- | ---: | ---: | ---: | ---: | ---: |"]
+    for name, real in found.items():
+        said = predictions[name]
+        stale = not name.endswith("staleness 0") and "staleness 0," not in name  # phases overlap
+        shown = {key: f"{said[key]:.2f} / {real[key]:.2f}" for key in real}
+        cells = ["" if stale and key == "rollout" else text for key, text in shown.items()]
+        lines.append(f"| {name} | {' | '.join(cells)} | {said['step'] / real['step'] - 1:+.0%} |")
+    right, pairs = order(predictions, found)
+    text = HEADER.format(
+        calibration=len(CALIBRATION), count=len(found), prompts=16, prompt=PROMPT, longest=LONGEST, steps=STEPS
+    )
+    return text + "\n".join(lines) + f"\n\nPredicted / measured. {right} of {pairs} pairs are in the right order.\n"
+
+
+def order(predictions: dict[str, Any], found: dict[str, dict[str, float]]) -> tuple[int, int]:
+    """Pairs of runs in the right order, and pairs that differ by more than 15 %."""
+    names = list(found)
+    pairs = [(a, b) for i, a in enumerate(names) for b in names[:i]]
+    pairs = [(a, b) for a, b in pairs if abs(found[a]["step"] / found[b]["step"] - 1) > 0.15]
+    right = [
+        (found[a]["step"] > found[b]["step"]) == (predictions[a]["step"] > predictions[b]["step"]) for a, b in pairs
+    ]
+    return sum(right), len(pairs)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--predict", action="store_true", help=f"write {PREDICTIONS}")
+    parser.add_argument("--measure", action="store_true", help=f"write {PAGE}")
+    arguments = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        if arguments.predict:
+            PREDICTIONS.write_text(json.dumps(predict(folder), indent=1) + "\n")
+            print(PREDICTIONS.read_text())
+        if arguments.measure:
+            predictions = json.loads(PREDICTIONS.read_text())["predicted"]
+            found = {}
+            for number, setting in enumerate(SETTINGS, start=100):
+                found[setting.name] = observed(folder, setting, number)
+                print(f"{setting.name}: {predictions[setting.name]}, measured {found[setting.name]}", flush=True)
+            PAGE.write_text(page(predictions, found))
+            print(PAGE.read_text())
+
+
+if __name__ == "__main__":
+    main()
