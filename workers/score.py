@@ -20,7 +20,7 @@ class Score:
     validation. failure: why there is no score, with a reward of 0. turns: of an episode, the texts after the record's
     prompt, as {"policy": text}, {"environment": text} or {"inserted": text}. credit: of each turn of an episode
     (sampled tokens, reward, hash of what the environment said before it). session: of an agent, `Session.told`.
-    judgement: the judge's last answer.
+    judgement: the judge's last answer. scored: when it was known, in seconds since 1970, or 0.
     """
 
     reward: float
@@ -32,6 +32,7 @@ class Score:
     credit: tuple[tuple[int, float, int], ...] = ()
     session: tuple[dict[str, Any], ...] = ()
     judgement: str = ""
+    scored: float = field(default=0.0, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "turns", tuple(self.turns))  # JSON has only lists

@@ -51,7 +51,7 @@ class Case:
 
     def judged(self, weight: float) -> Score:
         """Return the score with the mean grade. Without a grade the sample fails, and its turns earned nothing."""
-        score = replace(self.score, judgement=self.answer)
+        score = replace(self.score, judgement=self.answer, scored=time.time())
         if score.failure:
             return score
         if not self.grades:

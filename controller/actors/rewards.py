@@ -4,6 +4,7 @@ begin --> Scoring: block of finished samples --submit--> actor --collect, ready-
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import ray
 
@@ -88,7 +89,8 @@ class RewardPool:
         found = {}
         for result, score in zip(results, scores, strict=True):
             if result.environment is not None:
-                score = add_environment(score, result.environment, as_part=self._adds)
+                joint = add_environment(score, result.environment, as_part=self._adds)
+                score = replace(joint, scored=score.scored)
             found[result.key] = self.checked(result.key, score)
         return found
 

@@ -10,9 +10,11 @@
     policy dp=0     measured micro-steps over planned ones
 
 A record holds, with times in seconds since 1970 and actors by their names: `phases` [name, start, end],
-`samples` {actor: [start, end, response tokens]}, `weights` {actor: [start, end, version]},
+`samples` {actor: [start, end, response tokens, prompt tokens, prompt, score delay]}, `weights` {actor: [start, end,
+version]},
 `micro_steps` {actor: [pass, start, end, tokens, squared tokens, and these of images]}, and `cost`, the coefficients of
-the cost model in this order.
+the cost model in this order. `prompt`: its number, -1 for samples that no step trains on. `score delay`: seconds from
+the sample's end to its score.
 Times are by the clock of the machine where something happened: on several nodes, keep the clocks together (NTP).
 
 Planned widths are in proportion to what the cost model predicts, and each pass is scaled to its measured duration. A
@@ -36,6 +38,7 @@ from workers.errors import DataError
 if TYPE_CHECKING:
     from workers.model.timing import MicroStepTime
     from workers.rollout.requests import SampleResult, WeightLoad
+    from workers.score import Score
 
 RECORD = "timeline.jsonl"
 Event = dict[str, Any]
@@ -60,11 +63,17 @@ class TimelineRecorder:
         """Record a phase of the driver, in times of `time.perf_counter`."""
         self._phases.append([name, round(_ORIGIN + start, 6), round(_ORIGIN + end, 6)])
 
-    def samples(self, results: Iterable["SampleResult"]) -> None:
-        """Record time and engine of every sample that reached an engine."""
+    def samples(
+        self, results: Iterable["SampleResult"], scores: Mapping[tuple[str, int], "Score"], *, trains: bool = True
+    ) -> None:
+        """Record time and engine of every sample that reached an engine. trains: whether for a step's training."""
         for result in results:
             if result.replica >= 0:
-                row = [*_interval(result.start, result.seconds), result.response_tokens]
+                start, end = _interval(result.start, result.seconds)
+                scored = scores[result.key].scored if result.key in scores else 0.0
+                prompt = int(result.uid) if trains else -1
+                delay = round(max(0.0, scored - end), 6)
+                row = [start, end, result.response_tokens, result.prompt_tokens, prompt, delay]
                 self._add("samples", f"rollout {result.replica}", [row])
 
     def weight_loads(self, loads: Mapping[str, Sequence["WeightLoad"]]) -> None:
@@ -153,7 +162,7 @@ def _metadata(process: Mapping[str, int]) -> Iterator[Event]:
 def _generation(process: int, rows: Sequence[list[float]], step: int) -> Iterator[Event]:
     """Return an engine's generation as a slice per uninterrupted stretch, and the number of samples at a time."""
     stretches: list[list[float]] = []  # start, end, samples, tokens
-    for start, end, tokens in sorted(rows):
+    for start, end, tokens, *_ in sorted(rows):
         if stretches and start <= stretches[-1][1]:
             last = stretches[-1]
             stretches[-1] = [last[0], max(last[1], end), last[2] + 1, last[3] + tokens]
@@ -161,7 +170,7 @@ def _generation(process: int, rows: Sequence[list[float]], step: int) -> Iterato
             stretches.append([start, end, 1, tokens])
     for start, end, samples, tokens in stretches:
         yield _slice(process, 1, "generate", start, end, step=step, samples=samples, tokens=tokens)
-    changes = sorted([(start, 1) for start, _, _ in rows] + [(end, -1) for _, end, _ in rows])
+    changes = sorted([(start, 1) for start, *_ in rows] + [(end, -1) for _, end, *_ in rows])
     running = 0
     for moment, group in groupby(changes, key=lambda change: round(change[0] * 1e6)):
         running += sum(change for _, change in group)

@@ -171,13 +171,19 @@ class RolloutBuffer:
                 advance(len(found))
 
             finished, router = self.roles.rollouts.generate(requests, sampling, on_results=score)
-        return self.assembled(finished, scoring.collect(), router.dropped, router.retried)
+        return self.assembled(finished, scoring.collect(), router.dropped, router.retried, trains=step > 0)
 
     def assembled(
-        self, finished: Sequence[Sample], scores: Mapping[Key, Score], dropped: Sequence[SampleResult], retried: int
+        self,
+        finished: Sequence[Sample],
+        scores: Mapping[Key, Score],
+        dropped: Sequence[SampleResult],
+        retried: int,
+        *,
+        trains: bool = True,
     ) -> RolloutBatch:
         """Record finished samples and join them with their scores. Raises as `assemble`."""
-        self.record.timeline.samples([*(result for result, _ in finished), *dropped])
+        self.record.timeline.samples([*(result for result, _ in finished), *dropped], scores, trains=trains)
         rollout = assemble(
             finished,
             scores,

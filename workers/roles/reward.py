@@ -6,6 +6,7 @@ In an episode the functions score the policy's last turn. Everything after the p
 """
 
 import itertools
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -59,10 +60,11 @@ class RewardWorker:
             Call(i, self._text(ids), request.columns | _pictures(request, found) | self._raw(ids))
             for i, (ids, request, found) in enumerate(zip(last, requests, images, strict=True))
         ]
-        scores = self._process.run(calls)
+        scores, scored = self._process.run(calls), time.time()
         return [
             replace(
                 scores[i],
+                scored=scored,
                 response=self._text(row["input_ids"][request.prompt_tokens :]),
                 turns=self._turns(
                     row["input_ids"][request.prompt_tokens :], row["weight_versions"][request.prompt_tokens :]

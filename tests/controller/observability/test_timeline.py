@@ -25,7 +25,7 @@ def sample(replica: int, start: float, seconds: float, tokens: int = 10) -> Samp
 def recorder() -> TimelineRecorder:
     """Two engines and two ranks: 0.3 s of generation, two micro-steps of which the second is twice the work."""
     recorder = TimelineRecorder()
-    recorder.samples([sample(0, 0.0, 0.2), sample(0, 0.1, 0.2), sample(1, 0.0, 0.1), sample(-1, 0.0, 0.0)])
+    recorder.samples([sample(0, 0.0, 0.2), sample(0, 0.1, 0.2), sample(1, 0.0, 0.1), sample(-1, 0.0, 0.0)], {})
     measured = {
         "policy dp=0": [(1.0, 0.2, 10, 60), (1.2, 0.4, 20, 240)],
         "policy dp=1": [(1.0, 0.1, 10, 60), (1.2, 0.3, 20, 240)],
@@ -84,7 +84,7 @@ def test_planned_widths_are_in_proportion_to_the_cost_model_and_last_as_long_as_
 def test_slices_of_a_track_never_cross(ranks: list, generated: list) -> None:
     """Whatever was measured, also by ranks that differ in their number of micro-steps."""
     found = TimelineRecorder()
-    found.samples([sample(replica, start, seconds) for replica, start, seconds in generated])
+    found.samples([sample(replica, start, seconds) for replica, start, seconds in generated], {})
     times = {}
     for number, steps in enumerate(ranks):
         begin, rows = START, []
