@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import zip_longest
 from math import inf
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,8 @@ REPLAYED = (
 """Settings whose effect is computed. Others change the recorded times themselves."""
 ON_RANKS = ("log_probs", "update", "advantages")
 """Phases in which all ranks compute."""
+FITS = 5
+"""Repetitions of a fit whose terms depend on its result."""
 WARM_UP_SHARE = 0.1
 """Share of the first steps, at least one, that do not count."""
 
@@ -98,10 +101,10 @@ class RecordedRun:
 
     @cached_property
     def _samples(self) -> dict[int, list[SimulatedSample]]:
-        """Samples by their prompt's number."""
+        """Samples by their prompt's number, in the order of their start."""
         found: dict[int, list[SimulatedSample]] = {}
         for record in self._steps:
-            for _, _, response, prompt, number, delay in _samples(record):
+            for _, _, response, prompt, number, delay in sorted(_samples(record), key=itemgetter(0)):
                 if number >= 0:
                     found.setdefault(number, []).append(SimulatedSample(response, prompt, delay))
         return found
@@ -156,30 +159,38 @@ class RecordedRun:
     def speed(self) -> EngineSpeed:
         """Fit the speed of engines to the duration of every sample, with relative errors.
 
-        seconds ~ step * its tokens + sample * tokens of all samples meanwhile + prompt_token * new prompts meanwhile
+        seconds ~ tokens * (step + sample * mean batch of its steps) + prompt_token * tokens of prompts that began
+        meanwhile. The mean batch follows from the speed, so the fit is repeated.
         """
-        rows = np.concatenate([list(self._terms(*each)) for each in _by_engine(self._records).items()])
-        design, seconds = rows[:, :3], rows[:, 3:]
-        return EngineSpeed(*non_negative_least_squares(design / seconds, np.ones(len(rows))).tolist())
+        speed, engines = EngineSpeed(1.0, 0.0, 0.0), _by_engine(self._records)
+        for _ in range(FITS):
+            terms = np.concatenate([self._terms(engine, rows, speed) for engine, rows in engines.items()])
+            terms = terms[terms[:, 3] > 1e-3]
+            speed = EngineSpeed(*non_negative_least_squares(terms[:, :3] / terms[:, 3:], np.ones(len(terms))).tolist())
+        return speed
 
-    def _terms(self, engine: str, rows: np.ndarray) -> Iterator[tuple[float, float, float, float]]:
-        """Yield the terms of `speed` and the seconds of each sample. rows: as in the timeline, by start."""
-        loads = [load for record in self._records for load in record["weights"].get(engine, ())]
+    def _terms(self, engine: str, rows: np.ndarray, speed: EngineSpeed) -> np.ndarray:
+        """Return the terms of `speed` and the seconds of each sample, [samples, 4]. rows: of the timeline, by start."""
         starts, ends, tokens = rows[:, 0], rows[:, 1], np.maximum(1.0, rows[:, 2])
-        rate = tokens / np.maximum(ends - starts, 1e-6)
         moments = np.concatenate([starts, ends])
         order = np.argsort(moments, kind="stable")
-        rates = np.cumsum(np.concatenate([rate, -rate])[order])[:-1]
-        made = np.append(0.0, np.cumsum(np.diff(moments[order]) * rates))
+        batch = np.cumsum(np.repeat([1.0, -1.0], len(rows))[order])[:-1]
+        moments = moments[order]
+        steps = np.diff(moments) / np.maximum(1e-9, speed.step + speed.sample * batch)
+        of_engine, of_samples = (
+            np.diff(np.interp(rows[:, :2], moments, np.append(0.0, np.cumsum(each))))[:, 0]
+            for each in (steps, steps * batch)
+        )
         new = np.zeros(len(rows))
-        new[np.unique(rows[:, 4], return_index=True)[1]] = 1.0
-        prompts = np.append(0.0, np.cumsum(rows[:, 3] * new))
-        decoded = np.diff(np.interp(np.column_stack([starts, ends]), moments[order], made))[:, 0]
-        read = prompts[np.searchsorted(starts, ends)] - prompts[np.searchsorted(starts, starts)]
-        for place, (start, end) in enumerate(rows[:, :2]):
-            stopped = sum(max(0.0, min(end, until) - max(start, since)) for since, until, _ in loads)
-            if (seconds := self._seconds(start, end) - stopped) > 1e-3:
-                yield float(tokens[place]), float(decoded[place]), float(read[place]), seconds
+        new[np.unique(rows[:, 4], return_index=True)[1]] = 1.0  # the prefix cache has the prompt of a group's others
+        read = np.append(0.0, np.cumsum(rows[:, 3] * new))
+        begun = read[np.searchsorted(starts, ends)] - read[np.searchsorted(starts, starts)]
+        loads = [load for record in self._records for load in record["weights"].get(engine, ())]
+        seconds = [
+            self._seconds(start, end) - sum(max(0.0, min(end, until) - max(start, since)) for since, until, _ in loads)
+            for start, end in rows[:, :2]
+        ]
+        return np.column_stack([tokens, tokens * of_samples / np.maximum(of_engine, 1e-12), begun, seconds])
 
     @cached_property
     def _pause(self) -> float:
@@ -296,7 +307,7 @@ def table(prediction: Prediction) -> list[str]:
     waited = [sum(s.waited for s in steps) / sum(s.seconds for s in steps) for steps in columns]
     idle = [sum(s.engines_idle * s.seconds for s in steps) / sum(s.seconds for s in steps) for steps in columns]
     ages = [[age for step in steps for age in step.ages] for steps in columns]
-    row = "{:<28}{:>12}{:>12}{:>12}".format
+    row = "{:<26}{:>12}{:>12}{:>12}".format
     rates = (prediction.recorded, prediction.simulated, prediction.changed)
     gain, error = prediction.changed / prediction.simulated, prediction.simulated / prediction.recorded - 1.0
     return [
@@ -307,8 +318,8 @@ def table(prediction: Prediction) -> list[str]:
         row("engines idle", "", *(f"{share:.0%}" for share in idle)),
         row("age of groups, mean", "", *(f"{np.mean(each):.1f}" for each in ages)),
         row("age of groups, largest", "", *(f"{max(each)}" for each in ages)),
-        f"predicted: {prediction.steps_per_hour:,.1f} steps an hour, {gain:.2f} times the recorded "
-        f"(simulated as recorded: {error:+.1%})",
+        f"predicted: {prediction.steps_per_hour:,.1f} steps an hour, {gain:.2f} times the recorded",
+        f"error of the simulation, with the recorded settings: {error:+.1%}",
     ]
 
 
