@@ -57,8 +57,10 @@ class EngineSteps:
         flops = 2 * shape.active * batch / (machine.flops(layout.dtype) * efficiency.prefill * layout.engine_tp)
         host = machine.engine_step + machine.engine_layer * shape.layers + machine.engine_sequence * batch
         if layout.engine_tp > 1:
-            sent = 4 * shape.layers * batch * shape.hidden * layout.bytes / (1e9 * machine.link * efficiency.link)
-            host = host + sent + 2 * shape.layers * machine.kernel
+            near = layout.engine_tp <= layout.gpus_per_node
+            bus = machine.bus(layout.engine_tp, layout.gpus_per_node) * efficiency.link
+            sent = 4 * shape.layers * batch * shape.hidden * layout.bytes / bus
+            host = host + sent + 2 * shape.layers * machine.latency * (0.5 if near else 2.0)
         return weights, read, flops, host
 
     def seconds(self, batch: Floats, tokens: Floats) -> Floats:
@@ -134,8 +136,8 @@ def generation(
     costs = {"weights": weights, "keys and values": read, "host": host}
     shares = {name: float(steps @ part) for name, part in costs.items()}
     shares["FLOPs"] = float(steps @ np.maximum(flops - weights - read, 0))
-    mean_end = workload.responses.sum() / layout.engines / max(1.0, min(slots, workload.samples / layout.engines))
-    busy = min(1.0, float(mean_end / steps.sum())) if layout.engines > 1 else 1.0
+    longest = np.sort(workload.responses)[-layout.engines :]
+    busy = float(1 - (longest[-1] - longest.mean()) / steps.sum())
     return Generation(prefill, decode, steady, slots, busy, max(shares, key=lambda name: shares[name]))
 
 

@@ -17,6 +17,7 @@ from packaging.requirements import Requirement
 
 from controller.config.model_files import check_whole, read_model_files
 from controller.doctor.report import Finding, fail, ok, warn
+from controller.doctor.speed import speed
 from workers import allocator
 from workers.errors import ConfigError
 
@@ -55,6 +56,7 @@ def look(
         versions(requirements),
         gpu_findings(cards, problem, on_gpus),
         *allocator_findings(cards),
+        speed(cuda=bool(cards)),
         shared_memory(shm_gib, len(cards), object_store_gib),
         network(address, nodes),
         *run_folder(marker),

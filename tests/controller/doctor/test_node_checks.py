@@ -24,7 +24,7 @@ from tests.controller.config_workspace import write_model
 from workers import allocator
 
 OK, WARN, FAIL = Status.OK, Status.WARN, Status.FAIL
-NODE_LINES = ("versions", "GPUs", "/dev/shm", "network")
+NODE_LINES = ("versions", "GPUs", "speed", "/dev/shm", "network")
 """Names of the findings about a node without a run's folder and models."""
 CARD = Gpu("NVIDIA H100 80GB HBM3", 79.1, 78.5)
 
