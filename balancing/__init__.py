@@ -9,6 +9,7 @@ prefix_packing   one mini-batch with shared prefixes (prefixes), each computed o
 packing          sequences into micro-batches under caps: filling, exchange, padded
 partition        k sets of equal weight
 cost_model       costs of sequences, counted from a model config or fitted to measurements
+context_degrees  by micro-step: how many ranks share a sequence
 alignment        padding and chunks for context parallelism
 pipeline         order of passes on each stage (pipeline_plan, pipeline_time, micro_step_targets: least makespan)
 time_model       seconds of a step on a described cluster
@@ -18,15 +19,18 @@ analysis         statistics, explanations, comparisons, charts, `python -m balan
 
 from balancing.analysis.explain import explain
 from balancing.analysis.statistics import plan_statistics
+from balancing.context_degrees import ContextDegrees
 from balancing.cost_model import CostFit, CostModel
 from balancing.errors import BalancingError
+from balancing.mini_batch import RankMiniBatch, RankPlan
 from balancing.packing import pack
 from balancing.partition import partition
 from balancing.pipeline import Pipeline
-from balancing.plan import Plan, RankMiniBatch, RankPlan, plan_batch
+from balancing.plan import Plan, plan_batch
 
 __all__ = [
     "BalancingError",
+    "ContextDegrees",
     "CostFit",
     "CostModel",
     "Pipeline",

@@ -19,13 +19,14 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from balancing.analysis.comparison import GIVEN, ON_PIPELINES, OURS, SMALL_ENDS, STRATEGIES, Batch, Outcome, compare
+from balancing.analysis.comparison import OURS, SMALL_ENDS, STRATEGIES, Batch, Outcome, compare
 from balancing.analysis.distributions import ADVERSARIAL, DEFAULT_CAP, DISTRIBUTIONS, draw
 from balancing.analysis.explain import explain
 from balancing.analysis.gantt import Chart, chart_of_ranks, chart_of_stages, figure_of
 from balancing.analysis.lengths_file import PREFIXES, read_column, read_json, read_lengths, recorded_arguments, run_step
 from balancing.analysis.statistics import time_grids
-from balancing.cost_model import SEVEN_BILLION, CostModel
+from balancing.context_degrees import ContextDegrees
+from balancing.cost_model import SEVEN_BILLION, CostModel, exchange_share
 from balancing.errors import BalancingError, LengthFileError, OptionError
 from balancing.pipeline import Pipeline
 from balancing.plan import plan_batch
@@ -65,11 +66,11 @@ def _run(options: argparse.Namespace) -> None:
         source = f"Step {record.get('step')} of {options.lengths}, {how}. Options given here come first.\n"
         console.print(source, markup=False, highlight=False, soft_wrap=True)
     batch = _batch(options, recorded)
-    names = list(ON_PIPELINES if batch.pipeline else STRATEGIES)
-    before = options.before or (SMALL_ENDS if batch.pipeline else GIVEN)
-    if before not in names:
-        raise OptionError(f"--before {before}: not compared here. Choose one of {', '.join(names[:-1])}.")
     outcomes = {outcome.name: outcome for outcome in compare(batch)}
+    names = [name for name in outcomes if not name.startswith(OURS)]
+    before = options.before or (SMALL_ENDS if batch.pipeline else names[0])
+    if before not in names:
+        raise OptionError(f"--before {before}: not compared here. Choose one of {', '.join(names)}.")
     console.print(_table(batch, list(outcomes.values())))
     console.print(f"\n{explain(batch.plan(**batch.prefixes))}", markup=False, highlight=False)
     if options.png:
@@ -92,11 +93,14 @@ def _batch(options: argparse.Namespace, recorded: Mapping[str, Any]) -> Batch:
         drawn = np.random.default_rng(options.seed).permutation(len(lengths))
         arguments["mini_batches"] = [np.sort(rows) for rows in np.array_split(drawn, count)]
     if options.model or "cost_model" not in arguments:
-        arguments["cost_model"] = _cost_model(options.model)
+        arguments["cost_model"] = CostModel.from_model_config(_config(options.model))
     if options.virtual_stages and not options.pipeline:
         raise OptionError("--virtual-stages cuts the stages of a pipeline. Give --pipeline too.")
     if options.pipeline:
         arguments |= {"pipeline": Pipeline(options.pipeline, options.virtual_stages or 1), "order": None}
+    if options.context_parallel:
+        share = exchange_share(_config(options.model))
+        arguments["context_degrees"] = ContextDegrees(options.context_parallel, share)
     prefixes = _prefixes(options) or {name: recorded[name] for name in PREFIXES if name in recorded}
     return Batch(lengths, arguments, prefixes)
 
@@ -121,14 +125,14 @@ def _prefixes(options: argparse.Namespace) -> dict[str, NDArray[np.int64]]:
     return {"prefix_groups": np.unique(names, return_inverse=True)[1], "prefix_lengths": tokens}
 
 
-def _cost_model(path: Path | None) -> CostModel:
+def _config(path: Path | None) -> dict[str, Any]:
     if path is None:
-        return CostModel.from_model_config(SEVEN_BILLION)
+        return SEVEN_BILLION
     file = path / "config.json" if path.is_dir() else path
     config = read_json(file)
     if not isinstance(config, dict):
         raise LengthFileError(f"{file} is not a model config: it holds no object")
-    return CostModel.from_model_config(config)
+    return config
 
 
 def _table(batch: Batch, outcomes: Sequence[Outcome]) -> Table:
@@ -196,6 +200,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-tokens", type=_at_least_one, metavar="N", help="cap of a micro-batch (twice the longest sequence)")
     add("--model", type=Path, metavar="CONFIG", help="Hugging Face config.json or its folder (a 7B)")
     add("--pipeline", type=_at_least_one, metavar="P", help="pipeline stages on each rank (no pipeline)")
+    add("--context-parallel", type=_at_least_one, metavar="C", help="most ranks that share a sequence (1)")
     add("--virtual-stages", type=_at_least_one, metavar="V", help="chunks of layers on each stage (1)")
     picture = parser.add_argument_group("picture")
     picture.add_argument("--png", type=Path, help="Gantt charts before and after")

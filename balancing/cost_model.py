@@ -57,6 +57,25 @@ def forward_flops(config: Mapping[str, Any] | object) -> tuple[float, float]:
     return 2.0 * weights, float(layers * width_attention)
 
 
+FLOPS_PER_BYTE = 1_100.0
+"""FLOPs of a GPU while a link sends a byte: 5e14 FLOP/s and 4.5e11 B/s (H100 SXM, NVLink, one direction)."""
+
+
+def exchange_share(config: Mapping[str, Any] | object, *, ring: bool = False) -> float:
+    """Return the time to send a token's heads to other ranks, as a share of its matrix products (`ContextDegrees`).
+
+    Ulysses sends queries, keys, values and outputs, a ring keys and values, 2 bytes an element. Backward sends as much
+    again and computes twice as much. Transfers that computation hides count too. Raises CostModelError for a missing
+    key.
+    """
+    fields = _Fields(config)
+    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    kv_heads = fields.integer("num_key_value_heads", default=heads)
+    sent = 2 * (kv_heads if ring else heads + kv_heads) * fields.integer("head_dim", default=hidden // heads)
+    linear = TRAINING_FACTOR * forward_flops(config)[0]
+    return 2 * 2 * sent * fields.integer("num_hidden_layers") * FLOPS_PER_BYTE / linear
+
+
 def image_flops(config: Mapping[str, Any] | object) -> tuple[float, float, float]:
     """Count a vision tower's forward FLOPs per image token and squared image token, and its patches per image token.
 

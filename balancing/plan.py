@@ -13,10 +13,9 @@ Invariants:
   the normalisers of a mini-batch are global numbers that do not depend on how it is split.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
 from math import lcm
 from typing import Any, Literal
 
@@ -24,20 +23,22 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from balancing.alignment import round_up
-from balancing.assignment import Order, Request, Schedule, Start, computed_weights
+from balancing.assignment import Order, Request, Schedule, computed_weights
 from balancing.baselines import PUBLISHED, schedule_rank_locally
+from balancing.context_degrees import Classes, ContextDegrees, Part, fastest_parts
 from balancing.cost_model import CostModel
-from balancing.errors import LengthError, OptionError
-from balancing.grouping import Caps, Floats, Grouping, Integers
+from balancing.errors import OptionError
+from balancing.grouping import Caps, Floats, Integers
 from balancing.image_patches import Images, ImagesOf
 from balancing.lower_bounds import fewest_bins
+from balancing.mini_batch import MiniBatch, RankMiniBatch, RankPlan, degree_of
 from balancing.packing import CountRule, Layout
 from balancing.patch_cap import MORE_STEPS, spread_patches
 from balancing.pipeline import Pipeline
 from balancing.pipeline_plan import Work, schedule_on_pipeline
 from balancing.pipeline_time import makespan
 from balancing.prefix_packing import schedule_with_prefixes
-from balancing.prefixes import PrefixTree, SharedPrefixes
+from balancing.prefixes import SharedPrefixes, checked_prefixes
 from balancing.schedule import arranged, schedule_evenly, schedule_in_order
 from balancing.validation import (
     check_fits,
@@ -52,80 +53,6 @@ from balancing.validation import (
 
 PlanAlgorithm = Literal["karmarkar_karp", "load_balance", "none", "verl", "roll", "mindspeed_rl"]
 """`load_balance` is an alias of `karmarkar_karp`."""
-
-
-@dataclass(frozen=True, eq=False)
-class MicroStep:
-    """Micro-batches that run at the same time. ranks[r]: int64, ascending, may be empty."""
-
-    ranks: tuple[Integers, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class MiniBatch:
-    """One optimiser step.
-
-    rows: int64 [sequences], by micro-step, then rank, ascending in each micro-batch.
-    bounds: int64 [steps * ranks + 1]. Micro-batch `i = step * ranks + rank` is `rows[bounds[i] : bounds[i + 1]]`.
-    start: the initial assignment before refinement, or the algorithm.
-    tokens, loss_tokens, sequences, groups: totals over all ranks, by which losses divide. Sequences and groups without
-    a loss token do not count.
-    """
-
-    rows: Integers = field(repr=False)
-    bounds: Integers = field(repr=False)
-    steps: int
-    start: Start
-    tokens: int
-    loss_tokens: int
-    sequences: int
-    groups: int | None = None
-
-    @property
-    def micro_steps(self) -> tuple[MicroStep, ...]:
-        """Return views of `rows`. They are built at every access, so that a pickled plan has only two arrays."""
-        parts = [self.rows[start:stop] for start, stop in pairwise(self.bounds.tolist())]
-        ranks = len(parts) // self.steps
-        return tuple(MicroStep(tuple(parts[first : first + ranks])) for first in range(0, len(parts), ranks))
-
-    def sums(self, values: Integers | Floats) -> Floats:
-        """Sum `values`, one per sequence of the global batch, over micro-batches: float64 [steps, ranks]."""
-        return self._micro_batches().sums(values[self.rows]).reshape(self.steps, -1)
-
-    def predicted_times(self, workloads: Floats, layout: Layout) -> Floats:
-        """Return micro-batch times, float64 [steps, ranks]. A padded row costs as much as its longest neighbour."""
-        micro_batches, times = self._micro_batches(), workloads[self.rows]
-        times = micro_batches.heaviest(times) if layout == "padded" else times
-        return micro_batches.sums(times).reshape(self.steps, -1)
-
-    def micro_batch_of_rows(self) -> Integers:
-        return np.repeat(np.arange(len(self.bounds) - 1), np.diff(self.bounds))
-
-    def _micro_batches(self) -> Grouping:
-        return Grouping(self.micro_batch_of_rows(), len(self.bounds) - 1)
-
-
-@dataclass(frozen=True)
-class RankMiniBatch:
-    """One rank's part of a mini-batch.
-
-    micro_batches: (start, stop) in `RankPlan.rows`. tokens, loss_tokens, sequences, groups: as in `MiniBatch`.
-    """
-
-    micro_batches: tuple[tuple[int, int], ...]
-    tokens: int
-    loss_tokens: int
-    sequences: int
-    groups: int | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class RankPlan:
-    """One rank's part of a plan. rows: int64, its sequences in order of execution."""
-
-    rank: int
-    rows: Integers
-    mini_batches: tuple[RankMiniBatch, ...]
 
 
 @dataclass(frozen=True)
@@ -145,6 +72,7 @@ class Settings:
     length_multiple: int
     pipeline: Pipeline | None = None
     max_patches: int | None = None
+    context_degrees: ContextDegrees | None = None
 
     def __post_init__(self) -> None:
         optional = ("max_sequences", "max_patches")
@@ -161,6 +89,33 @@ class Settings:
         one_of(self.order, "order", ("descending", "small_ends", "makespan"))
         if self.order == "makespan" and (self.pipeline is None or self.algorithm != "karmarkar_karp"):
             raise OptionError("order='makespan' plans for a pipeline. Pass pipeline and algorithm='karmarkar_karp'.")
+        if self.context_degrees is not None:
+            self._check_degrees(self.context_degrees)
+
+    def _check_degrees(self, degrees: ContextDegrees) -> None:
+        if self.ranks % degrees.maximum:
+            raise OptionError(f"ranks={self.ranks} is not a multiple of context_degrees.maximum={degrees.maximum}")
+        if self.pipeline or self.layout == "padded" or self.algorithm != "karmarkar_karp" or self.multiple_of > 1:
+            raise OptionError(
+                "context_degrees needs the packed layout, algorithm='karmarkar_karp', multiple_of=1 and no pipeline"
+            )
+
+    @property
+    def most_shared(self) -> int:
+        """Return how many ranks may share a micro-batch."""
+        return self.context_degrees.maximum if self.context_degrees else 1
+
+    def at_degree(self, degree: int) -> "Settings":
+        """Return the settings of micro-steps in which so many ranks count as one."""
+        degrees = self.context_degrees
+        costs = degrees.costs(self.cost_model, degree) if degrees else self.cost_model
+        ranks, cap = self.ranks // degree, self.max_tokens * degree
+        return replace(self, ranks=ranks, max_tokens=cap, cost_model=costs, context_degrees=None)
+
+    def workload(self, lengths: Integers, images: Images | None, degree_of: Integers) -> Floats:
+        if self.context_degrees is None:
+            return self.cost_model.workload(lengths, images)
+        return self.context_degrees.workload(self.cost_model, lengths, images, degree_of)
 
     def request(self, sequences: int) -> Request:
         multiple_of = lcm(self.multiple_of, self.pipeline.count_multiple if self.pipeline else 1)
@@ -181,7 +136,7 @@ class Settings:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Result of `plan_batch`. lengths: int64 [n]. workloads: float64 [n], of each sequence alone.
+    """Result of `plan_batch`. lengths: int64 [n]. workloads: float64 [n], of each sequence alone, over all its ranks.
 
     shared: int64 [n], tokens of each sequence that another sequence of its micro-batch computes.
     shared_prefixes, shared, images: None without them.
@@ -224,16 +179,15 @@ class Plan:
     @property
     def computed_workloads(self) -> Floats:
         """Return `workloads` without the work that another sequence of the micro-batch does."""
-        return self.workloads if self.shared is None else self.workloads - self._workload(self.shared)
+        if self.shared is None:
+            return self.workloads
+        return self.workloads - self.settings.workload(self.shared, self.images, degree_of(self.mini_batches))
 
     @property
     def computed_patches(self) -> Floats:
         """Return the patches of each sequence's images, without those that another of the micro-batch computes."""
         found = self.settings.patches(self.images, self.lengths)
         return found if self.shared is None else found - self.settings.patches(self.images, self.shared)
-
-    def _workload(self, lengths: Integers) -> Floats:
-        return self.settings.cost_model.workload(lengths, self.images)
 
     @property
     def prefixes(self) -> dict[str, Any]:
@@ -251,14 +205,14 @@ class Plan:
             raise OptionError(f"rank={rank} is outside this plan, which has ranks={self.ranks}")
         rows, parts, position = [], [], 0
         for mini_batch in self.mini_batches:
-            cuts = []
-            starts, stops = mini_batch.bounds[rank : -1 : self.ranks], mini_batch.bounds[rank + 1 :: self.ranks]
+            cuts, first = [], mini_batch.first_ranks()[:, rank]
+            starts, stops = mini_batch.bounds[first], mini_batch.bounds[first + 1]
             for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
                 rows.append(mini_batch.rows[start:stop])
                 cuts.append((position, position + stop - start))
                 position += stop - start
             counts = (mini_batch.tokens, mini_batch.loss_tokens, mini_batch.sequences, mini_batch.groups)
-            parts.append(RankMiniBatch(tuple(cuts), *counts))
+            parts.append(RankMiniBatch(tuple(cuts), *counts, tuple(mini_batch.degree_of_steps().tolist())))
         return RankPlan(rank, np.concatenate(rows), tuple(parts))
 
     def predicted_times(self) -> list[Floats]:
@@ -299,6 +253,7 @@ def plan_batch(
     tree_depths: ArrayLike | None = None,
     images: ImagesOf | None = None,
     max_patches: int | None = None,
+    context_degrees: ContextDegrees | None = None,
 ) -> Plan:
     """Plan all mini-batches, micro-steps and ranks of a global batch.
 
@@ -326,27 +281,36 @@ def plan_batch(
     `tree_depths` tokens with the one before it in its group, fewer than either has.
     images: the images of each sequence, (first token, tokens) each, or None. A shared prefix shares the images that
     begin in it. max_patches: cap on patches of a micro-batch, `cost_model.patches` an image token. Packed layout only.
+    context_degrees: each micro-step has one of these degrees. Then `ranks` counts each rank of a context-parallel group
+    and `max_tokens` is the cap of one. Needs `karmarkar_karp`, packed rows, `multiple_of=1` and no pipeline.
     Raises LengthError, OptionError, MiniBatchError for bad values, OverCapError for a sequence above a cap, and
     CountError if the counts cannot be kept.
     """
     settings = Settings(
         ranks, max_tokens, max_sequences, min_count, multiple_of, cost_model or CostModel.tokens(), algorithm,
         order or _default_order(pipeline, algorithm), allow_empty, layout, length_multiple, pipeline, max_patches,
+        context_degrees,
     )  # fmt: skip
     tokens = sequence_lengths(lengths)
     sizes = round_up(tokens, settings.length_multiple)
-    check_fits(tokens, sizes, settings.max_tokens)
+    check_fits(tokens, sizes, settings.max_tokens * settings.most_shared)
     in_loss = loss_token_counts(loss_tokens, tokens)
     group_of = None if groups is None else group_names(groups, "groups", len(tokens))
     members = membership(mini_batches, len(tokens))
     found = Images.of(images, len(tokens))
     workloads, patches = settings.cost_model.workload(tokens, found), settings.patches(found, tokens)
     check_patches(patches, settings.max_patches)
-    tree = (tree_order, tree_depths)
-    shared_prefixes = _checked_prefixes(prefix_groups, prefix_lengths, tree, tokens, settings, found)
+    given, tree = (prefix_groups, prefix_lengths), (tree_order, tree_depths)
+    if settings.layout == "padded" and any(each is not None for each in given):
+        raise OptionError("prefix_lengths are shared with layout='packed' only")
+    measure = partial(settings.cost_model.workload, images=found)
+    shared_prefixes = checked_prefixes(*given, *tree, tokens, settings.length_multiple, measure)
     shared_patches = shared_prefixes and shared_prefixes.measured(partial(settings.patches, found))
     batch = _Batch(tokens, sizes, workloads, in_loss, group_of, shared_prefixes, found, patches, shared_patches)
-    planned = [_mini_batch(rows, batch, settings) for rows in members]
+    at_degrees = {each: batch.at_degree(settings, each) for each in context_degrees.choices} if context_degrees else {}
+    planned = [_mini_batch(rows, batch, settings, at_degrees) for rows in members]
+    if context_degrees is not None:
+        workloads = settings.workload(tokens, found, degree_of(planned))
     if shared_prefixes is None:
         return Plan(tuple(planned), tokens, workloads, settings, images=found)
     shared = np.zeros_like(tokens)
@@ -371,6 +335,12 @@ class _Batch:
     patches: Floats
     shared_patches: SharedPrefixes | None
 
+    def at_degree(self, settings: Settings, degree: int) -> "_Batch":
+        """Return the batch with the work of one of `degree` ranks that share each sequence."""
+        workload = partial(settings.at_degree(degree).cost_model.workload, images=self.images)
+        shared = self.shared_prefixes and self.shared_prefixes.costing(workload)
+        return replace(self, workloads=workload(self.tokens), shared_prefixes=shared)
+
     def used(self, rows: Integers, micro_batch: Integers | None = None) -> tuple[Floats, Integers]:
         """Return tokens, work and patches, float64 [3, rows], and groups. micro_batch: None counts each row alone."""
         alone, shared = np.stack([self.sizes[rows], self.workloads[rows], self.patches[rows]]), self.shared_prefixes
@@ -381,74 +351,39 @@ class _Batch:
         return np.stack([alone[0] - tokens, found.computed(alone[1], micro_batch), alone[2] - images]), found.group
 
 
-def _checked_prefixes(
-    groups: ArrayLike | None,
-    lengths: ArrayLike | None,
-    tree: tuple[ArrayLike | None, ArrayLike | None],
-    tokens: Integers,
-    settings: Settings,
-    images: Images | None,
-) -> SharedPrefixes | None:
-    if groups is None and lengths is None:
-        if any(each is not None for each in tree):
-            raise OptionError("tree_order and tree_depths need groups. Pass prefix_groups and prefix_lengths, too.")
-        return None
-    if groups is None or lengths is None:
-        raise OptionError("prefix_groups and prefix_lengths go together. Pass both, or neither.")
-    if settings.layout == "padded":
-        raise OptionError("prefix_lengths are shared with layout='packed' only")
-    names = group_names(groups, "prefix_groups", len(tokens))
-    shared = _shorter(lengths, "prefix_lengths", tokens)
-    largest = np.zeros(names.max() + 1, np.int64)
-    np.maximum.at(largest, names, shared)
-    differs = (largest[names] != shared) & (shared > 0)
-    if differs.any():
-        index = int(np.argmax(differs))
-        raise LengthError(
-            f"prefix_lengths[{index}] is {shared[index]}, but another of prefix_groups={names[index]} has "
-            f"{largest[names[index]]}. A group has one."
-        )
-    # Only whole multiples: then padding a shared row once and padding each sequence keep the same cap.
-    shared = shared - shared % settings.length_multiple
-    found = _tree(*tree, tokens, shared, settings, images)
-    return SharedPrefixes.of(names, shared, settings.cost_model.workload(shared, images), found)
-
-
-def _tree(
-    order: ArrayLike | None,
-    depths: ArrayLike | None,
-    tokens: Integers,
-    prefixes: Integers,
-    settings: Settings,
-    images: Images | None,
-) -> PrefixTree | None:
-    if order is None and depths is None:
-        return None
-    if order is None or depths is None:
-        raise OptionError("tree_order and tree_depths go together. Pass both, or neither.")
-    places = group_names(order, "tree_order", len(tokens))
-    shared = _shorter(depths, "tree_depths", tokens)
-    shared = np.maximum(shared - shared % settings.length_multiple, prefixes)
-    return PrefixTree(places, shared, settings.cost_model.workload(shared, images))
-
-
-def _shorter(values: ArrayLike, name: str, tokens: Integers) -> Integers:
-    shared = group_names(values, name, len(tokens))
-    if (shared >= tokens).any():
-        index = int(np.argmax(shared >= tokens))
-        raise LengthError(f"{name}[{index}] is {shared[index]}, not below lengths[{index}]={tokens[index]}")
-    return shared
-
-
-def _mini_batch(rows: Integers, batch: _Batch, settings: Settings) -> MiniBatch:
-    schedule, ordered = _schedule(rows, batch, settings)
-    micro_batch = schedule.grouping.group_of
-    bounds = np.concatenate([[0], np.cumsum(schedule.grouping.sizes())])
+def _mini_batch(rows: Integers, batch: _Batch, settings: Settings, at_degrees: Mapping[int, _Batch]) -> MiniBatch:
+    if at_degrees:
+        parts = _by_degree(rows, batch, settings, at_degrees)
+    else:
+        parts = [Part(1, *_schedule(rows, batch, settings))]
+    steps = [part.schedule.steps for part in parts]
+    first = np.cumsum([0, *steps]) * settings.ranks
+    places = [at + part.degree * part.schedule.grouping.group_of for at, part in zip(first, parts, strict=False)]
+    micro_batch, ordered = np.concatenate(places), np.concatenate([part.rows for part in parts])
+    bounds = np.concatenate([[0], np.cumsum(np.bincount(micro_batch, minlength=first[-1]))])
     in_order = ordered[np.lexsort((ordered, micro_batch))]
     learned = rows[batch.in_loss[rows] > 0]
     groups = None if batch.group_of is None else len(np.unique(batch.group_of[learned]))
     counts = (int(batch.tokens[rows].sum()), int(batch.in_loss[rows].sum()), len(learned), groups)
-    return MiniBatch(in_order, bounds, schedule.steps, schedule.start, *counts)
+    degrees = np.repeat([part.degree for part in parts], steps) if at_degrees else None
+    return MiniBatch(in_order, bounds, sum(steps), parts[0].schedule.start, *counts, degrees)
+
+
+def _by_degree(rows: Integers, batch: _Batch, settings: Settings, at_degrees: Mapping[int, _Batch]) -> list[Part]:
+    rows = rows[np.lexsort((rows, -batch.sizes[rows], -batch.workloads[rows]))]
+    once = np.zeros_like(rows)
+    used = {degree: each.used(rows, once)[0] for degree, each in at_degrees.items()}
+    weights = {degree: each.workloads[rows] for degree, each in at_degrees.items()}
+    work = {degree: each[1] for degree, each in used.items()}
+    classes = Classes(batch.sizes[rows], weights, used[1][0], work, settings.ranks, settings.max_tokens)
+
+    def plan(degree: int, part: Integers, min_count: int) -> Part:
+        shared = at_degrees[degree]
+        schedule, ordered = _schedule(part, shared, replace(settings.at_degree(degree), min_count=min_count))
+        work = shared.used(ordered, schedule.grouping.group_of)[0][1]
+        return Part(degree, schedule, ordered, schedule.time(work))
+
+    return fastest_parts(rows, classes, settings.min_count, plan)
 
 
 def _schedule(rows: Integers, batch: _Batch, settings: Settings) -> tuple[Schedule, Integers]:

@@ -17,8 +17,11 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
+from balancing.errors import LengthError, OptionError
 from balancing.grouping import Floats, Integers
+from balancing.validation import group_names
 
 MOST_OWN = 16
 """Sharing pays for a sequence with up to this many times as many own tokens: merging attention costs about 1 / MOST_OWN
@@ -101,6 +104,11 @@ class SharedPrefixes:
         tree = self.tree and replace(self.tree, tokens=measure(self.tree.tokens))
         return replace(self, tokens=measure(self.tokens), tree=tree)
 
+    def costing(self, workload: Callable[[Integers], Floats]) -> "SharedPrefixes":
+        """Replace the work of shared tokens. workload: of each sequence's first tokens."""
+        tree = self.tree and replace(self.tree, workloads=workload(self.tree.tokens))
+        return replace(self, workloads=workload(self.tokens), tree=tree)
+
     def shared_tokens(self, micro_batch: Integers) -> Integers:
         """Return the tokens that another sequence of the micro-batch computes. micro_batch: int64 [n]."""
         return self._shared(micro_batch)[0]
@@ -149,6 +157,53 @@ class SharedPrefixes:
             padded = np.append(values[neighbours], values.dtype.type(0))
             found[rows] = np.minimum.reduceat(padded, ends)[::2]
         return tokens, workloads
+
+
+def checked_prefixes(
+    groups: ArrayLike | None,
+    lengths: ArrayLike | None,
+    order: ArrayLike | None,
+    depths: ArrayLike | None,
+    tokens: Integers,
+    multiple: int,
+    workload: Callable[[Integers], Floats],
+) -> SharedPrefixes | None:
+    """Check the arguments of `plan_batch` about prefixes. Raises as it does."""
+    if (order is None) != (depths is None):
+        raise OptionError("tree_order and tree_depths go together. Pass both, or neither.")
+    if groups is None and lengths is None:
+        if order is not None:
+            raise OptionError("tree_order and tree_depths need groups. Pass prefix_groups and prefix_lengths, too.")
+        return None
+    if groups is None or lengths is None:
+        raise OptionError("prefix_groups and prefix_lengths go together. Pass both, or neither.")
+    names = group_names(groups, "prefix_groups", len(tokens))
+    shared = _shorter(lengths, "prefix_lengths", tokens)
+    largest = np.zeros(names.max() + 1, np.int64)
+    np.maximum.at(largest, names, shared)
+    differs = (largest[names] != shared) & (shared > 0)
+    if differs.any():
+        index = int(np.argmax(differs))
+        raise LengthError(
+            f"prefix_lengths[{index}] is {shared[index]}, but another of prefix_groups={names[index]} has "
+            f"{largest[names[index]]}. A group has one."
+        )
+    # Only whole multiples: then padding a shared row once and padding each sequence keep the same cap.
+    shared = shared - shared % multiple
+    tree = None
+    if order is not None and depths is not None:
+        places, deeper = group_names(order, "tree_order", len(tokens)), _shorter(depths, "tree_depths", tokens)
+        deeper = np.maximum(deeper - deeper % multiple, shared)
+        tree = PrefixTree(places, deeper, workload(deeper))
+    return SharedPrefixes.of(names, shared, workload(shared), tree)
+
+
+def _shorter(values: ArrayLike, name: str, tokens: Integers) -> Integers:
+    shared = group_names(values, name, len(tokens))
+    if (shared >= tokens).any():
+        index = int(np.argmax(shared >= tokens))
+        raise LengthError(f"{name}[{index}] is {shared[index]}, not below lengths[{index}]={tokens[index]}")
+    return shared
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,12 +16,15 @@ from typing import Any
 
 import numpy as np
 
+from balancing.alignment import round_up
 from balancing.analysis.statistics import micro_batch_tokens, padding_share, plan_statistics, step_time, time_grids
 from balancing.baselines import PADDED, Published, Steps, published_steps
+from balancing.context_degrees import ContextDegrees
 from balancing.grouping import Floats, Integers
 from balancing.image_patches import Images
+from balancing.mini_batch import MiniBatch
 from balancing.pipeline import Pipeline
-from balancing.plan import MiniBatch, Plan, Settings, plan_batch
+from balancing.plan import Plan, Settings, plan_batch
 
 GIVEN, SMALL_ENDS, OURS, SHARED = "given order", "small ends", "Ballast", "Ballast, shared"
 PUBLISHED_TITLES: dict[str, Published] = {"verl": "verl", "ROLL": "roll", "MindSpeed-RL": "mindspeed_rl"}
@@ -61,6 +64,16 @@ class Batch:
         images = Images.of(self.arguments.get("images"), len(lengths))
         return np.asarray(self.arguments["cost_model"].workload(lengths, images))
 
+    def fixed(self, degrees: ContextDegrees, degree: int) -> dict[str, Any]:
+        """Return the arguments with which all micro-steps have one context-parallel degree."""
+        ranks, cap = self.arguments["ranks"] // degree, self.arguments["max_tokens"] * degree
+        costs = degrees.costs(self.arguments["cost_model"], degree)
+        return {**self.prefixes, "ranks": ranks, "max_tokens": cap, "cost_model": costs, "context_degrees": None}
+
+    def fits(self, arguments: Mapping[str, Any]) -> bool:
+        multiple = int(self.arguments.get("length_multiple", 1))
+        return int(round_up(self.lengths, multiple).max()) <= int(arguments["max_tokens"])
+
     def plan(self, **changes: Any) -> Plan:
         return plan_batch(self.lengths, **{**self.arguments, **changes})
 
@@ -86,6 +99,10 @@ def compare(batch: Batch) -> list[Outcome]:
     if batch.pipeline is not None:
         how = {name: {**batch.prefixes, **changes} for name, changes in ON_PIPELINES.items()}
         strategies = {name: partial(batch.plan, **changes) for name, changes in how.items()}
+    elif degrees := batch.arguments.get("context_degrees"):
+        fixed = {each: batch.fixed(degrees, each) for each in reversed(degrees.choices)}
+        strategies = {f"degree {each}": partial(batch.plan, **how) for each, how in fixed.items() if batch.fits(how)}
+        strategies[OURS] = partial(batch.plan, **batch.prefixes)
     else:
         strategies = {GIVEN: partial(batch.plan, algorithm="none")}
         strategies |= {title: partial(_published, name, batch) for title, name in PUBLISHED_TITLES.items()}

@@ -20,8 +20,9 @@ from balancing.analysis.statistics import (
 )
 from balancing.errors import BalancingError
 from balancing.grouping import Caps, Floats
+from balancing.mini_batch import MicroStep
 from balancing.packing import fewest_micro_batches
-from balancing.plan import MicroStep, Plan, plan_batch
+from balancing.plan import Plan, plan_batch
 
 EVEN = 1e-6
 """No rank waits in a micro-step whose heaviest rank is within this share of the mean."""
@@ -90,6 +91,11 @@ def _headline(plan: Plan) -> str:
         f"The step takes {over:.2%} longer than if no rank ever waited{compared}. Ranks wait "
         f"{numbers['idle_share']:.2%} of the time."
     )
+    if plan.settings.context_degrees:
+        found = np.concatenate([part.degree_of_steps() for part in plan.mini_batches])
+        counts = ", ".join(f"{each} in {(found == each).sum():,}" for each in np.unique(found))
+        share = numbers["exchange_share"]
+        text += f"\nRanks that share a sequence: {counts} micro-steps. Their exchange takes {share:.2%} of the work."
     if pipeline := plan.settings.pipeline:
         virtual = f" of {pipeline.virtual_stages} virtual stages each" if pipeline.virtual_stages > 1 else ""
         text += (
@@ -131,21 +137,22 @@ def findings(plan: Plan) -> list[Finding]:
 
 
 def _why(step: MicroStep, loads: Floats, place: str, plan: Plan) -> tuple[str, str]:
-    how, mean, sizes = plan.settings, loads.mean(), plan.sizes
+    how, mean, sizes = plan.settings.at_degree(step.degree), loads.mean(), plan.sizes
     counts = [len(rows) for rows in step.ranks]
     uneven = f"in {place} the heaviest rank is {loads.max() / mean - 1:.2%} over the mean"
-    if 0 in counts and (how.algorithm == "karmarkar_karp" or sum(counts) < plan.ranks):
-        return "empty micro-batches", f"{counts.count(0)} of {plan.ranks} ranks have none of the {sum(counts)} " + (
+    sequences = sum(counts) // step.degree
+    if 0 in counts and (how.algorithm == "karmarkar_karp" or sequences < plan.ranks):
+        return "empty micro-batches", f"{counts.count(0)} of {plan.ranks} ranks have none of the {sequences} " + (
             f"sequences of {place}, with min_count={how.min_count} and multiple_of={how.multiple_of}"
         )
     if how.algorithm != "karmarkar_karp":
         return f'algorithm="{how.algorithm}"', uneven
     heaviest = step.ranks[int(np.argmax(loads))]
     longest = heaviest[np.argmax(plan.workloads[heaviest])]
-    if plan.workloads[longest] > mean:
-        share = (
-            f"{plan.workloads[longest] / loads.sum():.1%} of {place}, where a rank's fair share is {1 / plan.ranks:.1%}"
-        )
+    if plan.workloads[longest] > mean * step.degree:
+        fair = f"where a rank's fair share is {1 / plan.ranks:.1%}"
+        fair += f", and {step.degree} ranks share it" if step.degree > 1 else ""
+        share = f"{plan.workloads[longest] / loads.sum():.1%} of {place}, {fair}"
         images = f" and {plan.computed_patches[longest]:,.0f} image patches" if plan.images else ""
         return "a long sequence", f"sequence {longest} of {plan.lengths[longest]:,} tokens{images} is {share}"
     lighter = [rows for rows, load in zip(step.ranks, loads, strict=True) if load < mean]
@@ -155,16 +162,17 @@ def _why(step: MicroStep, loads: Floats, place: str, plan: Plan) -> tuple[str, s
     if how.max_patches and all(patches[np.append(rows, heaviest)].sum() > how.max_patches for rows in lighter):
         return "the cap on patches", f"lighter micro-batches are full at max_patches={how.max_patches:,}, and {uneven}"
     smallest = sizes[heaviest].min()
-    if all(computed_tokens(np.append(sizes[rows], smallest), plan.layout) > plan.max_tokens for rows in lighter):
-        return "the cap on tokens", f"lighter micro-batches are full at max_tokens={plan.max_tokens:,}, and {uneven}"
-    return "a remainder that no exchange evens out", f"{uneven}, of {sum(counts)} sequences"
+    if all(computed_tokens(np.append(sizes[rows], smallest), plan.layout) > how.max_tokens for rows in lighter):
+        return "the cap on tokens", f"lighter micro-batches are full at max_tokens={how.max_tokens:,}, and {uneven}"
+    return "a remainder that no exchange evens out", f"{uneven}, of {sequences} sequences"
 
 
 def _about_count(plan: Plan) -> str:
     most = int(np.argmax([part.steps for part in plan.mini_batches]))
     part, how, sizes = plan.mini_batches[most], plan.settings, plan.sizes
-    caps = Caps(plan.max_tokens, how.max_sequences or len(plan.lengths), plan.layout == "padded")
-    needed = -(-fewest_micro_batches(sizes[indices_of(part)], caps) // plan.ranks)
+    together = how.most_shared
+    caps = Caps(plan.max_tokens * together, how.max_sequences or len(plan.lengths), plan.layout == "padded")
+    needed = -(-fewest_micro_batches(sizes[indices_of(part)], caps) // (plan.ranks // together))
     asked = -(-how.min_count // how.multiple_of) * how.multiple_of
     if part.steps == needed:
         reason = f"the fewest that max_tokens={plan.max_tokens:,} allows"
@@ -227,7 +235,10 @@ def _candidates(plan: Plan) -> Iterator[Advice]:
         pairs = [np.concatenate(members[start : start + 2]) for start in range(0, len(members), 2)]
         words = f"{len(pairs)} instead of {len(members)} mini-batches, which changes the optimiser steps"
         yield Advice(words, {"mini_batches": pairs})
-    if plan.ranks % 2 == 0:
+    if how.context_degrees is not None:
+        doubled = replace(how.context_degrees, maximum=2 * how.most_shared)
+        yield Advice(f"up to {doubled.maximum} ranks share a sequence", {"context_degrees": doubled})
+    elif plan.ranks % 2 == 0:
         # Alignment grows from `tp` to `4*tp` for cp = 1, and doubles for larger cp. Four times covers both.
         aligned = 4 * plan.length_multiple
         grown = _changing(ranks=plan.ranks // 2, max_tokens=2 * plan.max_tokens, length_multiple=aligned)

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from balancing.context_degrees import ContextDegrees
 from balancing.cost_model import CostModel
 from balancing.errors import LengthFileError
 from balancing.pipeline import Pipeline
@@ -113,6 +114,8 @@ def recorded_arguments(record: Mapping[str, Any]) -> dict[str, Any]:
         if pipeline := plan.get("pipeline"):
             shares = pipeline["stage_shares"]
             found["pipeline"] = Pipeline(**pipeline | {"stage_shares": shares and tuple(shares)})
+        if degrees := plan.get("context_degrees"):
+            found["context_degrees"] = ContextDegrees(**degrees)
     except (LookupError, TypeError, ValueError, AttributeError):
         raise LengthFileError(f"the recorded plan of step {record['step']} is damaged. Give another --step.") from None
     return found | {"mini_batches": [np.flatnonzero(numbers == number) for number in range(int(numbers.max()) + 1)]}

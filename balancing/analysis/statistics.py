@@ -9,11 +9,12 @@ from balancing.assignment import karmarkar_karp_twice
 from balancing.grouping import Caps, Floats, Integers
 from balancing.lower_bounds import minimum_step_times, prefix_step_time_bound, step_time_bound
 from balancing.micro_step_targets import least_makespan
+from balancing.mini_batch import MiniBatch, degree_of
 from balancing.padded import take_in_order
 from balancing.pipeline import Pipeline
 from balancing.pipeline_plan import most_in_a_step
 from balancing.pipeline_time import makespan, small_ends
-from balancing.plan import MiniBatch, Plan
+from balancing.plan import Plan
 
 # A grid is float64 [steps, ranks] of one mini-batch: a sum over each micro-batch, 0 for an empty one.
 Rows = list[list[Integers]]
@@ -31,30 +32,46 @@ def plan_statistics(plan: Plan, width: int | None = None) -> dict[str, float]:
     predicted_time: of the heaviest rank, in the cost model's unit, without padding.
     cap_fill: mean share of max_tokens that a micro-batch takes, including empty ones.
     padding_removed: share of cells not computed, of a tensor as wide as the longest sequence, or as `width`.
+    context_degree: ranks that share a token, on average. exchange_share: share of the predicted work that they add.
     image_share: share of the predicted work that is the vision tower's. most_patches: of a micro-batch.
     pipeline/over_bound: predicted time / a lower bound for as many micro-steps - 1. pipeline/small_ends: makespan in
     the published order / predicted time - 1.
     """
     planned = predicted_grids(plan)
-    before = [_given_rows(indices_of(mini_batch), plan) for mini_batch in plan.mini_batches]
+    before, alone = [_given_rows(indices_of(part), plan) for part in plan.mini_batches], _without_exchange(plan)
     return {
         **_token_spread("tokens_per_rank", [part.sums(plan.lengths) for part in plan.mini_batches]),
-        **_token_spread("tokens_per_rank_before", _grids(before, plan.lengths)),
+        **_token_spread("tokens_per_rank_before", _grids(before, plan.lengths / plan.settings.most_shared)),
         **_waiting("", planned),
         "over_bound": step_time(planned) / lower_bound(plan) - 1.0,
-        **_waiting("_before", _grids(before, plan.workloads)),
-        **_imbalance("_karmarkar_karp", [_after_karmarkar_karp(part, plan) for part in plan.mini_batches]),
+        **_waiting("_before", _grids(before, alone)),
+        **_imbalance("_karmarkar_karp", [_after_karmarkar_karp(part, plan, alone) for part in plan.mini_batches]),
         "from_karmarkar_karp": float(np.mean([part.start == "karmarkar_karp" for part in plan.mini_batches])),
         **_filling(plan, width),
+        **(_of_degrees(plan, alone) if plan.settings.context_degrees else {}),
         **(_of_images(plan) if plan.images else {}),
         **(_on_pipeline(plan, plan.settings.pipeline) if plan.settings.pipeline else {}),
     }
 
 
+def _without_exchange(plan: Plan) -> Floats:
+    """Return the work of each sequence, for one of the ranks that may share it: float64 [n]."""
+    return plan.settings.cost_model.workload(plan.lengths, plan.images) / plan.settings.most_shared
+
+
+def _of_degrees(plan: Plan, alone: Floats) -> dict[str, float]:
+    degrees = degree_of(plan.mini_batches)
+    added = 1.0 - plan.settings.most_shared * float(alone.sum() / plan.workloads.sum())
+    return {"context_degree": float(np.average(degrees, weights=plan.lengths)), "exchange_share": added}
+
+
 def _of_images(plan: Plan) -> dict[str, float]:
-    text = plan.settings.cost_model.with_images(0.0)
-    shared = 0.0 if plan.shared is None else text.workload(plan.shared)
-    share = 1.0 - float((text.workload(plan.lengths) - shared).sum()) / float(plan.computed_workloads.sum())
+    whole, shared = plan.settings.cost_model, np.zeros_like(plan.lengths) if plan.shared is None else plan.shared
+    every, text = (
+        float((costs.workload(plan.lengths, plan.images) - costs.workload(shared, plan.images)).sum())
+        for costs in (whole, whole.with_images(0.0))
+    )
+    share = 1.0 - text / every
     most = max(float(part.sums(plan.computed_patches).max()) for part in plan.mini_batches)
     return {"image_share": share, "most_patches": most}
 
@@ -122,13 +139,16 @@ def lower_bound(plan: Plan) -> float:
 
 
 def _lower_bound(mini_batch: MiniBatch, plan: Plan) -> float:
-    rows, ranks, steps = indices_of(mini_batch), plan.ranks, mini_batch.steps
-    caps = Caps(plan.max_tokens, plan.settings.max_sequences or len(rows))
+    # Micro-batches of a context-parallel group that run at the same time could be one, which all its ranks share.
+    rows, together, steps = indices_of(mini_batch), plan.settings.most_shared, mini_batch.steps
+    ranks, work = plan.ranks // together, plan.settings.cost_model.workload(plan.lengths, plan.images)[rows] / together
+    caps = Caps(plan.max_tokens * together, (plan.settings.max_sequences or len(rows)) * together)
     if plan.shared_prefixes is not None:
-        groups, _ = plan.shared_prefixes.select(rows).in_groups(plan.lengths[rows], plan.workloads[rows])
-        return prefix_step_time_bound(groups, ranks, steps, caps.max_tokens, caps.max_sequences).time
+        groups, _ = plan.shared_prefixes.select(rows).in_groups(plan.lengths[rows], work * together)
+        bound = prefix_step_time_bound(groups, ranks, steps, caps.max_tokens, caps.max_sequences)
+        return bound.time / together
     sizes, limits = plan.sizes[rows], {"max_tokens": caps.max_tokens, "max_sequences": caps.max_sequences}
-    return step_time_bound(sizes, plan.workloads[rows], ranks=ranks, steps=steps, **limits).time
+    return step_time_bound(sizes, work, ranks=ranks, steps=steps, **limits).time
 
 
 def indices_of(mini_batch: MiniBatch) -> Integers:
@@ -136,11 +156,11 @@ def indices_of(mini_batch: MiniBatch) -> Integers:
 
 
 def _given_rows(indices: Integers, plan: Plan) -> Rows:
-    sizes = round_up(plan.lengths, plan.length_multiple)
-    padded = plan.layout == "padded"
+    sizes, together = round_up(plan.lengths, plan.length_multiple), plan.settings.most_shared
+    padded, cap = plan.layout == "padded", plan.max_tokens * together
     local: list[list[Integers]] = []
-    for chunk in np.array_split(indices, plan.ranks):
-        cuts = take_in_order(sizes[chunk], plan.max_tokens, len(indices), padded=padded) if len(chunk) else []
+    for chunk in np.array_split(indices, plan.ranks // together):
+        cuts = take_in_order(sizes[chunk], cap, len(indices), padded=padded) if len(chunk) else []
         local.append([chunk[start:stop] for start, stop in cuts])
     steps = max(len(rows) for rows in local)
     nothing = np.empty(0, np.int64)
@@ -158,9 +178,9 @@ def _token_spread(name: str, mini_batches: list[Floats]) -> dict[str, float]:
     }
 
 
-def _after_karmarkar_karp(mini_batch: MiniBatch, plan: Plan) -> Floats:
-    weights = -np.sort(-plan.workloads[mini_batch.rows])
-    return karmarkar_karp_twice(weights, plan.ranks, mini_batch.steps).sums(weights).reshape(mini_batch.steps, -1)
+def _after_karmarkar_karp(mini_batch: MiniBatch, plan: Plan, alone: Floats) -> Floats:
+    weights, groups = -np.sort(-alone[mini_batch.rows]), plan.ranks // plan.settings.most_shared
+    return karmarkar_karp_twice(weights, groups, mini_batch.steps).sums(weights).reshape(mini_batch.steps, -1)
 
 
 def _imbalance(suffix: str, mini_batches: list[Floats]) -> dict[str, float]:
