@@ -1,8 +1,7 @@
 """Describe the model, the layout and the work of a training step."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -46,7 +45,7 @@ class ModelShape:
     def from_model_config(cls, config: Mapping[str, Any] | object) -> "ModelShape":
         """Count a Hugging Face config.json. Raises CostModelError for a missing key."""
         fields, (linear, attention) = Fields(config), forward_flops(config)
-        layers, hidden, words = (fields.integer(name) for name in ("num_hidden_layers", "hidden_size", "vocab_size"))
+        layers, hidden, words = map(fields.integer, ("num_hidden_layers", "hidden_size", "vocab_size"))
         heads = fields.integer("num_attention_heads")
         kv_heads = fields.integer("num_key_value_heads", default=heads)
         kv = layers * 2 * kv_heads * fields.integer("head_dim", default=hidden // heads)
@@ -60,13 +59,8 @@ class ModelShape:
         used = fields.integer("num_experts_per_tok", "moe_topk")
         width = fields.integer("moe_intermediate_size", "intermediate_size")
         each = sparse_layers_of(fields, layers) * 3 * hidden * width
-        return replace(
-            shape,
-            parameters=parameters + each * (experts - used),
-            experts=experts,
-            experts_active=used,
-            expert_parameters=float(each * experts),
-        )
+        shape = replace(shape, parameters=parameters + each * (experts - used), expert_parameters=float(each * experts))
+        return replace(shape, experts=experts, experts_active=used)
 
 
 @dataclass(frozen=True)
@@ -124,9 +118,9 @@ class Workload:
     """The samples of a step, and what is done with them.
 
     prompt_tokens, response_tokens: int64 [N], groups of `samples_per_prompt` in consecutive rows. updates: optimiser
-    steps, over all mini-batches and epochs. epochs: passes over the samples. forward_passes: passes without gradient
-    (old log-probs, reference, teacher). trained_models: 2 with a critic. reward_seconds: of a sample, on one of
-    reward_workers. Raises LengthError for lengths that are not whole numbers.
+    steps, over all epochs. forward_passes: without gradient (old log-probs, reference, teacher). trained_models: 2 with
+    a critic. reward_seconds: of a sample, on one of reward_workers. totals: sums of tokens and squared tokens, float64.
+    repeated: the same of prompts but the first of each group. Raises LengthError unless lengths are whole.
     """
 
     prompt_tokens: ArrayLike
@@ -138,37 +132,17 @@ class Workload:
     trained_models: int = 1
     reward_seconds: float = 0.0
     reward_workers: int = 1
+    prompts: Floats = field(init=False)
+    responses: Floats = field(init=False)
+    samples: int = field(init=False)
+    totals: tuple[float, float] = field(init=False)
+    repeated: tuple[float, float] = field(init=False)
+    longest: float = field(init=False)
 
-    @cached_property
-    def prompts(self) -> Floats:
-        """Return the prompt tokens, float64 [N]."""
-        return whole_numbers(self.prompt_tokens, "prompt_tokens", minimum=0).astype(np.float64)
-
-    @cached_property
-    def responses(self) -> Floats:
-        """Return the response tokens, float64 [N]."""
-        return whole_numbers(self.response_tokens, "response_tokens", minimum=1).astype(np.float64)
-
-    @property
-    def samples(self) -> int:
-        return len(self.responses)
-
-    @cached_property
-    def lengths(self) -> Floats:
-        return self.prompts + self.responses
-
-    @cached_property
-    def totals(self) -> tuple[float, float]:
-        """Return the sums of tokens and of squared tokens."""
-        return float(self.lengths.sum()), float((self.lengths**2).sum())
-
-    @cached_property
-    def repeated(self) -> tuple[float, float]:
-        """Return the same sums over prompts, except the first of each group."""
-        prompts = self.prompts.copy()
-        prompts[:: self.samples_per_prompt] = 0
-        return float(prompts.sum()), float((prompts**2).sum())
-
-    @cached_property
-    def longest(self) -> float:
-        return float(self.lengths.max())
+    def __post_init__(self) -> None:
+        prompts = whole_numbers(self.prompt_tokens, "prompt_tokens", minimum=0).astype(np.float64)
+        responses = whole_numbers(self.response_tokens, "response_tokens", minimum=1).astype(np.float64)
+        lengths, later = prompts + responses, np.arange(len(prompts)) % self.samples_per_prompt > 0
+        sums = [(float(each.sum()), float((each**2).sum())) for each in (lengths, prompts[later])]
+        counted = {"totals": sums[0], "repeated": sums[1], "samples": len(responses), "longest": float(lengths.max())}
+        vars(self).update(counted, prompts=prompts, responses=responses)

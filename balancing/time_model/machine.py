@@ -1,19 +1,10 @@
 """Figures of GPUs from their data sheets, and the share of them that a kind of work reaches."""
 
+import json
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from balancing.errors import OptionError
-
-SOURCES = {
-    "H100": "https://www.nvidia.com/en-us/data-center/h100/ and the guide of the DGX H100 (400 Gbit/s a GPU)",
-    "H200": "https://www.nvidia.com/en-us/data-center/h200/",
-    "B200": "https://www.nvidia.com/en-us/data-center/dgx-b200/ (an eighth of a DGX)",
-    "A100": "https://www.nvidia.com/en-us/data-center/a100/ (80 GB SXM) and the guide of the DGX A100",
-    "L40S": "https://www.nvidia.com/en-us/data-center/l40s/ (PCIe 4.0 x16)",
-    "MI300X": "https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html",
-    "cpu": "measured on one core with AVX2 (python -m controller.doctor --speed)",
-}
-"""Where a machine's figures come from."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +13,7 @@ class Machine:
 
     gib: memory. tflops: peak of dense products in bfloat16, tflops32: in float32, in 1e12 FLOP/s. Bandwidths in GB/s:
     bandwidth (of memory), link (to GPUs of the node, one direction), network (to other nodes, each GPU's share) and
-    host (PCIe). gpus: of a usual node. kv_block: tokens by which engines find shared prompts. In seconds: kernel
+    host (PCIe). source: of the figures. kv_block: tokens by which engines find shared prompts. In seconds: kernel
     (launch, which a GPU hides if `launches_ahead`), latency (of a collective), engine_step, engine_layer and
     engine_sequence (what a decoding step adds to bytes and FLOPs), micro_batch (host), phase (start and end), transfer
     (of weights, besides bytes), sleep (and wake).
@@ -35,7 +26,7 @@ class Machine:
     bandwidth: float
     link: float
     network: float
-    gpus: int = 8
+    source: str = ""
     host: float = 50.0
     kv_block: int = 16
     kernel: float = 6e-6
@@ -60,23 +51,9 @@ class Machine:
         return 1e9 * min(self.link, self.network * gpus_per_node)
 
 
-MACHINES = {
-    each.name: each
-    for each in (
-        Machine("H100", 80, 989.4, 67.0, 3350, 450, 50),
-        Machine("H200", 140, 989.4, 67.0, 4800, 450, 50),
-        Machine("B200", 179, 2250.0, 80.0, 8000, 900, 50),
-        Machine("A100", 80, 312.0, 19.5, 2039, 300, 25, host=25),
-        Machine("L40S", 45, 362.0, 91.6, 864, 32, 25, host=25),
-        Machine("MI300X", 192, 1307.4, 163.4, 5300, 448, 50),
-        Machine(
-            "cpu", 12, 0.05, 0.05, 8, 1, 1, gpus=2, host=8, kv_block=128, kernel=1e-5, latency=1e-3,
-            launches_ahead=False, engine_step=3e-3, engine_layer=5e-4, engine_sequence=3e-5, micro_batch=0.02,
-            phase=0.03, transfer=0.2, sleep=0.0,
-        ),
-    )
-}  # fmt: skip
-"""Machines by name. See SOURCES."""
+TABLE = Path(__file__).parent / "machines.json"
+MACHINES = {name: Machine(name, **fields) for name, fields in json.loads(TABLE.read_text(encoding="utf-8")).items()}
+"""Machines by name. Each names the source of its figures."""
 
 
 def machine_named(name: str, **fields: float) -> Machine:
@@ -97,9 +74,9 @@ SPREADS = {"generation": 0.35, "training": 0.2, "collectives": 0.4, "overheads":
 class Efficiency:
     """Shares of a machine's peak that kinds of work reach, and `spread`, the relative error of a prediction.
 
-    matmul, attention: of FLOP/s, in training. prefill: of FLOP/s, in engines. elementwise: of memory bandwidth, in
-    training. decode: of memory bandwidth, in engines. link: of bandwidths between GPUs. fitted: the kinds that were
-    fitted to measurements. overlap: share of the computation that hides FSDP2's collectives.
+    matmul, attention: of FLOP/s, in training. prefill: of FLOP/s, in engines. elementwise, decode: of memory bandwidth,
+    in training and in engines. link: of bandwidths between GPUs. overlap: share of the computation that hides FSDP2's
+    collectives.
 
     Defaults: docs/gpu-benchmark.md and docs/gpu-roofline.md measured matmul, attention and elementwise on an H200.
     Nothing was measured of the others, which are usual values.
@@ -113,8 +90,3 @@ class Efficiency:
     link: float = 0.7
     overlap: float = 0.8
     spread: dict[str, float] = field(default_factory=lambda: dict(SPREADS), hash=False)
-
-    @property
-    def fitted(self) -> tuple[str, ...]:
-        """Return the phases whose error comes from measurements."""
-        return tuple(name for name, spread in self.spread.items() if spread != SPREADS.get(name))

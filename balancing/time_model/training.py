@@ -35,7 +35,6 @@ class Training:
     forward: float
     collectives: float
     optimizer: float
-    micro_batches: int
     bound: str
 
 
@@ -84,14 +83,12 @@ def training(
     forward = ((products + attention) / of_update + (moved + launches) / workload.epochs / 3) * bubble
     forward += machine.micro_batch
     device["host"] = launches + count * machine.micro_batch
-    optimizer = workload.updates * held / (layout.dp * layout.cp / layout.replicate) * OF_OPTIMIZER / memory
+    states = shape.parameters * shape.trained_share * layout.replicate / layout.ranks
+    optimizer = workload.updates * states * OF_OPTIMIZER / memory
     exposed = _collectives(shape, layout, workload, machine, efficiency, part, computed)
     bound = "collectives" if exposed > computed else max(device, key=lambda name: device[name])
     models = workload.trained_models
-    return Training(
-        update * models, forward * workload.forward_passes, exposed * models, optimizer * models,
-        part.micro_batches, bound,
-    )  # fmt: skip
+    return Training(update * models, forward * workload.forward_passes, exposed * models, optimizer * models, bound)
 
 
 def micro_step_terms(

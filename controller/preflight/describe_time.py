@@ -107,11 +107,15 @@ def _run_line(config: Config, found: StepTime, gpus: int, price: float) -> str:
 
 def changes(layout: Layout) -> dict[str, Layout]:
     """Return layouts of the same GPUs that differ by a setting or two, by their words. Some may not fit into memory."""
-    engines, tp, dp, stale = layout.engines, layout.engine_tp, layout.dp, layout.staleness
+    engines, tp, dp, shared = layout.engines, layout.engine_tp, layout.dp, layout.placement == "colocated"
     half, nodes = layout.ranks // 2 // tp, layout.ranks // layout.gpus_per_node
-    shared, apart = layout.placement == "colocated", layout.placement == "apart"
-    wider = dp + engines // 2 * tp // (layout.ranks // dp)
-    ahead = f"rollout.placement=apart, rollout.max_staleness=1, policy.data_parallel={dp // 2}"
+    even, fewer, wider = (
+        dp % 2 == 0 and half > 0,
+        f"policy.data_parallel={dp // 2}",
+        dp + engines // 2 * tp * dp // layout.ranks,
+    )
+    apart, ahead = {"placement": "apart", "staleness": 1}, {"dp": dp // 2, "engines": half, "replicate": 1}
+    more = {"dp": wider, "engines": engines // 2}
     possible: list[tuple[bool, str, dict[str, Any]]] = [
         (True, "policy.max_tokens_per_micro_batch doubled", {"max_tokens": 2 * layout.max_tokens}),
         (True, "rollout.max_concurrent doubled", {"max_concurrent": 2 * layout.max_concurrent}),
@@ -123,22 +127,16 @@ def changes(layout: Layout) -> dict[str, Layout]:
         (engines % 2 == 0, f"rollout.tensor_parallel={2 * tp}", {"engines": engines // 2, "engine_tp": 2 * tp}),
         (tp % 2 == 0, f"rollout.tensor_parallel={tp // 2}", {"engines": engines * 2, "engine_tp": tp // 2}),
         (shared, "rollout.replicas=0", {"engines": layout.ranks // tp}),
+        (shared and even, f"rollout.placement=apart, rollout.max_staleness=1, {fewer}", ahead | apart),
+        (not shared, f"rollout.max_staleness={layout.staleness + 1}", {"staleness": layout.staleness + 1}),
         (
-            shared and dp % 2 == 0 and half > 0,
-            ahead,
-            {"placement": "apart", "staleness": 1, "dp": dp // 2, "engines": half, "replicate": 1},
+            not shared and even,
+            f"{fewer}, rollout.replicas={engines + half}",
+            {"dp": dp // 2, "engines": engines + half},
         ),
-        (not shared, f"rollout.max_staleness={stale + 1}", {"staleness": stale + 1}),
-        (
-            apart and dp % 2 == 0 and half > 0,
-            f"policy.data_parallel={dp // 2}, rollout.replicas={engines + half}",
-            {"dp": dp // 2, "engines": engines + half, "replicate": 1},
-        ),
-        (
-            apart and engines % 2 == 0,
-            f"policy.data_parallel={wider}, rollout.replicas={engines // 2}",
-            {"dp": wider, "engines": engines // 2, "replicate": 1},
-        ),
+        (not shared, f"policy.data_parallel={wider}, rollout.replicas={engines // 2}", more),
     ]
     tried = {words: replace(layout, **edits) for applies, words, edits in possible if applies}
-    return {words: each for words, each in tried.items() if each != layout and each.gpus == layout.gpus}
+    return {
+        words: each for words, each in tried.items() if each != layout and each.gpus == layout.gpus and each.engines
+    }
