@@ -13,7 +13,7 @@ import numpy as np
 
 from balancing.cost_model import non_negative_least_squares
 from balancing.grouping import Floats
-from balancing.time_model.generation import EngineSteps, batches, prefill_flops, slots_of
+from balancing.time_model.generation import batches, engine_step, prefill_flops, slots_of
 from balancing.time_model.inputs import Layout, ModelShape, Workload
 from balancing.time_model.machine import Efficiency, Machine
 from balancing.time_model.step_time import transfer_bytes
@@ -94,23 +94,18 @@ def _micro_steps(run: Measured, machine: Machine) -> Rows:
 
 def _generations(run: Measured, machine: Machine, efficiency: Efficiency) -> Rows:
     """Terms count engine steps, layers of them, requests in them, bytes, and FLOPs where bytes do not hide them."""
-    engine = EngineSteps(run.shape, run.layout, machine, efficiency)
     rows = []
     for workload, _ in run.generations:
         slots = slots_of(run.shape, run.layout, workload)
         steps, running, tokens = batches(workload, run.layout.engines, slots)
-        weights, read, flops, _ = engine.parts(running, tokens)
+        weights, read, flops, _ = engine_step(run.shape, run.layout, machine, efficiency, running, tokens)
         slow = flops > weights + read
-        read_first = prefill_flops(run.shape, workload, machine) / machine.flops(run.layout.dtype) / run.layout.engines
-        rows.append(
-            [
-                steps.sum(),
-                steps.sum() * run.shape.layers,
-                steps @ running,
-                steps @ np.where(slow, 0.0, weights + read) * efficiency.decode,
-                steps @ np.where(slow, flops, 0.0) * efficiency.prefill + read_first / run.layout.engine_tp,
-            ]
-        )
+        peak = machine.flops(run.layout.dtype) * run.layout.engines * run.layout.engine_tp
+        moved = float(steps @ np.where(slow, 0.0, weights + read)) * efficiency.decode
+        computed = float(steps @ np.where(slow, flops, 0.0)) * efficiency.prefill
+        computed += prefill_flops(run.shape, workload, machine) / peak
+        count = float(steps.sum())
+        rows.append([count, count * run.shape.layers, float(steps @ running), moved, computed])
     return np.array(rows), np.array([seconds for _, seconds in run.generations])
 
 
@@ -122,6 +117,6 @@ def _transfers(run: Measured, efficiency: Efficiency) -> Rows:
 
 def _rest(run: Measured, machine: Machine, efficiency: Efficiency) -> float:
     """Return seconds of a phase's start and end, without the optimiser."""
-    _, workload = run.layout, run.generations[0][0]
+    workload = run.generations[0][0]
     optimizer = training(run.shape, run.layout, workload, machine, efficiency).optimizer
     return max(0.001, float(np.median(run.rest)) - optimizer) / (3 + (workload.forward_passes > 0))

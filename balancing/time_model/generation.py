@@ -38,45 +38,36 @@ class Generation:
     bound: str
 
 
-@dataclass(frozen=True)
-class EngineSteps:
-    """Seconds of an engine step with `batch` requests that read `tokens` tokens of keys and values."""
+def engine_step(
+    shape: ModelShape, layout: Layout, machine: Machine, efficiency: Efficiency, batch: Floats, tokens: Floats
+) -> tuple[Floats, Floats, Floats, Floats]:
+    """Return seconds for weights, keys and values, FLOPs, and the host, of `batch` requests that read `tokens` tokens.
 
-    shape: ModelShape
-    layout: Layout
-    machine: Machine
-    efficiency: Efficiency
+    An engine step takes `max(weights + keys and values, FLOPs) + host`, also for arrays.
+    """
+    rate = 1e9 * machine.bandwidth * efficiency.decode * layout.engine_tp
+    unused = np.maximum(0.0, 1 - shape.experts_active / shape.experts) ** batch
+    weights = (shape.parameters - shape.expert_parameters * unused) * layout.bytes / rate
+    read = tokens * shape.kv * layout.bytes / rate
+    flops = 2 * shape.active * batch / (machine.flops(layout.dtype) * efficiency.prefill * layout.engine_tp)
+    host = machine.engine_step + machine.engine_layer * shape.layers + machine.engine_sequence * batch
+    if layout.engine_tp > 1:
+        bus = machine.bus(layout.engine_tp, layout.gpus_per_node) * efficiency.link
+        waits = machine.latency * (0.5 if layout.engine_tp <= layout.gpus_per_node else 2.0)
+        host = host + shape.layers * (2 * waits + 4 * batch * shape.hidden * layout.bytes / bus)
+    return weights, read, flops, host
 
-    def parts(self, batch: Floats, tokens: Floats) -> tuple[Floats, Floats, Floats, Floats]:
-        """Return seconds for weights, for keys and values, for FLOPs, and on the host."""
-        shape, layout, machine, efficiency = self.shape, self.layout, self.machine, self.efficiency
-        rate = 1e9 * machine.bandwidth * efficiency.decode * layout.engine_tp
-        unused = np.maximum(0.0, 1 - shape.experts_active / shape.experts) ** batch
-        weights = (shape.parameters - shape.expert_parameters * unused) * layout.bytes / rate
-        read = tokens * shape.kv * layout.bytes / rate
-        flops = 2 * shape.active * batch / (machine.flops(layout.dtype) * efficiency.prefill * layout.engine_tp)
-        host = machine.engine_step + machine.engine_layer * shape.layers + machine.engine_sequence * batch
-        if layout.engine_tp > 1:
-            near = layout.engine_tp <= layout.gpus_per_node
-            bus = machine.bus(layout.engine_tp, layout.gpus_per_node) * efficiency.link
-            sent = 4 * shape.layers * batch * shape.hidden * layout.bytes / bus
-            host = host + sent + 2 * shape.layers * machine.latency * (0.5 if near else 2.0)
-        return weights, read, flops, host
 
-    def seconds(self, batch: Floats, tokens: Floats) -> Floats:
-        weights, read, flops, host = self.parts(batch, tokens)
-        return np.maximum(weights + read, flops) + host
+def half_way(workload: Workload) -> float:
+    """Return the mean tokens that a running request has sampled: E[R**2] / 2 E[R], as long ones run longer."""
+    return float((workload.responses**2).mean() / (2 * workload.responses.mean()))
 
 
 def slots_of(shape: ModelShape, layout: Layout, workload: Workload) -> int:
-    """Return the requests that an engine runs at a time: at most max_concurrent, and what its memory holds.
-
-    A running request is half way on average, weighted by its length: E[R**2] / 2 E[R] tokens after the prompt.
-    """
+    """Return the requests that an engine runs at a time: at most max_concurrent, and what its memory holds."""
     room = layout.engine_gib * 2**30 * layout.engine_tp - shape.parameters * layout.bytes
-    half = (workload.responses**2).mean() / (2 * workload.responses.mean())
     prompts = workload.prompts.mean() / (workload.samples_per_prompt if layout.shared_prompts else 1)
-    held = room / (shape.kv * layout.bytes * (half + prompts)) if shape.kv else layout.max_concurrent
+    held = room / (shape.kv * layout.bytes * (half_way(workload) + prompts)) if shape.kv else layout.max_concurrent
     return int(min(layout.max_concurrent, max(1, held)))
 
 
@@ -121,24 +112,22 @@ def generation(
     shape: ModelShape, layout: Layout, workload: Workload, machine: Machine, efficiency: Efficiency
 ) -> Generation:
     """Predict a step's generation."""
-    engine, slots = EngineSteps(shape, layout, machine, efficiency), slots_of(shape, layout, workload)
+    model, slots = (shape, layout, machine, efficiency), slots_of(shape, layout, workload)
     steps, running, tokens = batches(workload, layout.engines, slots)
-    weights, read, flops, host = engine.parts(running, tokens)
-    seconds = np.maximum(weights + read, flops) + host
-    decode = float(steps @ seconds)
+    weights, read, flops, host = engine_step(*model, running, tokens)
+    decode = float(steps @ (np.maximum(weights + read, flops) + host))
     rate = machine.flops(layout.dtype) * efficiency.prefill * layout.engines * layout.engine_tp
     prefill = prefill_flops(shape, workload, machine) / rate
-    # Engines that never drain: as many requests as the schedule keeps in flight.
+    # Engines that never drain run as many requests as the schedule keeps in flight.
     flight = min(slots, (layout.staleness + 1) * workload.samples / layout.engines)
-    half = workload.prompts.mean() + (workload.responses**2).mean() / (2 * workload.responses.mean())
-    each = float(engine.seconds(np.array([flight]), np.array([flight * half]))[0])
-    steady = each * workload.responses.sum() / layout.engines / flight
-    costs = {"weights": weights, "keys and values": read, "host": host}
-    shares = {name: float(steps @ part) for name, part in costs.items()}
-    shares["FLOPs"] = float(steps @ np.maximum(flops - weights - read, 0))
+    full = engine_step(*model, np.array([flight]), np.array([flight * (workload.prompts.mean() + half_way(workload))]))
+    each = float((np.maximum(full[0] + full[1], full[2]) + full[3])[0])
+    steady = each * float(workload.responses.sum()) / layout.engines / flight
+    parts = {"weights": weights, "keys and values": read, "host": host, "FLOPs": np.maximum(flops - weights - read, 0)}
+    bound = max(parts, key=lambda name: float(steps @ parts[name]))
     longest = np.sort(workload.responses)[-layout.engines :]
     busy = float(1 - (longest[-1] - longest.mean()) / steps.sum())
-    return Generation(prefill, decode, steady, slots, busy, max(shares, key=lambda name: shares[name]))
+    return Generation(prefill, decode, steady, slots, busy, bound)
 
 
 def prefill_flops(shape: ModelShape, workload: Workload, machine: Machine) -> float:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balancing.time_model import MACHINES, Efficiency, Layout, ModelShape, Workload
-from balancing.time_model.generation import EngineSteps, _starts, batches, generation, slots_of
+from balancing.time_model.generation import _starts, batches, engine_step, generation, slots_of
 from tests.balancing.time_model.shapes import SHAPE
 
 lengths = st.lists(st.integers(1, 40), min_size=1, max_size=60)
@@ -58,8 +58,8 @@ def test_requests_beyond_the_limit_stand_for_several() -> None:
 
 def test_an_engine_step_reads_weights_and_keys_once() -> None:
     machine, layout = MACHINES["H100"], Layout(engine_tp=2)
-    engine = EngineSteps(SHAPE, layout, machine, Efficiency(decode=0.5))
-    weights, read, flops, _ = engine.parts(np.array([8.0]), np.array([8000.0]))
+    model = (SHAPE, layout, machine, Efficiency(decode=0.5))
+    weights, read, flops, _ = engine_step(*model, np.array([8.0]), np.array([8000.0]))
     assert float(weights[0]) == pytest.approx(SHAPE.parameters * 2 / (3350e9 * 0.5 * 2))
     assert float(read[0]) == pytest.approx(8000 * SHAPE.kv * 2 / (3350e9 * 0.5 * 2))
     assert float(flops[0]) == pytest.approx(8 * 2 * SHAPE.active / (989.4e12 * 0.5 * 2))
@@ -67,8 +67,8 @@ def test_an_engine_step_reads_weights_and_keys_once() -> None:
 
 def test_experts_are_read_as_far_as_a_batch_uses_them() -> None:
     shape = ModelShape(2, 64, 100, 1000.0, 300.0, 8.0, 16, experts=10, experts_active=1, expert_parameters=800.0)
-    engine = EngineSteps(shape, Layout(), MACHINES["H100"], Efficiency(decode=1.0))
-    one, many = engine.parts(np.array([1.0, 1000.0]), np.zeros(2))[0].tolist()
+    model = (shape, Layout(), MACHINES["H100"], Efficiency(decode=1.0))
+    one, many = engine_step(*model, np.array([1.0, 1000.0]), np.zeros(2))[0].tolist()
     assert one == pytest.approx((1000 - 0.9 * 800) * 2 / 3350e9)
     assert many == pytest.approx(1000 * 2 / 3350e9)
 
