@@ -68,7 +68,7 @@ def exchange_share(config: Mapping[str, Any] | object, *, ring: bool = False) ->
     again and computes twice as much. Transfers that computation hides count too. Raises CostModelError for a missing
     key.
     """
-    fields = _Fields(config)
+    fields = Fields(config)
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     kv_heads = fields.integer("num_key_value_heads", default=heads)
     sent = 2 * (kv_heads if ring else heads + kv_heads) * fields.integer("head_dim", default=hidden // heads)
