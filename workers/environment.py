@@ -13,13 +13,12 @@
 Users write the class. It needs neither Ray, torch nor vLLM.
 """
 
-import base64
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from workers.errors import DataError, quoted
-from workers.images import png_of
+from workers.images import url_of
 from workers.score import is_finite
 
 Text = str | list[dict[str, Any]]
@@ -132,4 +131,4 @@ def _with_url(part: Any) -> Any:
     image = part.get("image") if isinstance(part, dict) else None
     if image is None or isinstance(image, str):
         return part
-    return part | {"image": f"data:image/png;base64,{base64.b64encode(png_of(image)).decode()}"}
+    return part | {"image": url_of(image)}

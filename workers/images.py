@@ -90,6 +90,12 @@ class ImageSource:
         return Image(digest_of(found), *found.size, self)
 
 
+def decoded(value: Any, where: str, pixels: tuple[int, int]) -> Image:
+    """Read and resize an image that no record holds, see `ImageSource`. Raises as `read_image`."""
+    found = resized(read_image(value, where), *pixels)
+    return Image(digest_of(found), *found.size, png_of(found))
+
+
 class Pictures:
     """Images for users' code: unpickled there, they are a list of PIL's. data: of `Image`, without references."""
 
@@ -102,6 +108,11 @@ class Pictures:
 
 def _opened(data: Sequence[bytes]) -> "list[PIL.Image.Image]":
     return [read_image(each, "an image") for each in data]
+
+
+def url_of(data: Any) -> str:
+    """Write `Image.data`, or one of PIL's images, as a data: URL."""
+    return f"data:image/png;base64,{base64.b64encode(png_of(data)).decode()}"
 
 
 def png_of(data: Any) -> bytes:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from workers.errors import ConfigError, DataError, named
-from workers.images import Image
+from workers.images import Image, url_of
 from workers.json_file import read_json
 from workers.placeholders import Placed, Placeholders
 from workers.user_code.functions import TIMEOUT_SETTING
@@ -224,12 +224,38 @@ def with_images(prompt: Any, column: Any, where: str) -> tuple[Any, list[Any]]:
     given = [] if column is None else column if isinstance(column, list) else [column]
     if isinstance(prompt, str):
         return prompt, given
-    parts = [part for message in prompt if isinstance(message.get("content"), list) for part in message["content"]]
+    parts = image_parts(prompt)
     inside = [part["image"] for part in parts if "image" in part]
     if inside and given:
         raise DataError(f"{where} has images in its messages and in data.image_key. Give them once.")
-    splits = bool(given) and IMAGE_PART not in parts
+    splits = bool(given) and not parts
     return [m | {"content": _bare(m["content"], splits)} if "content" in m else m for m in prompt], inside or given
+
+
+def image_parts(messages: Messages) -> list[dict[str, Any]]:
+    """Return the parts of cleaned messages that are images, in order."""
+    contents = [message["content"] for message in messages if isinstance(message.get("content"), list)]
+    return [part for content in contents for part in content if part["type"] == "image"]
+
+
+def with_image_parts(messages: Messages, parts: Sequence[dict[str, Any]]) -> Messages:
+    """Replace the image parts of cleaned messages, in order."""
+    left = iter(parts)
+
+    def changed(content: Any) -> Any:
+        if not isinstance(content, list):
+            return content
+        return [next(left) if part["type"] == "image" else part for part in content]
+
+    return [m | {"content": changed(m["content"])} if "content" in m else m for m in messages]
+
+
+def with_urls(record: dict[str, Any], prompt_key: str, image_key: str, images: Sequence[bytes]) -> dict[str, Any]:
+    """Write a record's images, PNG bytes, as data: URLs: in their column, and in the parts of its messages."""
+    urls, prompt = [url_of(image) for image in images], record[prompt_key]
+    if isinstance(prompt, list):
+        prompt = with_image_parts(prompt, [{"type": "image_url", "image_url": {"url": url}} for url in urls])
+    return record | {prompt_key: prompt, image_key: urls}
 
 
 def _bare(content: Any, splits: bool) -> Any:

@@ -12,6 +12,8 @@ from controller.config.sections import RewardConfig
 from controller.data.prompts import Prompt
 from controller.engines.engine_calls import cause_of
 from workers.errors import LostError, ResourceError, WorkerError
+from workers.placeholders import Placed
+from workers.remote_batch import stored
 from workers.roles.reward import RewardWorker, ScoreRequest
 from workers.rollout.requests import SampleResult
 from workers.score import Score, add_environment
@@ -75,7 +77,7 @@ class RewardPool:
                 result.row,
                 result.prompt_tokens,
                 {name: row[name] for name in self._columns if name in row},
-                result.images[: len(prompts[result.uid].images)] if self._image_key else (),
+                _images_of(prompts[result.uid], result) if self._image_key else (),
                 self._image_key,
             )
             for result, row in zip(results, rows, strict=True)
@@ -106,6 +108,13 @@ class RewardPool:
     def stop(self) -> None:
         for actor in self._actors:
             ray.kill(actor)
+
+
+def _images_of(prompt: Prompt, result: SampleResult) -> Placed:
+    """Return the record's images. A row of an agent may begin with others."""
+    first = result.images[: len(prompt.images)]
+    shown = [each.image for each in first] == [each.image for each in prompt.images]
+    return first if shown else stored(prompt.images, {})
 
 
 class Scoring:

@@ -240,7 +240,9 @@ def _start(config: Config, prompt: Prompt) -> EpisodeStart | None:
         return None
     text = with_system_prompt(prompt.columns[config.data.prompt_key], config.data.system_prompt, prompt.uid)
     key = config.data.image_key if prompt.images else ""
-    return EpisodeStart(prompt.columns, text, prompt.options, key, config.data.image_pixels.limits)
+    return EpisodeStart(
+        prompt.columns, text, prompt.options, key, config.data.prompt_key, config.data.image_pixels.limits
+    )
 
 
 def overlong_penalty(tokens: np.ndarray, longest: int, overlong_tokens: int) -> np.ndarray:

@@ -8,6 +8,7 @@ Compressed arrays: rows of tokens with offsets, each image once, results and sco
 pickle.
 """
 
+import itertools
 import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,6 +37,8 @@ from workers.score import Score
 
 PARTIAL = ("ids", "log_probs", "versions")
 """Kept fields of an unfinished Response."""
+ROWS = ("finished", "turns")
+"""Groups of rows in a checkpoint's file, in the order of their images."""
 OF_ANSWERS = ("finish_reason", "read_tokens", "cached_tokens", "stop_string")
 """Further ones of an answer in an unfinished session."""
 
@@ -73,9 +76,8 @@ def write_samples(path: Path, samples: StoredSamples) -> None:
     arrays = {"records": _as_bytes(records)} | {name: found for name, found in routed.items() if found is not None}
     arrays |= _packed("turns", DataProto.from_rows(turns))
     arrays |= _packed("finished", DataProto.from_rows([row for sample in samples.finished for row in sample.rows]))
-    arrays |= _packed_images(
-        [images for sample in samples.finished if sample.rows for images in _row_images(sample.result)]
-    )
+    images = [images for sample in samples.finished if sample.rows for images in _row_images(sample.result)]
+    arrays |= _packed_images([*images, *(node.images for node in nodes)])
     arrays |= _packed("partial", DataProto.from_rows(partial))
     _write(path, arrays)
 
@@ -84,15 +86,16 @@ def read_samples(path: Path) -> StoredSamples:
     """Read a file. Raises DataError if it is missing or broken."""
     with _opened(path) as arrays:
         records = _from_bytes(arrays["records"])
-        found = _rows(_unpacked("finished", arrays))
-        rows = iter(zip(found, _unpacked_images(arrays, len(found)), strict=True))
+        found, turns = (_rows(_unpacked(name, arrays)) if f"{name}.offsets" in arrays else [] for name in ROWS)
+        images = _unpacked_images(arrays, len(found) + len(turns))
+        rows = iter(zip(found, images, strict=False))
         finished = [_finished(record, rows) for record in records["finished"]]
         partial = [
             Response(row["ids"], row["log_probs"], row["versions"]) for row in _rows(_unpacked("partial", arrays))
         ]
-        turns = enumerate(_rows(_unpacked("turns", arrays)) if "turns.offsets" in arrays else ())
+        given = zip(itertools.count(), turns, images[len(found) :], strict=False)
         sessions = {
-            seed: SessionRecord(tuple(_node(turn, *next(turns), arrays) for turn in nodes), rewards)
+            seed: SessionRecord(tuple(_node(turn, *next(given), arrays) for turn in nodes), rewards)
             for seed, rewards, nodes in records.get("sessions", ())
         }
         return StoredSamples(finished, dict(zip(records["partial"], partial, strict=True)) | sessions)
@@ -293,16 +296,20 @@ def _finished(record: Mapping[str, Any], rows: Iterable[tuple[dict[str, np.ndarr
 
 def _turn(node: Node) -> dict[str, Any]:
     """Return a turn of a session without its tokens."""
-    facts = {each.name: getattr(node, each.name) for each in fields(Node) if each.name != "response"}
+    facts = {each.name: getattr(node, each.name) for each in fields(Node) if each.name not in ("response", "images")}
     return facts | {"given": len(node.given), "response": {name: getattr(node.response, name) for name in OF_ANSWERS}}
 
 
 def _node(
-    turn: Mapping[str, Any], number: int, row: Mapping[str, np.ndarray], arrays: Mapping[str, np.ndarray]
+    turn: Mapping[str, Any],
+    number: int,
+    row: Mapping[str, np.ndarray],
+    images: Placed,
+    arrays: Mapping[str, np.ndarray],
 ) -> Node:
     answer: dict[str, Any] = {name: row[name][turn["given"] :] for name in PARTIAL} | turn["response"]
     answer[ROUTED_EXPERTS] = arrays.get(f"{ROUTED_EXPERTS}.{number}")
-    return Node(**{**turn, "given": row["ids"][: turn["given"]], "response": Response(**answer)})
+    return Node(**{**turn, "given": row["ids"][: turn["given"]], "images": images, "response": Response(**answer)})
 
 
 def _score(values: Mapping[str, Any] | None) -> Score | None:

@@ -23,7 +23,7 @@ import numpy as np
 
 from workers.environment import Text, Turn
 from workers.errors import ConfigError, DataError, EpisodeError
-from workers.images import Image, digest_of, png_of, read_image, resized
+from workers.images import Image, decoded
 from workers.rendering import Messages, Options, Renderer, cleaned, with_images
 from workers.rollout.history import History
 from workers.rollout.parsing import TurnParser
@@ -130,13 +130,12 @@ class Conversation:
         return self._history.next_prompt(rendered)
 
     def _read(self, said: Text) -> tuple[Messages, list[Image]]:
-        """Return an environment's messages with bare parts for images, and the images. Raises EpisodeError."""
+        """Return messages of the other side with bare parts for images, and the images. Raises EpisodeError."""
         try:
             messages, values = with_images(_as_messages(said), None, WHERE)
-            pictures = [resized(read_image(value, WHERE), *self._pixels) for value in values]
+            images = [each if isinstance(each, Image) else decoded(each, WHERE, self._pixels) for each in values]
         except DataError as error:
             raise EpisodeError(str(error)) from None
-        images = [Image(digest_of(each), *each.size, png_of(each)) for each in pictures]
         self._images += images
         return messages, images
 

@@ -27,7 +27,7 @@ from workers.errors import EpisodeError, LostError, RolloutError
 from workers.images import Pictures
 from workers.model.processor import load_placeholders
 from workers.network import LOOPBACK, use_rays_interface
-from workers.rendering import Renderer
+from workers.rendering import Renderer, with_urls
 from workers.rollout.conversation import Conversation
 from workers.rollout.episode import Episode, play
 from workers.rollout.front import Taken
@@ -141,10 +141,11 @@ class VllmEngineActor:
         check_placement(self._placement, has_gpu=torch.cuda.is_available())
         # In a thread, so that `stop` and `pids` answer while the engine loads.
         engine = await asyncio.to_thread(self._build)
+        self._images = ImageInputs(engine)
         if self.config.runs_agent:
             import ray
 
-            self._gateway = Gateway(engine, self.model, self.config, self._caches)
+            self._gateway = Gateway(engine, self.model, self.config, self._caches, self._images)
             await self._gateway.start(LOOPBACK if self._front is None else ray.util.get_node_ip_address())
         elif self._environments is not None:
             self._renderer = await asyncio.to_thread(self._load_renderer)
@@ -176,10 +177,6 @@ class VllmEngineActor:
     @cached_property
     def _thinking(self) -> Thinking:
         return Thinking(self._load_tokenizer(), self.config.reasoning_parser)
-
-    @cached_property
-    def _images(self) -> ImageInputs:
-        return ImageInputs(self.engine)
 
     # --- samples ------------------------------------------------------------------------------------------------------
 
@@ -259,6 +256,10 @@ class VllmEngineActor:
 
         assert request.start is not None
         start, name = request.start, request.session
+        if start.image_key:
+            images = [await png_bytes(each.image) for each in request.images]
+            start = replace(start, record=with_urls(start.record, start.prompt_key, start.image_key, images))
+            request = replace(request, start=start)
         taken = Taken(request.begun or SessionRecord())
         if self._front is not None:
             taken = await self._at_front("offer", name, start.record, taken.record)
@@ -266,7 +267,13 @@ class VllmEngineActor:
         self._sessions[request.seed] = session
         on_turns = partial(self._tell_front, session) if self._front is not None else None
         access = gateway.open(
-            session, sampling, request.seed, start.options, on_turns=on_turns, priority=request.priority
+            session,
+            sampling,
+            request.seed,
+            start.options,
+            on_turns=on_turns,
+            priority=request.priority,
+            image_pixels=start.image_pixels,
         )
         given, failure = None, ""
         try:

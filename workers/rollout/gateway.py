@@ -25,6 +25,7 @@ from workers.config import ModelConfig, RolloutConfig, SamplingConfig
 from workers.errors import DataError, named
 from workers.rendering import Options
 from workers.rollout.api_forms import answers_in, error_body
+from workers.rollout.image_inputs import ImageInputs
 from workers.rollout.kept_caches import KeptCaches
 from workers.rollout.serving import CALL, Call, Opened, build
 from workers.rollout.session import Node, Session
@@ -131,10 +132,15 @@ class Gateway:
     """Serve the sessions that are open. Also vLLM's server of HTTP, as an application of ASGI."""
 
     def __init__(
-        self, engine: "AsyncLLM", model: ModelConfig, rollout: RolloutConfig, caches: KeptCaches | None = None
+        self,
+        engine: "AsyncLLM",
+        model: ModelConfig,
+        rollout: RolloutConfig,
+        caches: KeptCaches | None = None,
+        images: ImageInputs | None = None,
     ) -> None:
         self._engine, self._model, self._rollout = engine, model, rollout
-        self._caches = caches or KeptCaches(rollout)
+        self._caches, self._images = caches or KeptCaches(rollout), images or ImageInputs(engine)
         self._limits = rollout.gateway
         self._open: dict[str, Served] = {}
         self._app: Any = None
@@ -147,7 +153,7 @@ class Gateway:
         from transformers import AutoTokenizer
 
         tokenizer = await asyncio.to_thread(AutoTokenizer.from_pretrained, self._model.path, trust_remote_code=False)
-        self._app = await build(self._engine, self._model, self._rollout, tokenizer, self._caches)
+        self._app = await build(self._engine, self._model, self._rollout, tokenizer, self._caches, self._images)
         await self.listen(self, host)
 
     async def listen(self, app: Any, host: str = "127.0.0.1") -> None:
@@ -180,10 +186,14 @@ class Gateway:
         *,
         on_turns: OnTurns | None = None,
         priority: int = 0,
+        image_pixels: tuple[int, int] = (0, 2**20),
     ) -> Access:
-        """Let an agent play the session. on_turns: awaited with new turns before their answer's last bytes go out."""
+        """Let an agent play the session. on_turns: awaited with new turns before their answer's last bytes go out.
+
+        image_pixels: `data.image_pixels`, for images that the agent sends.
+        """
         name, key = quote(session.name, safe=""), secrets.token_urlsafe(32)
-        self._open[name] = Served(session, sampling, seed, options, priority, key=key, on_turns=on_turns)
+        self._open[name] = Served(session, sampling, seed, options, priority, image_pixels, key=key, on_turns=on_turns)
         return Access(f"{self.url}/s/{name}/v1", f"{self.url}/s/{name}", key)
 
     async def close(self, session: Session) -> None:
@@ -346,7 +356,16 @@ def _nodes(session: Session, call: Call, name: str, said: dict[int, dict[str, An
         for place, number in enumerate(prompt.numbers):
             response, text = prompt.turns[place]
             message = next(messages) if of_chat else None
-            yield session.add(prompt.asked, prompt.ids, response, number=number, said=message, text=text, name=name)
+            yield session.add(
+                prompt.asked,
+                prompt.ids,
+                response,
+                number=number,
+                said=message,
+                text=text,
+                name=name,
+                images=prompt.images,
+            )
 
 
 def _message(body: bytes) -> str:

@@ -30,13 +30,15 @@ class EpisodeStart:
     """The record of an episode, and its prompt before tokenizing (text or chat messages).
 
     options: with which the prompt was rendered, see `workers.rendering.Options`. image_key: column that an environment
-    gets the prompt's images in, or empty. image_pixels: of observations' images, see `workers.images.resized`.
+    or agent gets the prompt's images in, or empty. prompt_key: the prompt's column. image_pixels: of images that it
+    sends, see `workers.images.resized`.
     """
 
     record: dict[str, Any]
     prompt: Text
     options: dict[str, Any] = field(default_factory=dict)
     image_key: str = ""
+    prompt_key: str = ""
     image_pixels: tuple[int, int] = (0, 2**20)
 
 

@@ -8,6 +8,7 @@ vLLM's templates and sampling options are not used: prompts are rendered by `Ren
 """
 
 import asyncio
+import hashlib
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -22,12 +23,27 @@ import numpy as np
 
 from workers.config import ModelConfig, RolloutConfig, SamplingConfig
 from workers.environment import Turn
-from workers.errors import DataError, EpisodeError
-from workers.rendering import CONTROLS, RESERVED, Messages, Options, Renderer, cleaned, variables_of, with_images
+from workers.errors import ConfigError, DataError, EpisodeError
+from workers.images import Image, decoded
+from workers.model.processor import load_placeholders
+from workers.placeholders import Placed
+from workers.rendering import (
+    CONTROLS,
+    IMAGE_PART,
+    RESERVED,
+    Messages,
+    Options,
+    Renderer,
+    cleaned,
+    image_parts,
+    variables_of,
+    with_image_parts,
+)
 from workers.rollout.conversation import Conversation
+from workers.rollout.image_inputs import ImageInputs
 from workers.rollout.kept_caches import KeptCaches
 from workers.rollout.parsing import TurnParser
-from workers.rollout.requests import STOP, Response, not_sampled, turn_seed
+from workers.rollout.requests import STOP, Response, joined, not_sampled, turn_seed
 from workers.rollout.session import Asked, Node, Session
 from workers.rollout.vllm_interface import as_response, check_prompt, sampling_parameters
 
@@ -46,8 +62,14 @@ TAIL = 32  # tokens at a prompt's end that show whether it opens the reasoning
 LARGE, CHARACTERS = 2**16, 32  # bytes of a request that is rendered beside others; of a token at most, on average
 REQUIRED = "required"  # stock agents send it always: taken out
 LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
-TEXTS = ("text", "input_text", "output_text")
+KINDS = {"input_text": "text", "output_text": "text", "input_image": "image_url"}  # of parts, in OpenAI's Responses
+WHERE = "the request"
+IMAGES_KEPT = 64  # decoded ones of a session: clients send those of all turns again
 STREAM_TOKENS = 8  # in a part of a streamed answer: vLLM writes each token by itself, which takes a tenth of a call
+
+
+Found = tuple[Asked, Response]
+"""What a request extends, and its whole prompt."""
 
 
 @dataclass
@@ -59,6 +81,7 @@ class Prompt:
 
     asked: Asked
     ids: np.ndarray
+    images: Placed
     numbers: list[int]
     replayed: list[Node]
     turns: dict[int, tuple[Response, str]] = field(default_factory=dict)
@@ -66,14 +89,27 @@ class Prompt:
 
 @dataclass(eq=False)
 class Opened:
-    """A session, as it is asked. engine_names: of its requests, as vLLM calls them."""
+    """A session, as it is asked. image_pixels: see `workers.images.resized`. images: decoded ones, by their URLs'
+    hashes. engine_names: of its requests, as vLLM calls them.
+    """
 
     session: Session
     sampling: SamplingConfig
     seed: int
     options: Options
     priority: int
+    image_pixels: tuple[int, int] = (0, 2**20)
+    images: dict[bytes, Image] = field(default_factory=dict)
     engine_names: set[str] = field(default_factory=set)
+
+    def image(self, url: str) -> Image:
+        """Decode a data: URL. Raises DataError."""
+        key = hashlib.blake2b(url.encode(errors="replace")).digest()
+        if (found := self.images.get(key)) is None:
+            if len(self.images) >= IMAGES_KEPT:
+                self.images.clear()
+            found = self.images[key] = decoded(url, WHERE, self.image_pixels)
+        return found
 
 
 @dataclass
@@ -92,19 +128,19 @@ class Call:
         """Whether the engine has given all answers."""
         return bool(self.prompts) and all(len(each.turns) == len(each.numbers) for each in self.prompts)
 
-    async def rendered(self, render: Callable[[], tuple[Asked, np.ndarray]]) -> tuple[Asked, np.ndarray]:
-        """Render a prompt, for a large request in a thread."""
-        return await asyncio.to_thread(render) if self.size > LARGE else render()
+    async def rendered(self, render: Callable[[], Found], has_images: bool = False) -> Found:
+        """Render a prompt, for a large request or images in a thread."""
+        return await asyncio.to_thread(render) if has_images or self.size > LARGE else render()
 
-    def take(self, asked: Asked, ids: np.ndarray, choices: int) -> None:
+    def take(self, asked: Asked, prompt: Response, choices: int) -> None:
         """Add a prompt, and reserve its turns. Raises EpisodeError if the session has none left."""
         if not self.samples:
             return
-        found = (self.opened.session.recorded(asked, ids) for _ in range(choices))
+        found = (self.opened.session.recorded(asked, prompt.ids, prompt.images) for _ in range(choices))
         replayed = [node for node in takewhile(bool, found) if node]
         left = range(choices - len(replayed))
         numbers = [self.reserved.enter_context(self.opened.session.sampling()) for _ in left]
-        self.prompts.append(Prompt(asked, ids, numbers, replayed))
+        self.prompts.append(Prompt(asked, prompt.ids, prompt.images, numbers, replayed))
 
 
 class PromptRenderer:
@@ -113,42 +149,57 @@ class PromptRenderer:
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
 
-    def ids(self, session: Session, messages: Messages, options: Options) -> tuple[Asked, np.ndarray]:
-        """Return what a chat extends, and its ids, int32. Raises DataError if the template cannot render it."""
-        if not messages:
+    def messages(self, given: Sequence[Any]) -> Messages:
+        """Return a chat's messages, cleaned, with data: URLs in their images' parts. Raises DataError."""
+        if not given:
             raise DataError("the request has no messages.")
-        messages = cleaned(messages, "the request")
-        if with_images(messages, None, "the request")[1]:
-            raise DataError("the request has images, which agents cannot send. Show them in a rollout.environment.")
-        asked = session.find(messages, options)
+        messages: Messages = cleaned([chat_message(each) for each in given], WHERE)
+        urls = [part.get("image") for part in image_parts(messages)]
+        if not all(isinstance(url, str) and url.startswith("data:") for url in urls):
+            raise DataError(
+                "the request has an image that is not a data: URL, and nothing is fetched or read for agents. Send "
+                "data:image/png;base64,..."
+            )
+        if urls and self._renderer.placeholders is None:
+            raise DataError("the request has images, which the model does not read. Send text alone.")
+        return messages
+
+    def read(self, opened: Opened, messages: Messages, options: Options) -> Found:
+        """Read a chat. Raises DataError if the template cannot render it."""
+        images = [opened.image(part["image"]) for part in image_parts(messages)]
+        messages = with_image_parts(messages, [IMAGE_PART | {"image": image} for image in images])
+        digests = [IMAGE_PART | {"digest": f"{image.digest:016x}"} for image in images]
+        asked = opened.session.find(with_image_parts(messages, digests), options)
         if asked.parent is not None:
             try:
-                return asked, np.concatenate([session.ids(asked.parent), self._following(asked, asked.parent, options)])
+                following = self._following(asked, asked.parent, messages, options)
+                return asked, joined([opened.session.whole(asked.parent), following])
             except EpisodeError:  # such as two turns of the assistant in sequence
                 asked = replace(asked, parent=None, covered=0)
-        opened = Conversation(self._renderer, [], options).opened(not_sampled(np.empty(0, np.int32)), messages)
-        return asked, opened.ids
+        return asked, Conversation(self._renderer, [], options).opened(opened.session.whole(None), messages)
 
-    def _following(self, asked: Asked, parent: Node, options: Options) -> np.ndarray:
-        """Return the ids of the new messages, rendered behind stand-ins for turns."""
-        before = asked.messages[: asked.covered]
+    def _following(self, asked: Asked, parent: Node, messages: Messages, options: Options) -> Response:
+        """Return the new messages, rendered behind stand-ins for turns."""
+        before = messages[: asked.covered]
         opening = list(takewhile(lambda message: message["role"] != "assistant", before))
+        opening = with_image_parts(opening, [IMAGE_PART] * len(image_parts(opening)))
         calls = before[-1].get("tool_calls") or ()
         ended = parent.response.finish_reason == STOP
         turn = parent.response if ended else replace(parent.response, stop_string=True)  # no end token of its own
         conversation = Conversation(self._renderer, opening, options)
-        return conversation.observed(turn, Turn("", tool_calls=calls), asked.messages[asked.covered :])[0].ids
+        return conversation.observed(turn, Turn("", tool_calls=calls), messages[asked.covered :])[0]
 
-    def text_ids(self, session: Session, prompt: Any) -> tuple[Asked, np.ndarray]:
-        """Return what a prompt of a completion extends, a text or ids, and its ids."""
+    def read_text(self, session: Session, prompt: Any) -> Found:
+        """Read a prompt of a completion, a text or ids."""
         if not isinstance(prompt, str):
             ids = np.asarray(prompt, np.int32)
-            return session.find_ids(ids), ids
+            asked = session.find_ids(ids)
+            return asked, not_sampled(ids, images=session.whole(asked.parent).images)
         asked = session.find_text(prompt)
         if asked.parent is None:
-            return asked, self._renderer.prompt_ids(prompt, "the request")
-        rest = self._renderer.ids(asked.text or "", "the request")
-        return asked, np.concatenate([session.ids(asked.parent), np.asarray(rest, np.int32)])
+            return asked, not_sampled(self._renderer.prompt_ids(prompt, WHERE))
+        rest = np.asarray(self._renderer.ids(asked.text or "", WHERE), np.int32)
+        return asked, joined([session.whole(asked.parent), not_sampled(rest)])
 
     def options(self, of_session: Options, request: Any, tools: Sequence[Any] | None) -> Options:
         """Return the session's options, with the client's tools and variables that the template reads."""
@@ -190,7 +241,7 @@ def chat_message(message: Any) -> dict[str, Any]:
         found["reasoning_content"] = reasoning
     content = found.get("content", "")
     if isinstance(content, (list, tuple)):
-        content = [part | {"type": "text"} if part.get("type") in TEXTS else part for part in map(dict, content)]
+        content = [part | {"type": KINDS.get(str(kind := part.get("type")), kind)} for part in map(dict, content)]
     return found | {"role": "system" if found["role"] == "developer" else found["role"], "content": content}
 
 
@@ -215,12 +266,14 @@ def _online_renderer(base: type, prompts: PromptRenderer) -> type:
             self._check(request, call)
             try:
                 options = prompts.options(call.opened.options, request, tool_dicts)
-                messages = [chat_message(each) for each in messages]
-                asked, ids = await call.rendered(partial(prompts.ids, call.opened.session, messages, options))
-                call.take(asked, ids, getattr(request, "n", None) or 1)
-            except (DataError, EpisodeError) as error:
+                messages = prompts.messages(messages)
+                images = sum(len(part["image"]) for part in image_parts(messages))
+                self._check_size(call.size - images)
+                asked, prompt = await call.rendered(partial(prompts.read, call.opened, messages, options), images > 0)
+                call.take(asked, prompt, getattr(request, "n", None) or 1)
+            except (ConfigError, DataError, EpisodeError) as error:  # of a model that reads no images, ConfigError
                 raise VLLMValidationError(str(error), parameter="messages") from None
-            request.kv_transfer_params = {"prompt_token_ids": ids.tolist()}  # vLLM takes these as they are
+            request.kv_transfer_params = {"prompt_token_ids": prompt.ids.tolist()}  # vLLM takes these as they are
             result = await super().preprocess_chat(request, [], *more, tool_dicts=tool_dicts, **named)
             request.kv_transfer_params = None
             return result
@@ -232,6 +285,7 @@ def _online_renderer(base: type, prompts: PromptRenderer) -> type:
 
             call = CALL.get()
             self._check(request, call)
+            self._check_size(call.size)
             if not prompt_input:
                 raise VLLMValidationError("the request has no prompt.", parameter="prompt")
             one = isinstance(prompt_input, str) or isinstance(prompt_input[0], int)
@@ -241,9 +295,9 @@ def _online_renderer(base: type, prompts: PromptRenderer) -> type:
             }
             for prompt in [prompt_input] if one else prompt_input:
                 try:
-                    asked, ids = await call.rendered(partial(prompts.text_ids, call.opened.session, prompt))
-                    check_prompt(ids, **limits)
-                    call.take(asked, ids, request.n or 1)
+                    asked, found = await call.rendered(partial(prompts.read_text, call.opened.session, prompt))
+                    check_prompt(found.ids, **limits)
+                    call.take(asked, found, request.n or 1)
                 except (DataError, EpisodeError) as error:
                     raise VLLMValidationError(str(error), parameter="prompt") from None
             return [tokens_input(prompt.ids.tolist()) for prompt in call.prompts]
@@ -257,13 +311,16 @@ def _online_renderer(base: type, prompts: PromptRenderer) -> type:
                 self._taken_out("tool_choice=required")
             if any(_strict(tool) for tool in getattr(request, "tools", None) or ()) and not may_force:
                 self._taken_out("strict of tools")
-            longest = self.model_config.max_model_len
-            if call.size > LARGE + CHARACTERS * longest:  # known without a tokenizer, which takes seconds
-                message = f"the request of {call.size:,} bytes exceeds the maximum context length of {longest} tokens."
-                raise VLLMValidationError(message, parameter="messages")
             for name in LIMITS:  # vLLM refuses one above the longest sequence
                 if getattr(request, name, None):
-                    setattr(request, name, min(getattr(request, name), longest))
+                    setattr(request, name, min(getattr(request, name), self.model_config.max_model_len))
+
+        def _check_size(self, size: int) -> None:
+            """Refuse what cannot fit, without a tokenizer, which takes seconds. size: in bytes, without images."""
+            longest = self.model_config.max_model_len
+            if size > LARGE + CHARACTERS * longest:
+                message = f"the request of {size:,} bytes exceeds the maximum context length of {longest} tokens."
+                raise VLLMValidationError(message, parameter="messages")
 
         @staticmethod
         @cache
@@ -313,15 +370,14 @@ def _parser_class(base: Any, marks: tuple[str, str]) -> Any:
 class RecordingClient:
     """An engine client for vLLM's serving classes, which keeps what the engine samples."""
 
-    def __init__(self, engine: "AsyncLLM", caches: KeptCaches) -> None:
-        self._engine, self._caches, self._count = engine, caches, 0
+    def __init__(self, engine: "AsyncLLM", caches: KeptCaches, images: ImageInputs) -> None:
+        self._engine, self._caches, self._images, self._count = engine, caches, images, 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
     async def generate(self, _: Any, wanted: Any, *_more: Any, **_named: Any) -> AsyncIterator[Any]:
         """Sample the call's next prompt, or give its recorded answers. wanted: vLLM's parameters for the request."""
-        from vllm.inputs.engine import tokens_input
         from vllm.outputs import RequestOutput
         from vllm.sampling_params import RequestOutputKind
 
@@ -342,8 +398,8 @@ class RecordingClient:
         with ExitStack() as request:
             request.callback(opened.engine_names.discard, name)
             salt = request.enter_context(self._caches.request(opened.seed))
-            ids = tokens_input(prompt.ids.tolist(), cache_salt=salt)
-            outputs = self._engine.generate(ids, parameters, name, priority=opened.priority)
+            given = await self._images.prompt(prompt.ids, prompt.images, salt)
+            outputs = self._engine.generate(given, parameters, name, priority=opened.priority)
             async for output in outputs:
                 if not collected:
                     _forget_tokenizer(self._engine, name, wanted)
@@ -436,15 +492,21 @@ def _output_of(node: Node, index: int, wanted: Any) -> Any:
 
 
 async def build(
-    engine: "AsyncLLM", model: ModelConfig, rollout: RolloutConfig, tokenizer: Any, caches: KeptCaches
+    engine: "AsyncLLM",
+    model: ModelConfig,
+    rollout: RolloutConfig,
+    tokenizer: Any,
+    caches: KeptCaches,
+    images: ImageInputs,
 ) -> Any:
     """Return vLLM's application over the engine, for calls in `CALL`."""
     # Errors of clients, and texts of the policy that no parser can read.
     for quiet in ("vllm.tool_parsers", "vllm.parser", "vllm.reasoning", "vllm.entrypoints.anthropic"):
         logging.getLogger(quiet).setLevel(logging.CRITICAL)
-    renderer = Renderer.with_template(tokenizer, model.chat_template)
+    placeholders = await asyncio.to_thread(load_placeholders, model.path)
+    renderer = replace(Renderer.with_template(tokenizer, model.chat_template), placeholders=placeholders)
     parser = TurnParser(tokenizer, rollout.tool_parser, rollout.reasoning_parser, {})
-    app = await application(RecordingClient(engine, caches), model.path, *parser.names)
+    app = await application(RecordingClient(engine, caches, images), model.path, *parser.names)
     app.state.openai_serving_models.is_base_model = lambda _: True  # agents name any model
     for name in ("openai_serving_chat", "openai_serving_responses", "anthropic_serving_messages"):
         serving, kind = getattr(app.state, name), "parser" if name == "openai_serving_responses" else "parser_cls"

@@ -26,9 +26,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from workers.errors import DataError, EpisodeError, quoted
+from workers.images import keys
+from workers.placeholders import Placed
 from workers.rendering import Messages
 from workers.rollout.episode import SampledTurns
-from workers.rollout.requests import Response, not_sampled
+from workers.rollout.requests import Response, joined, not_sampled
 from workers.score import is_finite
 
 S = TypeVar("S", str, bytes)
@@ -40,10 +42,11 @@ class Node:
 
     number: unique in its session, of the turn's seed. text: the answer as text. said: the answer as a message, empty
     for a completion. names: ids of its responses. parent: the number of the turn that it extends, or -1. given: int32,
-    what the prompt adds to the parent's tokens. messages: new ones of the request. asked: new text of a completion's
-    prompt. base, keys: digests of the path before and with the answer. received: whether a client took the answer's
-    last byte. joined: retries that received the answer too. replayed: whether a record answered. began, seconds: the
-    request's arrival in seconds since the session opened, and until the answer's last byte.
+    what the prompt adds to the parent's tokens. images: placed in `given`. messages: new ones of the request, with
+    digests for images. asked: new text of a completion's prompt. base, keys: digests of the path before and with the
+    answer. received: whether a client took the answer's last byte. joined: retries that received the answer too.
+    replayed: whether a record answered. began, seconds: the request's arrival in seconds since the session opened, and
+    until the answer's last byte.
     """
 
     number: int
@@ -53,6 +56,7 @@ class Node:
     names: list[str]
     parent: int = -1
     given: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    images: Placed = ()
     messages: Messages = field(default_factory=list)
     asked: str | None = None
     base: str = ""
@@ -65,7 +69,7 @@ class Node:
 
     @property
     def parts(self) -> list[Response]:
-        return [not_sampled(self.given), self.response]
+        return [not_sampled(self.given, images=self.images), self.response]
 
     @property
     def ids(self) -> np.ndarray:
@@ -120,16 +124,20 @@ class Session(SampledTurns):
             if node.received or node.number in self._extended:
                 self._claim(node)
 
-    def path(self, node: Node) -> list[Node]:
+    def path(self, node: Node | None) -> list[Node]:
         """Return the nodes from the root to this one."""
-        path = [node]
-        while path[-1].parent >= 0:
+        path = [node] if node else []
+        while path and path[-1].parent >= 0:
             path.append(self._by_number[path[-1].parent])
         return path[::-1]
 
+    def whole(self, node: Node | None) -> Response:
+        """Return all tokens up to the answer's last, with their images, as they are read. None is before the first."""
+        return joined([not_sampled(np.empty(0, np.int32)), *(p for n in self.path(node) for p in n.parts)])
+
     def ids(self, node: Node) -> np.ndarray:
-        """Return all tokens up to the answer's last, int32."""
-        return np.concatenate([each.ids for each in self.path(node)])
+        """Return the ids of `whole`, int32."""
+        return self.whole(node).ids
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -200,26 +208,29 @@ class Session(SampledTurns):
         said: dict[str, Any] | None = None,
         text: str = "",
         name: str = "",
+        images: Placed = (),
     ) -> Node:
         """Add the answer to a request. Raises DataError if it is empty, or prompt_ids do not extend `asked.parent`.
 
-        number: of `sampling`. said: the assistant's message, None for a completion. name: the response's id.
+        number: of `sampling`. said: the assistant's message, None for a completion. name: the response's id. images:
+        placed in prompt_ids.
         """
         if not response.sampled_tokens:
             raise DataError("an answer has no sampled token.")
         node = Node(number, response, text, {} if said is None else said, [name] if name else [])
-        self._join(node, asked, prompt_ids)
+        self._join(node, asked, prompt_ids, images)
         return node
 
-    def recorded(self, asked: Asked, prompt_ids: np.ndarray) -> Node | None:
-        """Claim the record's answer to a prompt of these ids, which then needs no sampling."""
-        parent, given = self._given(asked, prompt_ids)
+    def recorded(self, asked: Asked, prompt_ids: np.ndarray, images: Placed = ()) -> Node | None:
+        """Claim the record's answer to a prompt of these ids and images, which then needs no sampling."""
+        parent, given = self._given(asked, prompt_ids, images)
+        read = keys(given.ids, given.images)
         same = (each for each in self._unclaimed.values() if each.parent == parent)
-        node = next((each for each in same if np.array_equal(each.given, given)), None)
+        node = next((each for each in same if np.array_equal(keys(each.given, each.images), read)), None)
         if node is not None:
             del self._unclaimed[node.number]
             node.replayed, node.received, node.joined = True, False, 0
-            self._join(node, asked, prompt_ids)
+            self._join(node, asked, prompt_ids, images)
         return node
 
     def also(self, node: Node, said: dict[str, Any]) -> None:
@@ -234,15 +245,18 @@ class Session(SampledTurns):
             if node not in self._paths.setdefault(key, []):
                 self._paths[key].append(node)
 
-    def _given(self, asked: Asked, prompt_ids: np.ndarray) -> tuple[int, np.ndarray]:
+    def _given(self, asked: Asked, prompt_ids: np.ndarray, images: Placed) -> tuple[int, Response]:
         """Return the number of the parent, and what the prompt adds to its tokens."""
-        known = self.ids(asked.parent) if asked.parent else prompt_ids[:0]
-        if not np.array_equal(known, prompt_ids[: len(known)]):
+        known = self.whole(asked.parent)
+        start = len(known.ids)
+        if not np.array_equal(keys(known.ids, known.images), keys(prompt_ids, images)[:start]):
             raise DataError("a prompt does not begin with the ids of the turn that it extends.")
-        return asked.parent.number if asked.parent else -1, prompt_ids[len(known) :]
+        new = tuple(replace(each, first=each.first - start) for each in images if each.first >= start)
+        return asked.parent.number if asked.parent else -1, not_sampled(prompt_ids[start:], images=new)
 
-    def _join(self, node: Node, asked: Asked, prompt_ids: np.ndarray) -> None:
-        node.parent, node.given = self._given(asked, prompt_ids)
+    def _join(self, node: Node, asked: Asked, prompt_ids: np.ndarray, images: Placed) -> None:
+        node.parent, given = self._given(asked, prompt_ids, images)
+        node.given, node.images = given.ids, given.images
         node.messages, node.asked, node.base = asked.messages[asked.covered :], asked.text, asked.base
         if node.said:
             self.also(node, node.said)
@@ -285,7 +299,7 @@ class Session(SampledTurns):
         paths, seen = [], set[Node]()
         for leaf in self.leaves:
             path = self.path(leaf)
-            paths.append([part for n in path for part in ([not_sampled(n.ids)] if n in seen else n.parts)])
+            paths.append([part for n in path for part in ([joined(n.parts)] if n in seen else n.parts)])
             seen.update(path)
         return paths if len(paths) == 1 else [self._said, *paths]
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import ray
 
+from controller.actors.rewards import _images_of
 from controller.data.prompts import Prompt
 from controller.observability.run_folder import thumbnails
 from controller.rollout.sample_files import (
@@ -25,12 +26,13 @@ from controller.rollout.sample_files import (
 from controller.rollout.samples import RolloutBatch, assemble
 from tests.workers.vision_families import pictures
 from workers.dataproto import DataProto
-from workers.images import ImageSource, PlacedImage, digest_of, keys, read_image
+from workers.images import ImageSource, PlacedImage, digest_of, keys, png_of, read_image
 from workers.remote_batch import IMAGES, RemoteBatch, stored
 from workers.roles.reward import RewardWorker, ScoreRequest
 from workers.rollout.episode import branches_of
 from workers.rollout.prefix_hashes import prefix_hashes
-from workers.rollout.requests import SampleResult
+from workers.rollout.requests import Response, SampleResult
+from workers.rollout.session import Asked, Session
 from workers.score import Score
 from workers.user_code.rewards import RewardFunction
 
@@ -99,6 +101,41 @@ def test_files_keep_images(rollout: RolloutBatch, tmp_path: Path) -> None:
     (sample,) = read_samples(tmp_path / "samples.npz").finished
     assert sample.result.images == result.images
     assert sample.result.prefix_hashes == rollout.batch["prefix_hashes"][0]
+
+
+def test_sessions_of_a_checkpoint_keep_their_images(ray_session: None, tmp_path: Path) -> None:
+    """What a stored session trains, and the prompts that it answers, have the images of the first one."""
+    session = Session("s", max_turns=9)
+    answer = Response(np.array([8], np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")
+    asked, prompt, images = Asked([]), ROW["input_ids"], PROMPT
+    for number in range(2):
+        png = tuple(replace(each, image=replace(each.image, data=png_of(each.image.data))) for each in images)
+        node = session.add(asked, prompt, answer, number=number, images=png)
+        node.received = True
+        asked, images = Asked([], parent=node), (*PROMPT, PlacedImage(SOURCES[2], 10, 2))
+        prompt = np.append(session.ids(node), np.array([7, 9, 9], np.int32))
+    result = SampleResult("1", 0, 5, 3, "stop", 0, row=0, images=PROMPT[:1])
+    finished = [FinishedSample(replace(result, images=stored(PROMPT[:1], {})), [ROW], None)]
+    write_samples(tmp_path / "samples.npz", StoredSamples(finished, {5: session.snapshot()}))
+    found = read_samples(tmp_path / "samples.npz")
+    assert found.finished[0].result.images == result.images
+    again = Session("s", max_turns=9, record=found.partial[5], goes_on=True)
+    assert again.row_images == session.row_images == [(*PROMPT, PlacedImage(SOURCES[2], 10, 2))]
+    assert again.prompt_hash == session.prompt_hash
+    first = Session("s", max_turns=9, record=found.partial[5])
+    assert first.recorded(Asked([]), ROW["input_ids"], PROMPT[::-1]) is None
+    assert first.recorded(Asked([]), ROW["input_ids"], PROMPT) is not None
+
+
+def test_a_reward_function_gets_the_record_s_images_whatever_the_agent_showed(ray_session: None) -> None:
+    prompt = Prompt("1", ROW["input_ids"], {}, images=PROMPT)
+    result = SampleResult("1", 0, 5, 3, "stop", 0, row=0)
+    mine, others = stored(PROMPT, {}), (PlacedImage(SOURCES[2], 0, 1), *PROMPT)
+    assert _images_of(prompt, replace(result, images=(*mine, *others)))[0].image.data is mine[0].image.data
+    for images in (others, ()):
+        found = _images_of(prompt, replace(result, images=images))
+        assert found == PROMPT
+        assert ray.get(found[1].image.data) == png_of(SOURCES[1].data)
 
 
 def test_reward_functions_get_pictures(ray_session: None, vision_model: Callable[[str], Path]) -> None:
