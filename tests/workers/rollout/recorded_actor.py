@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from workers.rollout.engine_actor import VllmEngineActor
-from workers.rollout.session import Session
+from workers.rollout.session import Session, SessionRecord
 
 
 @dataclass
@@ -50,11 +50,20 @@ class RecordedActor(VllmEngineActor):
     async def recorded(self) -> list[Sampled]:
         return self.sampled
 
-    async def open_session(self, name: str, options: dict[str, Any] | None = None) -> tuple[str, str]:
+    async def open_session(
+        self, name: str, options: dict[str, Any] | None = None, record: SessionRecord | None = None
+    ) -> tuple[str, str]:
         """Let somebody play a session. Returns its URL and its key."""
-        self.opened[name] = session = Session(name, max_turns=self.config.max_turns)
+        self.opened[name] = session = Session(name, max_turns=self.config.max_turns, record=record)
         access = self._gateway.open(session, self.config.sampling, len(self.opened), options or {})
         return access.session_url, access.key
+
+    async def session_record(self, name: str) -> SessionRecord:
+        return self.opened[name].snapshot()
+
+    async def session_images(self, name: str) -> list[Any]:
+        """Return the images of a session's rows."""
+        return self.opened[name].row_images
 
     async def close_session(self, name: str) -> tuple[list[Any], list[dict[str, Any]]]:
         """Return a session's rows and turns."""
