@@ -8,7 +8,6 @@ Compressed arrays: rows of tokens with offsets, each image once, results and sco
 pickle.
 """
 
-import itertools
 import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -93,9 +92,10 @@ def read_samples(path: Path) -> StoredSamples:
         partial = [
             Response(row["ids"], row["log_probs"], row["versions"]) for row in _rows(_unpacked("partial", arrays))
         ]
-        given = zip(itertools.count(), turns, images[len(found) :], strict=False)
+        routed = [arrays.get(f"{ROUTED_EXPERTS}.{number}") for number in range(len(turns))]
+        given = zip(turns, images[len(found) :], routed, strict=True)
         sessions = {
-            seed: SessionRecord(tuple(_node(turn, *next(given), arrays) for turn in nodes), rewards)
+            seed: SessionRecord(tuple(_node(turn, *next(given)) for turn in nodes), rewards)
             for seed, rewards, nodes in records.get("sessions", ())
         }
         return StoredSamples(finished, dict(zip(records["partial"], partial, strict=True)) | sessions)
@@ -300,15 +300,9 @@ def _turn(node: Node) -> dict[str, Any]:
     return facts | {"given": len(node.given), "response": {name: getattr(node.response, name) for name in OF_ANSWERS}}
 
 
-def _node(
-    turn: Mapping[str, Any],
-    number: int,
-    row: Mapping[str, np.ndarray],
-    images: Placed,
-    arrays: Mapping[str, np.ndarray],
-) -> Node:
+def _node(turn: Mapping[str, Any], row: Mapping[str, np.ndarray], images: Placed, routed: np.ndarray | None) -> Node:
     answer: dict[str, Any] = {name: row[name][turn["given"] :] for name in PARTIAL} | turn["response"]
-    answer[ROUTED_EXPERTS] = arrays.get(f"{ROUTED_EXPERTS}.{number}")
+    answer[ROUTED_EXPERTS] = routed
     return Node(**{**turn, "given": row["ids"][: turn["given"]], "images": images, "response": Response(**answer)})
 
 

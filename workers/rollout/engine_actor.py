@@ -266,14 +266,9 @@ class VllmEngineActor:
         session = Session(name, max_turns=self.config.max_turns, record=taken.record, goes_on=taken.goes_on)
         self._sessions[request.seed] = session
         on_turns = partial(self._tell_front, session) if self._front is not None else None
+        pixels = {"image_pixels": start.image_pixels}
         access = gateway.open(
-            session,
-            sampling,
-            request.seed,
-            start.options,
-            on_turns=on_turns,
-            priority=request.priority,
-            image_pixels=start.image_pixels,
+            session, sampling, request.seed, start.options, on_turns=on_turns, priority=request.priority, **pixels
         )
         given, failure = None, ""
         try:

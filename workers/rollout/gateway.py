@@ -18,6 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -356,16 +357,8 @@ def _nodes(session: Session, call: Call, name: str, said: dict[int, dict[str, An
         for place, number in enumerate(prompt.numbers):
             response, text = prompt.turns[place]
             message = next(messages) if of_chat else None
-            yield session.add(
-                prompt.asked,
-                prompt.ids,
-                response,
-                number=number,
-                said=message,
-                text=text,
-                name=name,
-                images=prompt.images,
-            )
+            add = partial(session.add, prompt.asked, prompt.ids, images=prompt.images)
+            yield add(response, number=number, said=message, text=text, name=name)
 
 
 def _message(body: bytes) -> str:
