@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from balancing.time_model import Efficiency, Layout, Machine, StepTime, step_time
+from balancing.time_model import Efficiency, Layout, StepTime, step_time
 from controller.config import Config
 from controller.preflight.cluster import Cluster
 from controller.preflight.time_inputs import (
@@ -45,23 +45,11 @@ def print_time(config: Config, cluster: Cluster, options: TimeOptions, prompts: 
         print("not predicted: name the card in --cluster, as in gpu=H100")
         return
     machine, efficiency = machine_of(cluster), Efficiency()
-    lines = [f"one {machine.name} of {cluster.nodes} x {cluster.gpus or int(cluster.cpus)}: figures of its data sheet"]
+    told = f"one {machine.name} of {cluster.nodes} x {cluster.gpus or int(cluster.cpus)}: figures of its data sheet"
     if options.measured:
         from controller.preflight.time_fit import fitted_to
 
         machine, efficiency, told = fitted_to(options.measured, machine)
-        lines = [told]
-    print("\n".join(lines + time_lines(config, cluster, options, prompts, machine, efficiency)))
-
-
-def time_lines(
-    config: Config,
-    cluster: Cluster,
-    options: TimeOptions,
-    prompts: Sequence[int],
-    machine: Machine,
-    efficiency: Efficiency,
-) -> list[str]:
     responses = drawn_lengths(options.response_tokens, config.longest_response)
     source = options.response_tokens or f"log-normal, median {DEFAULT[0]:g} of the limit. Set --response-tokens"
     if options.lengths:
@@ -77,7 +65,8 @@ def time_lines(
     helping = [
         f"{gain:.2f}x  {words.replace(', ', below)}" for gain, words in gains[:SHOWN_CHANGES] if gain >= LEAST_GAIN
     ]
-    return [
+    lines = [
+        told,
         f"responses: {source}",
         f"tokens: responses {workload.responses.mean():,.0f} on average, at most {workload.responses.max():,.0f}; "
         f"prompts {workload.prompts.mean():,.0f}",
@@ -88,6 +77,7 @@ def time_lines(
         f"a step waits mostly for {found.limit}",
         *(["would help, if memory allows:", *(f"    {line}" for line in helping)] if helping else []),
     ]
+    print("\n".join(lines))
 
 
 def _table(found: StepTime) -> list[str]:

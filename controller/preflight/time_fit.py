@@ -19,7 +19,6 @@ from workers.errors import ConfigError
 
 WARM_UP = 3
 """First steps, which compile and allocate."""
-UPDATE = "update"
 Record = dict[str, Any]
 
 
@@ -42,31 +41,27 @@ def measured(folder: Path) -> Measured:
     gpus = config.training_workers if config.uses_gpus else 0
     layout = layout_of(config, Cluster(1, cpus=config.training_workers, gpus=gpus, gpu_gib=80))
     kept = [record for record in records if record["samples"] and record["micro_steps"]]
+    steps = [_step(config, record, times[record["step"]], prompt) for record in kept]
     return Measured(
         shape_of(config),
         layout,
         np.array([row for record in kept for row in _micro_steps(record)], np.float64).reshape(-1, 3),
-        [_generation(config, record, prompt) for record in kept],
+        [(work, seconds) for work, seconds, _ in steps],
         [times[record["step"]]["time/weights_s"] for record in kept],
-        [_rest(record, times[record["step"]]) for record in kept],
+        [rest for *_, rest in steps],
     )
 
 
 def _micro_steps(record: Record) -> list[tuple[float, float, float]]:
-    rows = [row for steps in record["micro_steps"].values() for row in steps if row[0] == UPDATE and row[3]]
+    rows = [row for steps in record["micro_steps"].values() for row in steps if row[0] == "update" and row[3]]
     return [(tokens, squared, end - start) for _, start, end, tokens, squared, *_ in rows]
 
 
-def _generation(config: Config, record: Record, prompt: int) -> tuple[Workload, float]:
+def _step(config: Config, record: Record, times: Record, prompt: int) -> tuple[Workload, float, float]:
+    """Return a step's samples, their seconds, and those outside of engines, micro-steps and weight transfers."""
     samples = [row for rows in record["samples"].values() for row in rows]
     responses = [max(1, tokens) for _, _, tokens in samples]
     work = Workload([prompt] * len(samples), responses, config.rollout.samples_per_prompt)
-    return work, max(end for _, end, _ in samples) - min(start for start, _, _ in samples)
-
-
-def _rest(record: Record, times: Record) -> float:
-    """Return a step's seconds outside of engines, micro-steps and weight transfers."""
-    samples = [row for rows in record["samples"].values() for row in rows]
     sampled = max(end for _, end, _ in samples) - min(start for start, _, _ in samples)
     of_ranks = [sum(end - start for _, start, end, *_ in steps) for steps in record["micro_steps"].values()]
-    return float(times["time/step_s"] - sampled - max(of_ranks) - times["time/weights_s"])
+    return work, sampled, float(times["time/step_s"] - sampled - max(of_ranks) - times["time/weights_s"])
