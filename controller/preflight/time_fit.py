@@ -60,8 +60,8 @@ def _micro_steps(record: Record) -> list[tuple[float, float, float]]:
 def _step(config: Config, record: Record, times: Record, prompt: int) -> tuple[Workload, float, float]:
     """Return a step's samples, their seconds, and those outside of engines, micro-steps and weight transfers."""
     samples = [row for rows in record["samples"].values() for row in rows]
-    responses = [max(1, tokens) for _, _, tokens in samples]
+    responses = [max(1, row[2]) for row in samples]
     work = Workload([prompt] * len(samples), responses, config.rollout.samples_per_prompt)
-    sampled = max(end for _, end, _ in samples) - min(start for start, _, _ in samples)
+    sampled = max(row[1] for row in samples) - min(row[0] for row in samples)
     of_ranks = [sum(end - start for _, start, end, *_ in steps) for steps in record["micro_steps"].values()]
     return work, sampled, float(times["time/step_s"] - sampled - max(of_ranks) - times["time/weights_s"])
