@@ -6,8 +6,9 @@ Each kind of work is fitted by least squares of relative errors, drawn towards t
 do not show stays as it was: minimise mean (predicted / measured - 1)**2 + PRIOR * mean (value / stated - 1)**2.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -20,8 +21,10 @@ from balancing.time_model.step_time import transfer_bytes
 from balancing.time_model.training import micro_step_terms, training
 
 PRIOR = 0.003
-LEAST_SPREAD = 0.1
-"""Smallest relative error that a fit claims."""
+LEAST_SPREAD, REST_SPREAD = 0.1, 0.3
+"""Smallest relative error that a fit claims, and that of phases' starts and ends."""
+Rows = tuple[Floats, Floats]
+"""Terms, float64 [n, k], and measured seconds, float64 [n]."""
 
 
 @dataclass(frozen=True)
@@ -37,57 +40,46 @@ class Measured:
     micro_steps: Floats
     generations: Sequence[tuple[Workload, float]] = ()
     transfers: Sequence[float] = ()
-    rest: Sequence[float] = field(default=())
+    rest: Sequence[float] = ()
 
 
 def fit(runs: Sequence[Measured], machine: Machine, efficiency: Efficiency | None = None) -> tuple[Machine, Efficiency]:
     """Fit to all runs together. Different model sizes tell products from overheads."""
-    stated = efficiency or Efficiency()
-    spread = dict(stated.spread)
-    training_rows = [_micro_steps(run, machine) for run in runs if len(run.micro_steps)]
-    if training_rows:
-        names = ("matmul", "attention", "elementwise")
-        prior = [1 / getattr(stated, name) for name in names] + [machine.kernel, machine.micro_batch]
-        values, spread["training"] = _fitted(training_rows, prior)
-        stated = replace(stated, **dict(zip(names, (1 / values[:3]).tolist(), strict=True)))
-        machine = replace(machine, kernel=float(values[3]), micro_batch=float(values[4]))
-    engine_rows = [_generations(run, machine, stated) for run in runs if run.generations]
-    if engine_rows:
-        names = ("engine_step", "engine_layer", "engine_sequence")
-        prior = [getattr(machine, name) for name in names] + [1 / stated.decode, 1 / stated.prefill]
-        values, spread["generation"] = _fitted(engine_rows, prior)
-        machine = replace(machine, **dict(zip(names, values[:3].tolist(), strict=True)))
-        stated = replace(stated, decode=1 / float(values[3]), prefill=1 / float(values[4]))
-    transfers = [_transfers(run, stated) for run in runs if run.transfers]
-    if transfers:
-        values, _ = _fitted(transfers, [machine.transfer, 1 / machine.host])
-        machine = replace(machine, transfer=float(values[0]), host=1 / float(values[1]))
-    rest = [_rest(run, machine, stated) for run in runs if len(run.rest)]
-    if rest:
-        machine = replace(machine, phase=float(np.mean(rest)))
-        spread["overheads"] = 0.3
-    return machine, replace(stated, spread=spread)
+    efficiency = efficiency or Efficiency()
+    spread = dict(efficiency.spread)
+    for kind, rows_of, names in KINDS:
+        rows = [row for run in runs if len((row := rows_of(run, machine, efficiency))[1])]
+        if rows:
+            values, spread[kind] = _fitted(rows, [_value(name, machine, efficiency) for name in names])
+            found: dict[str, Any] = {
+                name: 1 / value if name in INVERSE else value for name, value in zip(names, values, strict=True)
+            }
+            shares = {name: value for name, value in found.items() if hasattr(efficiency, name)}
+            efficiency = replace(efficiency, **shares)
+            machine = replace(machine, **{name: value for name, value in found.items() if name not in shares})
+    if rest := [_rest(run, machine, efficiency) for run in runs if len(run.rest)]:
+        machine, spread["overheads"] = replace(machine, phase=float(np.mean(rest))), REST_SPREAD
+    return machine, replace(efficiency, spread=spread)
 
 
-Rows = tuple[Floats, Floats]
-"""Terms, float64 [n, k], and measured seconds, float64 [n]."""
+def _value(name: str, machine: Machine, efficiency: Efficiency) -> float:
+    value = float(getattr(efficiency, name, None) or getattr(machine, name))
+    return 1 / value if name in INVERSE else value
 
 
-def _fitted(rows: Sequence[Rows], prior: Sequence[float]) -> tuple[Floats, float]:
+def _fitted(rows: Sequence[Rows], prior: Sequence[float]) -> tuple[list[float], float]:
     """Return a positive value for each term, and the root mean square of relative errors."""
-    terms = np.concatenate([each for each, _ in rows])
-    seconds = np.concatenate([each for _, each in rows])
+    terms, seconds = (np.concatenate(each) for each in zip(*rows, strict=True))
     stated = np.maximum(np.asarray(prior, np.float64), 1e-12)
     relative = terms * stated / seconds[:, None] / np.sqrt(len(seconds))
     pull = np.sqrt(PRIOR / len(stated)) * np.eye(len(stated))
     target = np.concatenate([np.full(len(seconds), 1 / np.sqrt(len(seconds))), np.diag(pull)])
-    found = np.maximum(non_negative_least_squares(np.concatenate([relative, pull]), target), 0.01)
-    values: Floats = found * stated
+    values = stated * np.maximum(non_negative_least_squares(np.concatenate([relative, pull]), target), 0.01)
     error = float(np.sqrt(np.mean((terms @ values / seconds - 1) ** 2)))
-    return values, max(LEAST_SPREAD, error)
+    return values.tolist(), max(LEAST_SPREAD, error)
 
 
-def _micro_steps(run: Measured, machine: Machine) -> Rows:
+def _micro_steps(run: Measured, machine: Machine, _: Efficiency) -> Rows:
     tokens, squared, seconds = run.micro_steps.T
     return np.stack(micro_step_terms(run.shape, run.layout, machine, tokens, squared), axis=1), seconds
 
@@ -109,10 +101,9 @@ def _generations(run: Measured, machine: Machine, efficiency: Efficiency) -> Row
     return np.array(rows), np.array([seconds for _, seconds in run.generations])
 
 
-def _transfers(run: Measured, efficiency: Efficiency) -> Rows:
-    seconds = np.asarray(run.transfers, np.float64)
+def _transfers(run: Measured, _: Machine, efficiency: Efficiency) -> Rows:
     size = transfer_bytes(run.shape, run.layout) / 1e9 / efficiency.decode
-    return np.tile([1.0, size], (len(seconds), 1)), seconds
+    return np.tile([1.0, size], (len(run.transfers), 1)), np.asarray(run.transfers, np.float64)
 
 
 def _rest(run: Measured, machine: Machine, efficiency: Efficiency) -> float:
@@ -120,3 +111,13 @@ def _rest(run: Measured, machine: Machine, efficiency: Efficiency) -> float:
     workload = run.generations[0][0]
     optimizer = training(run.shape, run.layout, workload, machine, efficiency).optimizer
     return max(0.001, float(np.median(run.rest)) - optimizer) / (3 + (workload.forward_passes > 0))
+
+
+INVERSE = ("matmul", "attention", "elementwise", "decode", "prefill", "host")
+"""What seconds are in inverse proportion to."""
+KINDS: tuple[tuple[str, Callable[[Measured, Machine, Efficiency], Rows], tuple[str, ...]], ...] = (
+    ("training", _micro_steps, ("matmul", "attention", "elementwise", "kernel", "micro_batch")),
+    ("generation", _generations, ("engine_step", "engine_layer", "engine_sequence", "decode", "prefill")),
+    ("overheads", _transfers, ("transfer", "host")),
+)
+"""Kinds of work, their terms, and the fields of Machine and Efficiency that the terms are multiplied by."""

@@ -17,16 +17,11 @@ from balancing.time_model.inputs import Layout, ModelShape, Workload
 from balancing.time_model.machine import Efficiency, Machine
 from balancing.time_model.training import training
 
-KINDS = {
-    "prefill": "generation", "decode": "generation", "reward": "overheads", "log_probs": "training",
-    "update": "training", "optimizer": "training", "collectives": "collectives", "transfer": "overheads",
-    "sleep_wake": "overheads", "other": "overheads",
-}  # fmt: skip
-"""What the error of a phase follows, see `Efficiency.spread`."""
-ENGINES = ("prefill", "decode", "reward")
-TRAINER = ("log_probs", "update", "optimizer", "collectives", "other")
-BOTH = ("transfer", "sleep_wake")
-"""Phases by where they run."""
+ENGINES = {"prefill": "generation", "decode": "generation", "reward": "overheads"}
+TRAINER = {"log_probs": "training", "update": "training", "optimizer": "training", "collectives": "collectives"}
+TRAINER |= {"other": "overheads"}
+BOTH = {"transfer": "overheads", "sleep_wake": "overheads"}
+"""Phases by where they run, with what their error follows, see `Efficiency.spread`."""
 
 
 class Interval(NamedTuple):
@@ -78,14 +73,9 @@ def step_time(
         "sleep_wake": machine.sleep if layout.placement == "colocated" else 0.0,
         "other": machine.phase * (3 + (workload.forward_passes > 0)),
     }
-    spread = efficiency.spread
-    phases = {
-        name: Interval(value, value * (1 - spread[KINDS[name]]), value * (1 + spread[KINDS[name]]))
-        for name, value in seconds.items()
-    }
-    steps = [
-        _scheduled({name: phase[which] for name, phase in phases.items()}, made, layout, workload) for which in range(3)
-    ]
+    errors = {name: efficiency.spread[kind] for name, kind in (ENGINES | TRAINER | BOTH).items()}
+    phases = {each: Interval(s, s * (1 - errors[each]), s * (1 + errors[each])) for each, s in seconds.items()}
+    steps = [_scheduled({each: phase[i] for each, phase in phases.items()}, made, layout, workload) for i in range(3)]
     total, limit = steps[0]
     on_trainer = sum(seconds[name] for name in (*TRAINER, *BOTH))
     on_engines = (made.prefill + made.decode) * made.busy if not layout.staleness else made.steady + made.prefill

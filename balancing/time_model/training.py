@@ -7,7 +7,7 @@ of 1.5B, 7B, 32B and 30B-A3B, which agree within 10 %.
 
 from dataclasses import dataclass
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 from balancing.grouping import Floats
 from balancing.time_model.inputs import Layout, ModelShape, Workload
@@ -38,9 +38,8 @@ class Training:
     bound: str
 
 
-@dataclass(frozen=True)
-class Shares:
-    """What one rank computes in an epoch: tokens, squared tokens, and micro-batches of the data-parallel rank."""
+class Shares(NamedTuple):
+    """One rank's tokens and squared tokens of an epoch, and micro-batches of a step."""
 
     tokens: float
     squared: float

@@ -28,12 +28,12 @@ def speed(*, cuda: bool) -> Finding:
 
 
 def _seconds(call: Callable[[], object], cuda: bool) -> float:
-    """Return the least seconds of a call, after one that is not counted."""
+    """Return the least seconds of a call. The first warms up."""
     found = []
-    for _ in range(REPEATS + 1):
+    for _ in range(REPEATS):
         start = time.perf_counter()
         call()
         if cuda:
             torch.cuda.synchronize()
         found.append(time.perf_counter() - start)
-    return min(found[1:])
+    return min(found)
