@@ -99,7 +99,7 @@ def _scheduled(seconds: Mapping[str, float], made: Generation, layout: Layout, w
     window = max(1.0, layout.window * (layout.staleness + 1) * groups) / groups
     flight = layout.staleness + 1 + max(0.0, window - 1)
     slowest = (engines * max(1.0, steady / engines) + trainer + both) / flight
-    bounds = {"update": trainer + both, "decode": steady + both, "staleness": slowest}
+    bounds = {"update": trainer + both, "decode": steady + both, "the slowest group": slowest}
     if layout.placement == "shared_memory":  # engines and ranks share cores
         cores = layout.nodes * layout.gpus_per_node
         bounds["cores"] = both + (steady * layout.engines * layout.engine_tp + trainer * layout.ranks) / cores
