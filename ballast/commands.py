@@ -37,6 +37,7 @@ COMMANDS = {
     "balance": Command("balancing.__main__", "compare balancing strategies on the lengths of a run or a file"),
     "doctor": Command("controller.doctor", "check this machine, or a cluster, before the first run"),
     "replay": Command("controller.replay", "train a recorded step again"),
+    "layout": Command("controller.layouts", "find the fastest layouts of a run on a cluster"),
     "whatif": Command("controller.whatif", "predict the speed of a recorded run under other settings"),
     "migrate": Command("controller.migrate", "translate a configuration of verl or TRL"),
     "template": Command("controller.template", "show what a chat template does to the turns of a conversation"),

@@ -45,6 +45,7 @@ ON_RANKS = ("log_probs", "update", "advantages")
 """Phases in which all ranks compute."""
 FITS = 5
 """Repetitions of a fit whose terms depend on its result."""
+NOT_IN_A_STEP = ("step", "update", "validation", "checkpoint", "save")
 WARM_UP_SHARE = 0.1
 """Share of the first steps, at least one, that do not count."""
 
@@ -199,17 +200,17 @@ class RecordedRun:
         return float(np.mean([end - start for start, end, _ in loads])) if loads else 0.0
 
     @cached_property
-    def _means(self) -> dict[str, float]:
-        """Mean seconds of each phase besides `update`, and of the end of `rollout`, in which the driver collects."""
-        found: dict[str, list[float]] = {}
+    def _medians(self) -> dict[str, float]:
+        """Median seconds of each phase besides `update`, and of the end of `rollout`, in which the driver collects."""
+        steps: list[dict[str, float]] = []
         for record in self._steps:
+            steps.append({})
             for name, start, end in record["phases"]:
                 if name == "rollout":
-                    scored = max((row[1] + row[5] for row in _samples(record)), default=end)
-                    start = min(end, max(start, scored))
-                if name not in ("step", "update", "validation", "checkpoint", "save"):
-                    found.setdefault(name, []).append(self._seconds(start, end))
-        return {name: sum(values) / len(self._steps) for name, values in found.items()}
+                    start = min(end, max(start, *(row[1] + row[5] for row in _samples(record))))
+                if name not in NOT_IN_A_STEP:
+                    steps[-1][name] = steps[-1].get(name, 0.0) + self._seconds(start, end)
+        return {name: float(np.median([step.get(name, 0.0) for step in steps])) for name in set().union(*steps)}
 
     @cached_property
     def _update(self) -> tuple[float, float, float]:
@@ -231,7 +232,7 @@ class RecordedRun:
             return 0.0, 0.0, 0.0
         seconds = np.array(lasted)[:, None]
         count, work = non_negative_least_squares(np.array(terms) / seconds, np.ones(len(terms))).tolist()
-        return count, work, max(0.0, float(np.mean(rest)))
+        return count, work, max(0.0, float(np.median(rest)))
 
     def _work(self, config: Config, numbers: Sequence[int], step: int) -> tuple[float, float]:
         """Plan the update of these prompts' sequences. Returns its micro-steps and its work in the plan's unit."""
@@ -256,12 +257,14 @@ class RecordedRun:
         count, work = self._work(config, numbers, taken[0])
         each, unit, rest = self._update
         update = each * count + unit * work + rest
-        found = [Phase(self._means.get(name, 0.0)) for name in ("rollout", "plan")]
+        found = [Phase(self._medians.get(name, 0.0)) for name in ("rollout", "plan")]
         ranks = self.config.policy.data_parallel / config.policy.data_parallel
-        for name in self._means.keys() - {"rollout", "plan", "weights"}:
+        for name in self._medians.keys() - {"rollout", "plan", "weights"}:
             of_ranks = name in ON_RANKS
-            found.append(Phase(self._means[name] * (ranks if of_ranks else 1.0), self._rank_cores if of_ranks else 1.0))
-        return [*found, Phase(update, self._rank_cores), Phase(self._means.get("weights", 0.0), pause=self._pause)]
+            found.append(
+                Phase(self._medians[name] * (ranks if of_ranks else 1.0), self._rank_cores if of_ranks else 1.0)
+            )
+        return [*found, Phase(update, self._rank_cores), Phase(self._medians.get("weights", 0.0), pause=self._pause)]
 
 
 def _samples(record: Mapping[str, Any]) -> list[list[Any]]:

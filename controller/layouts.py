@@ -1,0 +1,234 @@
+"""`python -m controller.layouts --config FILE --cluster NODES [--write FILE]`: find the fastest layouts of a run.
+
+    Config, Cluster --rules, memory by formula--> balancing.time_model.search --preflight--> the best ten
+
+Searched: data, context, tensor, pipeline and expert parallelism, replicas of the model, checkpointing, engines and
+their tensor parallelism, placement and staleness. A setting given as an override keeps its value. All else is as in
+FILE. Memory is a formula: try the layout that you take with `--dry-run --cluster`.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+from balancing.time_model import Efficiency, Layout, StepTime
+from balancing.time_model.memory import Needs, engine_holds, training_gib
+from balancing.time_model.search import Half, Problem, best_layouts, engine_halves, training_halves
+from controller.config import Config, changed_yaml, load
+from controller.config.file import value_of
+from controller.config.model_files import fetch_description, read_model_files
+from controller.lifecycle.session import exit_code
+from controller.preflight.arguments import Arguments, Command, OneLineParser, parse_arguments
+from controller.preflight.checks import check, check_layout
+from controller.preflight.cluster import place, run_on
+from controller.preflight.memory import USABLE_SHARE
+from controller.preflight.time_fit import fitted_to
+from controller.preflight.time_inputs import (
+    drawn_lengths,
+    layout_of,
+    machine_of,
+    recorded_lengths,
+    shape_of,
+    workload_of,
+)
+from workers.config import ParallelConfig
+from workers.errors import ConfigError, UnsupportedModelError
+from workers.model.rules.families import expert_count, features_of_file, is_recurrent
+from workers.model.rules.model_rules import check_context_parallel, check_experts, check_tensor_parallel
+from workers.model_config import ATTENTION_KEPT, RECOMPUTED
+
+COMMAND = Command("controller.layouts", "Find the fastest layouts of a run.", Config, describes_clusters=True)
+USAGE = (
+    "python -m controller.layouts --config FILE --cluster NODES [--write FILE [--take N]] [--lengths runs/NAME] "
+    "[--response-tokens DISTRIBUTION] [--measured runs/NAME] [key.sub=value ...]"
+)
+SHOWN = 10
+MOST_CHECKED = 200
+"""Layouts that are checked before the search gives up."""
+SETTINGS = {
+    "policy.data_parallel": "dp",
+    "policy.parallel.context_parallel": "cp",
+    "policy.parallel.tensor_parallel": "tp",
+    "policy.parallel.pipeline_parallel": "pp",
+    "policy.parallel.expert_parallel": "ep",
+    "policy.parallel.replicate": "replicate",
+    "rollout.replicas": "engines",
+    "rollout.tensor_parallel": "engine_tp",
+    "rollout.placement": "placement",
+    "rollout.max_staleness": "staleness",
+}
+"""Fields of a Layout by setting. model.gradient_checkpointing is `recomputed`, of layers that may be compiled."""
+CHECKPOINTING = "model.gradient_checkpointing"
+CHECKPOINTING_OF = {0.0: "none", 0.3: "selective", 0.8: "selective", 1.0: "full"}
+
+
+class LayoutSearch:
+    """The layouts of one configuration on a cluster. Raises ConfigError for a cluster without named GPUs."""
+
+    def __init__(self, request: Arguments) -> None:
+        assert request.cluster is not None
+        if not request.cluster.gpu:
+            raise ConfigError("--cluster: layouts are searched on GPUs. Name them, as in nodes=8,gpus=8,gpu=H100.")
+        self._request, self._cluster, self._gib = request, request.cluster, USABLE_SHARE * request.cluster.gpu_gib
+        self.config = load(request.config, request.overrides)
+        run_on(self.config, self._cluster)
+        key = "model.path"
+        fetch_description(self.config.model.path, key, print)
+        self._text = read_model_files(self.config.model.path, key).text
+        self._fixed = {name.partition("=")[0] for name in request.overrides} & {*SETTINGS, CHECKPOINTING}
+        roles = (self.config.uses_reference, self.config.uses_teacher, self.config.uses_reward_model)
+        chunk, longest = self.config.model.chunk_tokens("cuda"), self.config.max_model_tokens
+        self._needs = Needs(1 + self.config.uses_critic, sum(roles), chunk, longest)
+        self._problem = self._read_problem()
+
+    def _read_problem(self) -> Problem:
+        config, time = self.config, self._request.time
+        responses = drawn_lengths(time.response_tokens, config.longest_response)
+        prompts = [config.data.max_prompt_tokens // 2]
+        if time.lengths:
+            responses, prompts = recorded_lengths(time.lengths)
+        machine, efficiency = machine_of(self._cluster), Efficiency()
+        if time.measured:
+            machine, efficiency, _ = fitted_to(time.measured, machine)
+        return Problem(shape_of(config), workload_of(config, responses, prompts), machine, efficiency)
+
+    def best(self) -> Iterator[tuple[StepTime, Layout, Config]]:
+        """Yield layouts that the run's own checks allow, fastest first."""
+        base = replace(layout_of(self.config, self._cluster), compiled=self.config.model.compile != "never")
+        shares = {name: self.config.rollout.gpu_share(name) * self._cluster.gpu_gib for name in ("colocated", "apart")}
+        engines = [(ranks, half) for ranks, half in engine_halves(base, shares) if self._serves(replace(base, **half))]
+        halves = partial(self._halves, base)
+        for seconds, layout in islice(best_layouts(self._problem, base, engines, halves, self._fits), MOST_CHECKED):
+            with suppress(ConfigError, UnsupportedModelError):
+                config = with_layout(self.config, layout)
+                check_layout(config)
+                place(config, self._cluster)
+                yield seconds, layout, config
+
+    def gib(self, layout: Layout) -> float:
+        """Return GiB of the fullest GPU."""
+        kept, passing = training_gib(self._problem.shape, layout, self._needs)
+        return max(passing, kept + layout.engine_gib if layout.placement == "colocated" else layout.engine_gib)
+
+    def _fits(self, layout: Layout) -> bool:
+        return layout.placement == "apart" or self.gib(layout) <= self._gib
+
+    def _halves(self, base: Layout, ranks: int) -> Iterator[Half]:
+        """Yield allowed training halves, each with the least recomputation that fits."""
+        modes = ["none", "selective", "full"]
+        chosen = self.config.model.gradient_checkpointing
+        for half in training_halves(base, ranks, max(1, expert_count(self._text))):
+            layout = replace(base, **half)
+            if self._keeps(layout) and self._allows(layout):
+                for mode in [chosen] if chosen != "auto" else modes:
+                    kept = ATTENTION_KEPT if mode == "selective" and layout.compiled else mode
+                    found = replace(layout, recomputed=RECOMPUTED[kept])
+                    if training_gib(self._problem.shape, found, self._needs)[1] <= self._gib:
+                        yield {**half, "recomputed": found.recomputed}
+                        break
+
+    def _keeps(self, layout: Layout) -> bool:
+        """Return whether a layout has the values that overrides give."""
+        given = {key: value_of(self.config, key) for key in self._fixed - {CHECKPOINTING}}
+        halves = {"engines", "engine_tp", "placement", "staleness"}
+        return all(
+            value in (getattr(layout, SETTINGS[key]), 0, "auto")
+            for key, value in given.items()
+            if SETTINGS[key] not in halves
+        )
+
+    def _allows(self, layout: Layout) -> bool:
+        config, text = self.config, self._text
+        method = config.policy.parallel.context_parallel_method
+        parallel = ParallelConfig(
+            context_parallel=layout.cp,
+            context_parallel_method=method,
+            tensor_parallel=layout.tp,
+            pipeline_parallel=layout.pp,
+            expert_parallel=layout.ep,
+        )
+        heads, features = text.get("num_attention_heads"), features_of_file(text)
+        longest = -(-config.longest_sequence // layout.cp)
+        try:
+            check_context_parallel(parallel, "", recurrent=is_recurrent(text), heads=heads, features=features)
+            check_tensor_parallel(parallel, config.model, "", str(text.get("model_type")), text)
+            check_experts(parallel, config.model, "", expert_count(text))
+        except (ConfigError, UnsupportedModelError):
+            return False
+        learns = layout.tp == 1 or not (config.uses_critic or config.uses_reward_model)
+        fits = longest <= layout.max_tokens and layout.dp <= config.mini_batch_sizes[-1]
+        return learns and fits and layout.pp * layout.virtual_stages <= self._problem.shape.layers
+
+    def _serves(self, layout: Layout) -> bool:
+        heads, tp = self._text.get("num_attention_heads", 1), layout.engine_tp
+        pairs = self._text.get("num_key_value_heads") or heads
+        given = {SETTINGS[key]: value_of(self.config, key) for key in self._fixed if key.startswith("rollout.")}
+        kept = all(
+            value in (getattr(layout, name), 0 if name == "engines" else "auto") for name, value in given.items()
+        )
+        divides = heads % tp == 0 and (pairs % tp == 0 or tp % pairs == 0)
+        return kept and divides and engine_holds(self._problem.shape, layout, self._needs)
+
+
+def with_layout(config: Config, layout: Layout) -> Config:
+    """Return the configuration with the settings of a layout."""
+    found = deepcopy(config)
+    for key, name in SETTINGS.items():
+        section, _, setting = key.rpartition(".")
+        setattr(value_of(found, section), setting, getattr(layout, name))
+    found.model.gradient_checkpointing = CHECKPOINTING_OF[layout.recomputed]
+    return found
+
+
+def lines_of(number: int, seconds: StepTime, layout: Layout, gib: float) -> list[str]:
+    """Describe a layout in two lines of at most 80 characters."""
+    names = ("dp", "cp", "tp", "pp", "ep", "replicate")
+    degrees = " ".join(f"{name} {size}" for name in names if (size := getattr(layout, name)) > 1 or name == "dp")
+    where = layout.placement + (f", staleness {layout.staleness}" if layout.placement == "apart" else "")
+    mode = CHECKPOINTING_OF[layout.recomputed]
+    return [
+        f"{number:2} {seconds.seconds:8,.2f} s {gib:4.0f} GiB  {degrees}; "
+        f"{layout.engines} engines of {layout.engine_tp}",
+        f"   {where}; checkpointing {mode}; idle {seconds.trainer_idle:.0%}, {seconds.engine_idle:.0%}; "
+        f"waits for {seconds.limit}",
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return exit_code(partial(_search, arguments))
+
+
+def _search(arguments: Sequence[str] | None) -> None:
+    parser = OneLineParser(
+        prog="python -m controller.layouts", usage=USAGE, description="Find a run's fastest layouts."
+    )
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the settings of a layout")
+    parser.add_argument("--take", type=int, default=1, metavar="N", help="its number in the list (1)")
+    own, rest = parser.parse_known_args(arguments)
+    request = parse_arguments([*rest, "--dry-run"], COMMAND)
+    if request.cluster is None:
+        raise ConfigError("--cluster: describe the nodes, as in --cluster nodes=8,gpus=8,gpu=H100.")
+    search = LayoutSearch(request)
+    print("seconds of a step, GiB of the fullest GPU; idle: trainers, engines", flush=True)
+    found = []
+    for number, (seconds, layout, config) in enumerate(islice(search.best(), SHOWN), start=1):
+        found.append(config)
+        print("\n".join(lines_of(number, seconds, layout, search.gib(layout))), flush=True)
+    if not found:
+        raise ConfigError(
+            "--cluster: no layout fits into memory and the rules. Describe more GPUs, or remove overrides."
+        )
+    if own.write:
+        taken = found[min(own.take, len(found)) - 1]
+        own.write.write_text(changed_yaml(taken), encoding="utf-8")
+        print(f"{own.write}: layout {own.take}. Measure its memory with --dry-run --cluster")
+        check(taken)  # a setting of FILE may have no effect in the layout
+
+
+if __name__ == "__main__":
+    sys.exit(main())
