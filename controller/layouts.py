@@ -10,9 +10,10 @@ FILE. Memory is a formula: try the layout that you take with `--dry-run --cluste
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import replace
 from functools import partial
+from heapq import merge
 from itertools import islice
 from pathlib import Path
 
@@ -36,7 +37,7 @@ from controller.preflight.time_inputs import (
     shape_of,
     workload_of,
 )
-from workers.config import ParallelConfig
+from workers.config import ParallelConfig, RolloutConfig
 from workers.errors import ConfigError, UnsupportedModelError
 from workers.model.rules.families import expert_count, features_of_file, is_recurrent
 from workers.model.rules.model_rules import check_context_parallel, check_experts, check_tensor_parallel
@@ -85,9 +86,12 @@ class LayoutSearch:
         chunk, longest = self.config.model.chunk_tokens("cuda"), self.config.max_model_tokens
         self._needs = Needs(1 + self.config.uses_critic, sum(roles), chunk, longest)
         self._problem = self._read_problem()
+        ahead = self._read_problem(replace(self.config.rollout, placement="apart", max_staleness=1))
+        self._problems = {False: self._problem, True: ahead}  # by staleness, with which passes fall away
 
-    def _read_problem(self) -> Problem:
-        config, time = self.config, self._request.time
+    def _read_problem(self, rollout: RolloutConfig | None = None) -> Problem:
+        config, time = copy(self.config), self._request.time
+        config.rollout = rollout or replace(config.rollout, max_staleness=0)
         responses = drawn_lengths(time.response_tokens, config.longest_response)
         prompts = [config.data.max_prompt_tokens // 2]
         if time.lengths:
@@ -102,8 +106,11 @@ class LayoutSearch:
         base = replace(layout_of(self.config, self._cluster), compiled=self.config.model.compile != "never")
         shares = {name: self.config.rollout.gpu_share(name) * self._cluster.gpu_gib for name in ("colocated", "apart")}
         engines = [(ranks, half) for ranks, half in engine_halves(base, shares) if self._serves(replace(base, **half))]
-        halves = partial(self._halves, base)
-        for seconds, layout in islice(best_layouts(self._problem, base, engines, halves, self._fits), MOST_CHECKED):
+        halves, streams = partial(self._halves, base), []
+        for ahead, problem in self._problems.items():
+            placed = [(ranks, half) for ranks, half in engines if bool(half["staleness"]) is ahead]
+            streams.append(best_layouts(problem, base, placed, halves, self._fits))
+        for seconds, layout in islice(merge(*streams, key=lambda found: found[0].seconds), MOST_CHECKED):
             with suppress(ConfigError, UnsupportedModelError):
                 config = with_layout(self.config, layout)
                 check_layout(config)

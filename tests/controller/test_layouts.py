@@ -41,6 +41,14 @@ def test_a_given_setting_keeps_its_value() -> None:
         assert config.policy.parallel.tensor_parallel == 2
 
 
+def test_a_search_over_staleness_finds_the_best_of_each() -> None:
+    """With staleness, the sampler's log-probs replace a forward pass."""
+    best = [
+        next(search(*given).best())[0].seconds for given in ((), *((f"rollout.max_staleness={n}",) for n in range(3)))
+    ]
+    assert best[0] == min(best[1:])
+
+
 def test_the_taken_layout_is_written_as_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "layout.yaml"
     assert main([*EIGHT, "rollout.max_staleness=0", "--write", str(file), "--take", "2"]) == 0
