@@ -77,9 +77,9 @@ def _starts(workload: Workload, engines: int, slots: int) -> tuple[Floats, Float
 
     The engine gets every `engines`-th request by length, from the longest on, and begins them in a fixed random order.
     """
-    order = np.argsort(-workload.responses, kind="stable")[::engines]
-    stride = -(-len(order) // MOST_SIMULATED)
-    weight, order = stride, order[::stride]
+    order = workload.order[::engines]
+    weight = -(-len(order) // MOST_SIMULATED)
+    order = order[::weight]
     order = np.random.default_rng(0).permutation(order)
     responses, room = workload.responses[order], max(1, slots // weight)
     starts = np.zeros(len(order))
@@ -125,8 +125,8 @@ def generation(
     steady = each * float(workload.responses.sum()) / layout.engines / flight
     parts = {"weights": weights, "keys and values": read, "host": host, "FLOPs": np.maximum(flops - weights - read, 0)}
     bound = max(parts, key=lambda name: float(steps @ parts[name]))
-    longest = np.sort(workload.responses)[-layout.engines :]
-    busy = float(1 - (longest[-1] - longest.mean()) / steps.sum())
+    longest = workload.responses[workload.order[: layout.engines]]
+    busy = float(1 - (longest[0] - longest.mean()) / steps.sum())
     return Generation(prefill, decode, steady, slots, busy, bound)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from balancing.cost_model import Fields, forward_flops, sparse_layers_of
-from balancing.grouping import Floats
+from balancing.grouping import Floats, Integers
 from balancing.validation import whole_numbers
 
 Placement = Literal["colocated", "apart", "shared_memory"]
@@ -120,7 +120,8 @@ class Workload:
     prompt_tokens, response_tokens: int64 [N], groups of `samples_per_prompt` in consecutive rows. updates: optimiser
     steps, over all epochs. forward_passes: without gradient (old log-probs, reference, teacher). trained_models: 2 with
     a critic. reward_seconds: of a sample, on one of reward_workers. totals: sums of tokens and squared tokens, float64.
-    repeated: the same of prompts but the first of each group. Raises LengthError unless lengths are whole.
+    repeated: the same of prompts but the first of each group. order: rows, longest response first. Raises LengthError
+    unless lengths are whole.
     """
 
     prompt_tokens: ArrayLike
@@ -138,6 +139,7 @@ class Workload:
     totals: tuple[float, float] = field(init=False)
     repeated: tuple[float, float] = field(init=False)
     longest: float = field(init=False)
+    order: Integers = field(init=False)
 
     def __post_init__(self) -> None:
         prompts = whole_numbers(self.prompt_tokens, "prompt_tokens", minimum=0).astype(np.float64)
@@ -145,4 +147,5 @@ class Workload:
         lengths, later = prompts + responses, np.arange(len(prompts)) % self.samples_per_prompt > 0
         sums = [(float(each.sum()), float((each**2).sum())) for each in (lengths, prompts[later])]
         counted = {"totals": sums[0], "repeated": sums[1], "samples": len(responses), "longest": float(lengths.max())}
-        vars(self).update(counted, prompts=prompts, responses=responses)
+        order = np.argsort(-responses, kind="stable")
+        vars(self).update(counted, prompts=prompts, responses=responses, order=order)
