@@ -26,7 +26,7 @@ class ParallelConfig:
     """ranks = pipeline_parallel * dp * context_parallel * tensor_parallel. `workers.model` describes the methods."""
 
     only_with = (
-        (".context_parallel above 1", "context_parallel_method"),
+        (".context_parallel above 1", "context_parallel_method, context_parallel_degree"),
         (".pipeline_parallel above 1", "virtual_stages"),
         ("several ranks", "defer_gradient_reduction"),
     )
@@ -42,6 +42,12 @@ class ParallelConfig:
         "`ulysses` exchanges heads for tokens and needs attention heads divisible by context_parallel * "
         "tensor_parallel. `ring` passes keys and values between ranks and works with any number of heads.",
         choices=("ulysses", "ring"),
+    )
+    context_parallel_degree: str = setting(
+        "fixed",
+        "`fixed`: all context_parallel ranks share every sequence. `auto`: each micro-step has a degree of 1, 2, 4 ... "
+        "context_parallel, so that long sequences get more ranks and ranks compute short ones alone.",
+        choices=("fixed", "auto"),
     )
     tensor_parallel: int = setting(
         1, "Ranks that share each layer's matrices, heads and vocabulary.", minimum=1, maximum=10_000
@@ -78,6 +84,13 @@ class ParallelConfig:
         minimum=1,
         maximum=10_000,
     )
+
+    @property
+    def context_degrees(self) -> tuple[int, ...]:
+        """Return how many ranks may share a sequence, ascending."""
+        if self.context_parallel_degree == "fixed":
+            return (self.context_parallel,)
+        return tuple(2**power for power in range(self.context_parallel.bit_length()))
 
 
 CPU_OFFLOAD = (

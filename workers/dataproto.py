@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 ROUTED_EXPERTS = "routed_experts"
 """Token column [T, L, k] of the experts that the engine chose in each layer. Only routers that replay them read it."""
+CONTEXT_DEGREE = "context_degree"
+"""Column [B] of the ranks that share each sequence. Without it, all ranks of a context-parallel group do."""
 Array = Any  # np.ndarray in the object store, torch.Tensor in a worker
 
 

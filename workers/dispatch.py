@@ -11,13 +11,14 @@ The functions are pure except for `put`, which the caller passes.
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
 import numpy as np
 
 from balancing import Plan
+from workers.dataproto import CONTEXT_DEGREE
 from workers.errors import DataError
 from workers.metrics import Metrics, merge
 from workers.remote_batch import RemoteBatch, places
@@ -37,9 +38,9 @@ class Join(Enum):
 
     LIST = "a list with the result of every rank, in rank order"
     RANK_ZERO = "the result of rank zero, although all ranks take part"
-    METRICS = "the metrics of one rank of each dp group, merged"
+    METRICS = "the metrics of one rank for each share of the plan, or of each dp group, merged"
     RANK_ZERO_REFERENCE = "a reference to the first result of rank zero, which stays there, and merged metrics"
-    ROWS = "one number a sequence, in the order of the batch, from one rank of each dp group"
+    ROWS = "one number a sequence, in the order of the batch, from one rank for each share of the plan"
     TOKENS = "token columns that stay where they were made, in the order of the batch, and merged metrics"
 
     @property
@@ -69,6 +70,10 @@ class RankCoordinates:
     def leads_dp_group(self) -> bool:
         """Whether this rank's result counts among the ranks with the same rows."""
         return self.tp == self.cp == self.pp == 0
+
+    def share(self, plan: Plan, cp_size: int) -> int:
+        """Return the rank of the plan whose rows this rank gets: its dp group's, or its own within it."""
+        return self.dp if plan.settings.context_degrees is None else self.dp * cp_size + self.cp
 
 
 @dataclass(frozen=True)
@@ -120,14 +125,25 @@ def split_arguments(
         kinds = [type(argument).__name__ for argument in args]
         raise DataError(f"a method split by plan takes a RemoteBatch and a Plan first, got {kinds}.")
     batch, plan = args[0], args[1]
-    dp_size = 1 + max(rank.dp for rank in ranks)
-    if plan.ranks != dp_size:
-        raise DataError(f"a plan for {plan.ranks} ranks cannot run on a group of {dp_size} dp ranks.")
+    cp_size = 1 + max(rank.cp for rank in ranks)
+    of_ranks = [rank.share(plan, cp_size) for rank in ranks]
+    if plan.ranks != 1 + max(of_ranks):
+        raise DataError(f"a plan for {plan.ranks} ranks cannot run on a group of {1 + max(of_ranks)} dp ranks.")
     shares = []
-    for dp in range(dp_size):
-        rank_plan = plan.for_rank(dp)
-        shares.append((put(batch.select(rank_plan.rows)), rank_plan))
-    return [((*shares[rank.dp], *args[2:]), kwargs) for rank in ranks]
+    for number in range(plan.ranks):
+        rank_plan = plan.for_rank(number)
+        rows = batch.select(rank_plan.rows)
+        if plan.settings.context_degrees is not None:
+            rows = rows.with_columns(**{CONTEXT_DEGREE: rank_plan.degree_of_rows()})
+        shares.append((put(rows), rank_plan))
+    return [((*shares[share], *args[2:]), kwargs) for share in of_ranks]
+
+
+def leaders(ranks: Sequence[RankCoordinates], args: tuple[Any, ...]) -> list[int]:
+    """Return the ranks whose results count: one for each share of the plan in `args`, or of each dp group."""
+    plan = args[1] if len(args) > 1 and isinstance(args[1], Plan) else None
+    by_step = plan is not None and plan.settings.context_degrees is not None
+    return [rank.index for rank in ranks if replace(rank, cp=0 if by_step else rank.cp).leads_dp_group]
 
 
 def join_tokens(

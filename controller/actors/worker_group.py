@@ -25,6 +25,7 @@ from workers.dispatch import (
     RankCoordinates,
     join_rows,
     join_tokens,
+    leaders,
     split_arguments,
 )
 from workers.errors import BallastError, LostError, WorkerError
@@ -133,19 +134,19 @@ class GroupMethod:
         return GroupFuture(label, group.names, done, lambda: self._join(args, calls, done), group.meanwhile)
 
     def _join(self, args: tuple[Any, ...], calls: list[Any], done: list[ray.ObjectRef]) -> Any:
-        join, leaders = self._mode.join, self._group.leaders
+        join, counted = self._mode.join, leaders(self._group.ranks, args)
         if join is Join.LIST:
             return ray.get(done)
         if join is Join.RANK_ZERO:
             return ray.get(done[0])
-        found = ray.get([done[i] for i in leaders])
+        found = ray.get([done[i] for i in counted])
         if join is Join.METRICS:
             return merge(found)
         if join is Join.ROWS:
             return join_rows(args[1], len(args[0]), found)
         if join is Join.RANK_ZERO_REFERENCE:
             return calls[0][0], merge(found)
-        return join_tokens(self._mode, args[1], len(args[0]), [calls[i][0] for i in leaders], found)
+        return join_tokens(self._mode, args[1], len(args[0]), [calls[i][0] for i in counted], found)
 
 
 class WorkerGroup:
@@ -185,7 +186,6 @@ class WorkerGroup:
             ).remote(role, rank, len(self.ranks), **(arguments or {}))
             for name, rank in zip(self.names, self.ranks, strict=True)
         ]
-        self.leaders = [rank.index for rank in self.ranks if rank.leads_dp_group]
         self._methods = {
             name: GroupMethod(self, name, getattr(method, DISPATCH_ATTRIBUTE))
             for name, method in inspect.getmembers(worker_class, callable)

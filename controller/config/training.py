@@ -190,6 +190,12 @@ class TrainingConfig:
         return parallel.pipeline_parallel * of_a_stage
 
     @property
+    def planned_ranks(self) -> int:
+        """Ranks that a plan tells apart: data-parallel ones, or all that may compute different sequences."""
+        parallel = self.policy.parallel
+        return self.policy.data_parallel * parallel.context_degrees[-1] // parallel.context_degrees[0]
+
+    @property
     def expert_ranks(self) -> int:
         """Ranks of one model copy that hold different tokens and so may share experts."""
         parallel = self.policy.parallel

@@ -151,7 +151,7 @@ def _cards(run: RunFolder, config: TrainingConfig) -> list[tuple[str, str, str]]
         if values := run.curve(name).values:
             cards.append((label, f"{sorted(values)[len(values) // 2]:{form}}", "median" if len(values) > 1 else ""))
     before, alone, planned = (run.curve(f"balance/imbalance{when}/micro_steps").values for when in WHEN)
-    if planned and config.policy.data_parallel > 1:
+    if planned and config.planned_ranks > 1:
         note = f"{fmean(before):.1%} as given" + (f", {fmean(alone):.2%} Karmarkar-Karp" if alone else "")
         cards.append(("imbalance, mean", f"{fmean(planned):.2%}", note))
     return cards
@@ -165,7 +165,7 @@ def _sections(run: RunFolder, config: TrainingConfig) -> list[Section]:
         return sections
     sections.append(Section("Lengths", _charts(_lengths(run))))
     seconds = ("Where the time of a step goes", lambda axes: _stacked_phases(axes, run))
-    if config.policy.data_parallel == 1:  # no rank waits
+    if config.planned_ranks == 1:  # no rank waits
         sections.append(Section("Time", _charts([seconds])))
     else:
         sections.append(Section("Balance and time", _charts([_imbalance(run), seconds]), BALANCE_NOTE))

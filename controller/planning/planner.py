@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from balancing import CostModel, Plan, plan_batch
+from balancing import ContextDegrees, CostModel, Plan, plan_batch
 from balancing.alignment import group_cap
-from balancing.cost_model import TRAINING_FACTOR
+from balancing.cost_model import TRAINING_FACTOR, exchange_share
 from balancing.errors import CountError
 from balancing.pipeline import Pipeline
 from controller.config import TrainingConfig
@@ -146,9 +146,11 @@ def plan_arguments(
     of: a pass in `config.limits`. prefixes: from `prefix_columns`.
     """
     limits, policy, balance = config.limits[of], config.policy, config.balance
+    degrees = context_degrees(config)
     arguments: dict[str, Any] = {
-        "ranks": policy.data_parallel,
-        "max_tokens": group_cap(limits.max_tokens, policy.parallel.context_parallel),
+        "ranks": config.planned_ranks,
+        "max_tokens": group_cap(limits.max_tokens, 1 if degrees else policy.parallel.context_parallel),
+        "context_degrees": degrees,
         "max_sequences": limits.max_sequences or None,
         "max_patches": limits.max_patches or None,
         "min_count": limits.min_micro_batches,
@@ -160,6 +162,16 @@ def plan_arguments(
         "length_multiple": limits.length_multiple,
     }
     return arguments | dict(prefixes or {})
+
+
+def context_degrees(config: TrainingConfig) -> ContextDegrees | None:
+    """Return the degrees of micro-steps, or None if all ranks of a context-parallel group share every sequence."""
+    parallel = config.policy.parallel
+    if parallel.context_parallel_degree == "fixed":
+        return None
+    ring = parallel.context_parallel_method == "ring"
+    share = exchange_share(config.model_description(), ring=ring)
+    return ContextDegrees(parallel.context_parallel, share, ring)
 
 
 def pipeline_of(config: TrainingConfig, *, trains: bool, measured: StageTimes = NOT_MEASURED) -> Pipeline | None:

@@ -150,6 +150,7 @@ def check_parallel(config: TrainingConfig) -> None:
             f"policy.parallel.replicate={config.policy.parallel.replicate} does not divide "
             f"policy.data_parallel={config.policy.data_parallel}."
         )
+    check_context_degrees(config)
     shared, experts = config.expert_ranks, config.policy.parallel.expert_parallel
     if shared % experts:
         raise ConfigError(
@@ -161,6 +162,33 @@ def check_parallel(config: TrainingConfig) -> None:
             "balance.order=makespan: requires policy.parallel.pipeline_parallel above 1. Raise it, or set "
             "balance.order to auto, descending or small_ends."
         )
+
+
+def check_context_degrees(config: TrainingConfig) -> None:
+    """Raise ConfigError for settings that need one context-parallel degree in all micro-steps."""
+    parallel, model, balance = config.policy.parallel, config.model, config.balance
+    ours = ("karmarkar_karp", "load_balance")
+    if parallel.context_parallel_degree == "fixed":
+        return
+    most, loss = parallel.context_parallel, config.algorithm.loss.name if isinstance(config, Config) else ""
+    refused = {
+        f"policy.parallel.context_parallel={most}. Set a power of two": most & (most - 1) > 0,
+        f"policy.parallel.pipeline_parallel={parallel.pipeline_parallel}. Set 1": parallel.pipeline_parallel > 1,
+        "padded rows. Set model.layout and forward_layout to packed": any(
+            limits.layout == "padded" for limits in config.limits.values()
+        ),
+        f"balance.algorithm={balance.algorithm}. Set karmarkar_karp": balance.algorithm not in ours,
+        f"balance.count_multiple={balance.count_multiple}. Set 1": balance.count_multiple > 1,
+        "losses of routers. Set model.router_aux_loss_coefficient and router_z_loss_coefficient to 0": (
+            model.has_router_losses
+        ),
+        f"algorithm.loss.name={loss}. Set another": loss in ("clip_cov", "kl_cov"),
+    }
+    for problem, holds in refused.items():
+        if holds:
+            raise ConfigError(
+                f"policy.parallel.context_parallel_degree=auto: does not work with {problem}, or fixed degrees."
+            )
 
 
 def check_model_files(config: TrainingConfig) -> ModelFiles:

@@ -3,7 +3,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balancing import plan_batch
+from balancing import ContextDegrees, plan_batch
+from workers.dataproto import CONTEXT_DEGREE
 from workers.dispatch import (
     DispatchMode,
     Join,
@@ -12,6 +13,7 @@ from workers.dispatch import (
     dispatch,
     join_rows,
     join_tokens,
+    leaders,
     split_arguments,
 )
 from workers.errors import DataError
@@ -43,6 +45,29 @@ def test_arguments_are_the_same_or_each_dp_groups_share_which_is_put_once() -> N
     arguments = split_arguments(BY_PLAN, ranks_of(2, tp=2), (batch, whole_plan(lengths, 2)), {}, put)
     assert [positional[0] for positional, _ in arguments] == [0, 0, 1, 1]
     assert sorted(np.concatenate([share["length"] for share in stored]).tolist()) == sorted(lengths)
+
+
+def test_a_plan_with_degrees_gives_each_rank_of_a_group_its_own_share() -> None:
+    """Of two dp groups of two ranks, which share the sequence of 90 tokens. Every rank's results count."""
+    ranks = [RankCoordinates(index=i, dp=i // 4, cp=i // 2 % 2, tp=i % 2) for i in range(8)]
+    lengths = [90, 20, 20, 20, 20]
+    batch = RemoteBatch({"length": np.array(lengths)}, {})
+    plan = plan_batch(lengths, ranks=4, max_tokens=50, context_degrees=ContextDegrees(2))
+    arguments = split_arguments(BY_PLAN, ranks, (batch, plan), {}, put=lambda share: share)
+    shares = [positional[0] for positional, _ in arguments]
+    assert [share is other for share, other in zip(shares[::2], shares[1::2], strict=True)] == [True] * 4
+    holders = [index for index, share in enumerate(shares) if 90 in share["length"]]
+    assert holders in ([0, 1, 2, 3], [4, 5, 6, 7])
+    for share in shares:
+        long = share["length"] == 90
+        assert (share[CONTEXT_DEGREE][long] == 2).all()
+    assert leaders(ranks, (batch, plan)) == [0, 2, 4, 6]
+    assert leaders(ranks, (batch, whole_plan(lengths, 2))) == [0, 4]
+    assert leaders(ranks, ()) == [0, 4]
+    found = [np.array(lengths)[plan.for_rank(rank).rows] for rank in range(4)]
+    assert join_rows(plan, 5, found).tolist() == lengths
+    with pytest.raises(DataError):  # without the other rank of each group
+        split_arguments(BY_PLAN, ranks_of(2), (batch, plan), {}, put=id)
 
 
 @settings(deadline=None)  # the first plan compiles the planner

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.dataproto import DataProto
+from workers.dataproto import CONTEXT_DEGREE, DataProto
 from workers.loss_config import DistillationConfig
 from workers.model.divergence import TeacherLayer, linear_divergence, top_log_probs
 from workers.model.logprobs import Head, OutputLayer, log_probs_of
@@ -85,7 +85,8 @@ def with_teacher_prompts(batch: DataProto) -> DataProto:
         start = len(row["input_ids"]) - int(own[index])
         ids, mask = (row[name][start:] for name in ("input_ids", "loss_mask"))
         rows.append({"input_ids": torch.cat([prompt, ids]), "loss_mask": torch.cat([prompt < 0, mask])})
-    return DataProto.from_list(rows)
+    shared = {name: values for name, values in batch.columns.items() if name == CONTEXT_DEGREE}
+    return DataProto.from_list(rows, shared)
 
 
 def at_tokens_of(batch: DataProto, read: DataProto, values: Any) -> Any:

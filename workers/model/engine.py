@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from workers.config import ModelConfig, OptimizerConfig, ParallelConfig
-from workers.dataproto import DataProto
+from workers.dataproto import CONTEXT_DEGREE, DataProto
 from workers.errors import ConfigError, DataError
 from workers.metrics import Metric, Metrics
 from workers.model.checkpoint.checkpoint import Checkpointer
@@ -46,6 +46,7 @@ from workers.model.losses import (
     prepare,
     rollout_mismatch,
     to_metrics,
+    total,
 )
 from workers.model.model import PackedModel, Read, compile_layers, compute_dtype, load_tokenizer
 from workers.model.moe.expert_parallel import share_experts
@@ -149,10 +150,12 @@ class TrainingEngine:
             self.schedule = make_schedule(self.optimizer, optimizer, total_steps)
             self.nonfinite_guard = NonfiniteGuard(optimizer.max_skipped_steps)
         if check_numerics:
-            with self.routing.without_losses():
-                check_against_reference(
-                    self, replace(probe, sequences=self.routing.with_own_choices(probe.sequences)), expected
-                )
+            sequences = self.routing.with_own_choices(probe.sequences)
+            for degree in self.parallel.config.context_degrees:
+                shared = {CONTEXT_DEGREE: torch.full((len(sequences),), degree)} if self.parallel.shares_by_step else {}
+                probed = replace(sequences, columns=sequences.columns | shared)
+                with self.routing.without_losses():
+                    check_against_reference(self, replace(probe, sequences=probed), expected)
 
     def _source(self, parameter_dtype: torch.dtype) -> Source[PackedModel]:
         shared = self.parallel.context.size() * self.parallel.tensor.size() > 1
@@ -190,8 +193,19 @@ class TrainingEngine:
 
     @property
     def data_parallel_groups(self) -> list[dist.ProcessGroup]:
-        """Return the groups over which consecutive sums cover all ranks with different sequences."""
-        return [self.parallel.mesh[name].get_group() for name in ("dp_replicate", "dp_shard")]
+        """Return the groups over which consecutive sums cover all ranks with different sequences.
+
+        With context-parallel degrees by micro-step, ranks add only the rows of `counted`.
+        """
+        names = ("dp_replicate", "dp_shard", *["cp"] * self.parallel.shares_by_step)
+        return [self.parallel.mesh[name].get_group() for name in names]
+
+    def counted(self, sequences: DataProto) -> Tensor:
+        """Return which sequences this rank counts, of those that ranks share by choice of a plan: bool [B]."""
+        degrees = sequences.columns.get(CONTEXT_DEGREE)
+        if degrees is None:
+            return torch.ones(len(sequences), dtype=torch.bool)
+        return self.parallel.context.get_local_rank() % degrees == 0
 
     @torch.no_grad()
     def log_probs(self, sequences: DataProto, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Metrics]:
@@ -303,7 +317,8 @@ class TrainingEngine:
             predictions = self._predictions(sequences.slice(start, stop), rows, outputs)
             positions.append(int(sequences.offsets[start]) + rows.loss_positions)
             values.append(torch.stack([getattr(predictions, column).float() for column in kept]))
-            statistics.append(measure(predictions))
+            if rows.counts:
+                statistics.append(measure(predictions))
 
         self._forward_passes(name, sequences, micro_batches, finish, cells=cells)
         if values:  # one copy to the host: a copy of each micro-batch would wait for its computation
@@ -370,7 +385,7 @@ class TrainingEngine:
         def finish(index: int, rows: ModelInput, outputs: Any) -> Tensor:
             loss, measured = loss_function(self._predictions(parts[index], rows, outputs), denominators)
             self.nonfinite_guard.watch(sequences, *micro_batches[index], loss)
-            statistics.append(measured)
+            statistics.append(measured if rows.counts else {"loss": total(torch.zeros_like(loss))})
             return loss
 
         self.routing.begin(parts, self.data_parallel_groups)
@@ -395,7 +410,7 @@ class TrainingEngine:
         self.optimizer.zero_grad(set_to_none=True)
         metrics = {
             "learning_rate": Metric.mean(learning_rate, 1),
-            "skipped_steps": Metric.sum(0 if finite else 1 / self.parallel.dp),
+            "skipped_steps": Metric.sum(0 if finite else 1 / self.parallel.counted_ranks),
         }
         return metrics | ({"grad_norm": Metric.mean(norm, 1)} if finite else {})
 

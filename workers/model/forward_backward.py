@@ -133,6 +133,7 @@ class MicroBatchRunner:
         with self._clock.micro_step(work.name, micro_batch.lengths, [*images.values()]) as step:
             rows = self._lay_out(work, index)
             step.leave_out(rows.shared)
+            step.share(rows.degree)
             routed = [hook.cells(micro_batch, rows) for hook in self._router_hooks]
             with self._following(routed, counting=work.trains):
                 outputs = work.compute(rows, Passing(part, received))

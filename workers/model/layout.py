@@ -12,10 +12,11 @@ import math
 from dataclasses import replace
 
 import torch
+from torch.distributed import ProcessGroup
 
 from balancing.alignment import length_multiple
 from workers.config import ModelConfig, ParallelConfig
-from workers.dataproto import DataProto
+from workers.dataproto import CONTEXT_DEGREE, DataProto
 from workers.errors import UnsupportedModelError
 from workers.model.attention.attention import (
     PackedAttention,
@@ -52,9 +53,8 @@ class RowLayout:
     ) -> None:
         shares = parallel.config if parallel else ParallelConfig()
         cp, tp = shares.context_parallel, shares.tensor_parallel
-        self._group = parallel.context.get_group() if parallel and cp > 1 else None
-        self._ring = cp > 1 and shares.context_parallel_method == "ring"
-        self._device, self._config, self._sharing = device, config, length_multiple(cp, tp)
+        self._parallel, self._ring = parallel, shares.context_parallel_method == "ring"
+        self._device, self._config, self._context, self._tensor = device, config, cp, tp
         self._model = model
         self._by_segment = config.attention_layout(shared=cp * tp > 1) == "packed"
         name, features = model.name, model.required_features
@@ -68,7 +68,7 @@ class RowLayout:
         )
         self.shared_from = config.min_shared_tokens if shares_prefix else 0
         self._flash = flash_implementation(config.attention, device, compute_dtype)
-        if self._by_segment and not self._ring:
+        if self._by_segment and not (self._ring and min(shares.context_degrees) > 1):
             self._backend = choose_backend(config.attention, device, compute_dtype, features, model=name)
 
     def lay_out(self, micro_batch: DataProto, *, forward: bool = False, cells: str = "before") -> ModelInput:
@@ -78,7 +78,10 @@ class RowLayout:
         `own`, or each sequence's `last`. Raises DataError if `loss_mask` marks the first token of a sequence.
         """
         layout, multiple = self._config.rows(forward=forward)
-        multiple = math.lcm(multiple, self._sharing)
+        chosen = micro_batch.columns.get(CONTEXT_DEGREE)
+        # Ranks of an empty micro-batch have nothing to share.
+        degree = self._context if chosen is None else int(chosen.max()) if len(chosen) else 1
+        multiple = math.lcm(multiple, length_multiple(degree, self._tensor))
         if self._by_segment:
             rows: ModelInput = self._row(micro_batch, multiple, to_longest=layout == "padded")
         else:
@@ -94,9 +97,12 @@ class RowLayout:
                 f"{self._model.name} takes no images. Remove data.image_key, or take another model."
             )
         if isinstance(rows, PackedRow):
-            attention = self._attention(rows)
-            rows = cut(rows, self._group, self._device) if self._group else rows
+            group = self._parallel.context_groups[degree] if self._parallel and degree > 1 else None
+            attention = self._attention(rows, group)
+            rows = cut(rows, group, self._device) if group else rows
             rows = replace(rows, attention=attention)
+        if chosen is not None and self._parallel is not None:
+            rows = replace(rows, degree=degree, counts=self._parallel.context.get_local_rank() % degree == 0)
         names = ("input_ids", "position_ids", "predicting", "targets", "attention_mask", "image_cells", "image_source")
         read = {name: value for name in names if (value := getattr(rows, name)) is not None}
         images = rows.images or {}
@@ -112,12 +118,12 @@ class RowLayout:
                 return row
         return pack(micro_batch, multiple, to_longest=to_longest)
 
-    def _attention(self, row: PackedRow) -> PackedAttention:
+    def _attention(self, row: PackedRow, group: ProcessGroup | None) -> PackedAttention:
         use_flash_implementation(self._flash)  # another engine of this process may have another one
-        if self._group and self._ring:
-            return RingAttention(row, self._group, self._device)
+        if group and self._ring:
+            return RingAttention(row, group, self._device)
         if isinstance(row, SharedRow):
             attention: PackedAttention = SharedAttention(row, self._device)
         else:
             attention = packed_attention(self._backend, row, self._device)
-        return Ulysses(attention, row, self._group, self._device) if self._group else attention
+        return Ulysses(attention, row, group, self._device) if group else attention

@@ -141,10 +141,10 @@ def _engine_outputs(engine: Any, probe: Probe, forward: bool) -> Outputs:
     def compute(rows: ModelInput, passing: Passing) -> Tensor:
         return _row_values(engine.module, rows, probe.temperature, passing)
 
-    def finish(_: int, __: ModelInput, values: Tensor) -> Tensor | None:
+    def finish(_: int, rows: ModelInput, values: Tensor) -> Tensor | None:
         found.append(values.detach().float().cpu())
         # All ranks have the same sequences, and their gradients are summed.
-        return values.sum() / engine.parallel.dp if trains else None
+        return values.sum() * (rows.degree / engine.parallel.counted_ranks) if trains else None
 
     with _as_probed(engine.module, probe, engine.device):
         rounds = engine.stage.whole_rounds([(0, len(probe.sequences))])

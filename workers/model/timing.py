@@ -58,6 +58,10 @@ class MicroStep:
     def leave_out(self, prefixes: Sequence[int]) -> None:
         self.regressors = self.regressors - _regressors(torch.tensor(prefixes, dtype=torch.int64))
 
+    def share(self, degree: int) -> None:
+        """Count the part of one of `degree` ranks. Each computes all images."""
+        self.regressors = self.regressors // degree
+
 
 class MicroStepClock:
     """Measure on the computing device: a host clock would see only kernel launches on a GPU."""

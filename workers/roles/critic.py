@@ -38,9 +38,10 @@ class CriticWorker(TrainedWorker):
         gammas = discounts(batch, settings.gamma, gamma_per)
         found = gae(rewards, own.numpy(), lengths, gamma=gammas, lam=settings.lam)
         advantages, returns = (torch.from_numpy(column) for column in found)
-        statistics = to_metrics([value_statistics(own, returns)])
+        counted = self.counted_tokens(batch)
+        statistics = to_metrics([value_statistics(own[counted], returns[counted])])
         if settings.whiten:
-            advantages = whiten(advantages, self.engine.data_parallel_groups, self.engine.device)
+            advantages = whiten(advantages, self.engine.data_parallel_groups, self.engine.device, counted)
         columns = {"advantages": token_column(mask, advantages), "returns": token_column(mask, returns)}
         self.free_cached_memory()
         return token_block(batch, old_values=values, **columns), statistics

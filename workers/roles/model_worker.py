@@ -112,6 +112,10 @@ class ModelWorker(Worker):
     def take_micro_step_times(self) -> list[MicroStepTime]:
         return [time for engine in self.engines.values() for time in engine.clock.take()]
 
+    def counted_tokens(self, batch: DataProto) -> torch.Tensor:
+        """Return which tokens with `loss_mask` this rank counts (see `TrainingEngine.counted`): bool [N]."""
+        return self.engine.counted(batch)[batch.owner[batch.tokens["loss_mask"]]]
+
     def free_cached_memory(self) -> None:
         """Return torch's cached memory to the device, for other roles and a colocated engine."""
         if self.device.type == "cuda":

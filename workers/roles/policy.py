@@ -44,7 +44,7 @@ class PolicyWorker(TrainedWorker, TeacherWorker):
         """
         lengths, gammas = batch.loss_token_counts.numpy(), discounts(batch, gamma, gamma_per)
         returns = torch.from_numpy(discounted_returns(token_rewards(batch, penalty).numpy(), lengths, gammas))
-        advantages = whiten(returns, self.engine.data_parallel_groups, self.engine.device)
+        advantages = whiten(returns, self.engine.data_parallel_groups, self.engine.device, self.counted_tokens(batch))
         return token_block(batch, advantages=token_column(batch.tokens["loss_mask"], advantages)), {}
 
     @dispatch(Split.PLAN, Join.TOKENS, returns=("advantages",))
@@ -132,8 +132,9 @@ class OfflinePolicyWorker(PolicyWorker):
         """Return `loss`, the mean negative log-likelihood of `loss_mask` tokens, and `entropy`."""
         log_probs, metrics = self.engine.log_probs(batch, micro_batches_of(plan))
         self.free_cached_memory()
-        total = -float(log_probs.double().sum())
-        return {"loss": Metric.mean(total, batch.num_loss_tokens, "tokens")} | metrics
+        counted = self.counted_tokens(batch)
+        total = -float(log_probs[batch.tokens["loss_mask"]][counted].double().sum())
+        return {"loss": Metric.mean(total, int(counted.sum()), "tokens")} | metrics
 
     @dispatch(Split.PLAN, Join.ROWS)
     def reference_sequence_log_probs(self, batch: DataProto, plan: RankPlan) -> np.ndarray:

@@ -3,10 +3,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balancing import CostModel
+from balancing import ContextDegrees, CostModel
+from balancing.cost_model import exchange_share
 from balancing.pipeline import Pipeline
-from controller.config import Config
-from controller.planning.planner import Planner, StageTimes, draw_mini_batches, plan_arguments, with_loss_counts
+from controller.config import Config, load
+from controller.planning.planner import (
+    Planner,
+    StageTimes,
+    counted_costs,
+    draw_mini_batches,
+    plan_arguments,
+    with_loss_counts,
+)
+from tests.controller.config_workspace import write_workspace
 from workers.dataproto import object_column
 from workers.images import Image, PlacedImage
 from workers.remote_batch import RemoteBatch
@@ -69,6 +78,25 @@ def test_a_plan_knows_the_stages_that_its_micro_batches_pass() -> None:
         assert pipeline.shares == pytest.approx([0.05, 0.1, 0.15, 0.2] * 2)
         assert plan.settings.order == "makespan"
         assert {len(plan.for_rank(0).mini_batches[0].micro_batches) % 4} == {0}
+
+
+def test_a_plan_may_give_each_micro_step_its_own_degree(tmp_path) -> None:
+    """Ranks then count one by one, with the cap of one."""
+    config = load(write_workspace(tmp_path), [f"model.path={tmp_path}/model"])
+    parallel = config.policy.parallel
+    parallel.context_parallel, config.policy.data_parallel, config.policy.max_tokens_per_micro_batch = 4, 2, 96
+    fixed = plan_arguments(config, "policy.update")
+    assert (fixed["ranks"], fixed["max_tokens"], fixed["context_degrees"]) == (2, 4 * 96, None)
+    parallel.context_parallel_degree, parallel.context_parallel_method = "auto", "ring"
+    batch = RemoteBatch({"length": np.array([300, *[40] * 31]), "response_tokens": np.full(32, 5)}, {})
+    for of in ("policy.update", "policy.log_probs"):
+        plan = Planner(config, counted_costs(config)).forward_plan(batch, of)
+        share = exchange_share(config.model_description(), ring=True)
+        assert plan.settings.context_degrees == ContextDegrees(4, share, ring=True)
+        assert (plan.ranks, plan.max_tokens) == (8, 96)
+        degrees = plan.for_rank(0).mini_batches[0].degrees
+        assert max(degrees) == 4  # 300 tokens need four ranks
+        assert min(degrees) == 1
 
 
 def test_images_count_towards_work_and_cap_of_an_update_and_more_in_a_pass_without_backward() -> None:

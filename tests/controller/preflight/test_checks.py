@@ -139,6 +139,13 @@ policy.max_tokens_per_micro_batch=96 model.length_multiple=64
 policy.max_tokens_per_micro_batch=47 policy.parallel.context_parallel=2
 policy.max_patches_per_micro_batch=96
 policy.parallel.replicate=3
+policy.parallel.context_parallel_degree=auto policy.parallel.context_parallel=3
+policy.parallel.context_parallel_degree=auto policy.parallel.context_parallel=2 policy.parallel.pipeline_parallel=2
+policy.parallel.context_parallel_degree=auto policy.parallel.context_parallel=2 model.layout=padded
+policy.parallel.context_parallel_degree=auto policy.parallel.context_parallel=2 balance.algorithm=verl
+policy.parallel.context_parallel_degree=auto policy.parallel.context_parallel=2 balance.count_multiple=2
+policy.parallel.context_parallel_degree=auto policy.parallel.context_parallel=2 model.router_z_loss_coefficient=0.1
+policy.parallel.context_parallel_degree=auto policy.parallel.context_parallel=2 algorithm.loss.name=kl_cov
 balance.order=makespan
 model.compile=always
 model.compile=never

@@ -331,6 +331,15 @@ def test_c8_the_activation_memory_that_context_parallelism_saves_is_measured(doc
 
 
 @pytest.mark.slow
+def test_degrees_by_micro_step_need_the_memory_of_the_largest(documentation_workspace: Path) -> None:
+    shared = ("policy.parallel.context_parallel=4", "policy.data_parallel=2")
+    fixed, chosen = (
+        gib_of(small(*shared, f"policy.parallel.context_parallel_degree={degree}")) for degree in ("fixed", "auto")
+    )
+    assert chosen == pytest.approx(fixed, rel=1e-3)
+
+
+@pytest.mark.slow
 def test_a_few_layers_tell_of_all(documentation_workspace: Path) -> None:
     config = small("policy.data_parallel=8")
     few, every = (measure(config, layers).roles["policy"]["stages"] for layers in ((3, 4), (23, 24)))

@@ -1,6 +1,7 @@
 """What is computed (Case), on which ranks (Way) and in which micro-batches (random_plan); what comes out (Outcome)."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import count
 from typing import Any
@@ -133,11 +134,13 @@ def way(text: str) -> Way:
     default.
     """
     words = [part.split() for part in text.split(", ")]
-    sizes = {word[0]: int(word[1]) for word in words if len(word) == 2}
+    sizes = {word[0]: int(word[1]) for word in words if word[-1].isdecimal()}
     settings: dict[str, Any] = {NAMES[name]: size for name, size in sizes.items() if name != "dp"}
     if "ring" in sizes:
         settings["context_parallel_method"] = "ring"
-    parallel = ParallelConfig(**settings, defer_gradient_reduction="deferred" in text)
+    degree = "auto" if "by step" in text else "fixed"
+    deferred = "deferred" in text
+    parallel = ParallelConfig(**settings, context_parallel_degree=degree, defer_gradient_reduction=deferred)
     dp = sizes.get("dp", parallel.replicate)
     return Way(dp * parallel.context_parallel * parallel.tensor_parallel * parallel.pipeline_parallel, parallel)
 
@@ -148,6 +151,7 @@ class RankShare:
 
     rows: list[int]
     micro_batches: list[tuple[int, int]]
+    degrees: list[int] = field(default_factory=list)  # of the rows, if micro-steps choose them
 
 
 def random_plan(dp: int, seed: int, count: int = 11) -> list[RankShare]:
@@ -161,6 +165,22 @@ def random_plan(dp: int, seed: int, count: int = 11) -> list[RankShare]:
         cuts = torch.randint(0, len(rows) + 1, (steps - 1,), generator=generator).sort().values.tolist()
         spans = list(zip([0, *cuts], [*cuts, len(rows)], strict=True))
         shares.append(RankShare(rows.tolist(), [spans[i] for i in torch.randperm(steps, generator=generator)]))
+    return shares
+
+
+def random_plan_by_step(ranks: int, degrees: Sequence[int], seed: int, count: int = 11) -> list[RankShare]:
+    """As `random_plan`, in five micro-steps that take the degrees in turn: neighbours have the same rows."""
+    generator = torch.Generator().manual_seed(seed)
+    shares = [RankShare([], []) for _ in range(ranks)]
+    parts = torch.randint(0, 5, (count,), generator=generator)
+    for step in range(5):
+        degree = degrees[(seed + step) % len(degrees)]
+        block_of = torch.randint(0, ranks // degree, (count,), generator=generator)
+        for rank, share in enumerate(shares):
+            rows = ((parts == step) & (block_of == rank // degree)).nonzero().squeeze(1).tolist()
+            share.micro_batches.append((len(share.rows), len(share.rows) + len(rows)))
+            share.rows.extend(rows)
+            share.degrees.extend([degree] * len(rows))
     return shares
 
 

@@ -25,6 +25,7 @@ from tests.workers.model.cases import (
     RankShare,
     Way,
     random_plan,
+    random_plan_by_step,
     seed_with_gaps,
     way,
 )
@@ -32,7 +33,7 @@ from tests.workers.model.ranks import RankPool, dp_rank
 from tests.workers.model.reference import LOAD, keep_float64, reference_outcome
 from tests.workers.model.tiny import VOCABULARY, relative_error, teacher_of
 from workers.config import ModelConfig, ParallelConfig, ValueLossConfig
-from workers.dataproto import DataProto
+from workers.dataproto import CONTEXT_DEGREE, DataProto
 from workers.metrics import Metrics, merge, results
 from workers.model import model as compiling
 from workers.model.attention.shared_attention import SharedAttention
@@ -86,9 +87,8 @@ def engine_outcomes(cases: list[Case], paths: list[str], way: Way, seeds: list[i
 
 
 def step_outcome(case: Case, path: str, way: Way, seed: int) -> dict[str, Any]:
-    engine, whole = build_engine(case, path, way.parallel), case.sequences
-    share = random_plan(way.dp, seed)[dp_rank(engine.parallel)]
-    mine = whole.select_idxs(share.rows)
+    engine = build_engine(case, path, way.parallel)
+    share, mine = own_share(engine, case, way, seed)
     if case.distillation[0]:
         mine = taught(engine, case, path, way, mine, share.micro_batches)
     if case.head == "lm":
@@ -101,12 +101,31 @@ def step_outcome(case: Case, path: str, way: Way, seed: int) -> dict[str, Any]:
     metrics |= engine.optimizer_step()
     outputs = torch.stack(columns, -1).split(mine.lengths.tolist())
     return {
-        "leads": engine.parallel.leads_dp_group,
+        "leads": leads(engine),
         "outputs": dict(zip(share.rows, outputs, strict=True)),
         "metrics": metrics,
         "gradients": gradients,
         "weights": {name: weight.clone() for name, weight in engine.named_weights()},
     }
+
+
+def own_share(engine: TrainingEngine, case: Case, way: Way, seed: int) -> tuple[RankShare, DataProto]:
+    """What a plan gives this rank, and its sequences."""
+    parallel = engine.parallel
+    if not parallel.shares_by_step:
+        share = random_plan(way.dp, seed)[dp_rank(parallel)]
+        return share, case.sequences.select_idxs(share.rows)
+    context = parallel.context
+    plan = random_plan_by_step(way.dp * context.size(), way.parallel.context_degrees, seed)
+    share = plan[dp_rank(parallel) * context.size() + context.get_local_rank()]
+    mine = case.sequences.select_idxs(share.rows)
+    return share, replace(mine, columns=mine.columns | {CONTEXT_DEGREE: torch.tensor(share.degrees, dtype=torch.int64)})
+
+
+def leads(engine: TrainingEngine) -> bool:
+    """Whether a caller takes this rank's results."""
+    parallel = engine.parallel
+    return parallel.tensor.get_local_rank() == 0 if parallel.shares_by_step else parallel.leads_dp_group
 
 
 def taught(
@@ -132,9 +151,9 @@ def taught(
 
 
 def learn(engine: TrainingEngine, case: Case, way: Way, seed: int, mine: DataProto | None = None) -> Metrics:
-    share, whole = random_plan(way.dp, seed)[dp_rank(engine.parallel)], case.sequences
+    (share, own), whole = own_share(engine, case, way, seed), case.sequences
     loss = make_policy_loss(case.loss) if case.head == "lm" else make_value_loss(ValueLossConfig(clip=0.0))
-    mine = whole.select_idxs(share.rows) if mine is None else mine
+    mine = own if mine is None else mine
     if case.scored:
         loss = weighted_values if case.scored == "pairs" else make_score_loss(case.scored)
         if case.scored == "pairs":

@@ -120,6 +120,21 @@ CASES: dict[str, list[Case]] = {
         scored("pairs", share_prefixes="always"),
     ],
     "ring 4": [qwen3(), BY_PATH],
+    "ulysses 4, by step": [
+        Case(distillation=("top_k", "jsd")),
+        SHARED,
+        critic(share_prefixes="always"),
+        scored("process"),
+        Case("mistral windowed"),
+        moe(router_replay="replay"),
+    ],
+    "ring 4, by step": [qwen3(), BY_PATH, critic(), CHECKPOINTED],
+    "dp 2, ulysses 2, by step": [SHARED_CHECKPOINTED, GATHERED],
+    "copies 2, ring 2, by step": [CHECKPOINTED, SHARED],
+    "ulysses 2, tp 2, by step": [qwen3(share_prefixes="always")],
+    "ring 2, tp 2, by step": [qwen3(share_prefixes="always")],
+    "dp 2, ring 2, ep 4, by step": [moe(share_prefixes="always")],
+    "dp 2, ulysses 4, by step": [SHARED, adapted()],
     "dp 2, ulysses 2": [GATHERED, SHARED_CHECKPOINTED],
     "copies 2, ring 2": [CHECKPOINTED, SHARED_CHECKPOINTED],
     "copies 2, ring 2, deferred": [CHECKPOINTED],
@@ -248,7 +263,7 @@ def gradients_of_plans(case: Case, path: str, way: Way, seeds: range) -> list[di
 
 
 @pytest.mark.parametrize("case", [PLAIN, SHARED], ids=["plain", "shared"])
-@pytest.mark.parametrize("text", ["dp 1", "dp 4", "dp 2, ulysses 2", "ring 2"])
+@pytest.mark.parametrize("text", ["dp 1", "dp 4", "dp 2, ulysses 2", "ring 2", "ulysses 4, by step", "ring 4, by step"])
 def test_p7_random_plans_change_nothing(ranks: RankPool, folder, text, case):
     path, on_ranks = model(folder, case), way(text)
     for gradients in ranks.run(gradients_of_plans, on_ranks.ranks, case, path, on_ranks, range(6))[0]:

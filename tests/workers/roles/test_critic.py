@@ -1,5 +1,6 @@
 """The critic's advantages, against its model run on single sequences and the paper's sum, on any ranks and plan."""
 
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
@@ -8,11 +9,11 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForSequenceClassification
 
-from balancing import RankPlan, plan_batch
+from balancing import ContextDegrees, RankPlan, plan_batch
 from tests.workers.model.losses.test_returns import gae_by_paper
 from tests.workers.model.tiny import random_sequences, reward_model, save_tiny_model, unpacked_values
 from workers.config import GaeConfig, ModelConfig, OptimizerConfig, ParallelConfig, ValueLossConfig
-from workers.dataproto import DataProto
+from workers.dataproto import CONTEXT_DEGREE, DataProto
 from workers.dispatch import RankCoordinates
 from workers.metrics import Metrics, merge, results
 from workers.model.losses import explained_variance
@@ -36,7 +37,11 @@ def scored_sequences() -> DataProto:
 
 
 def worker_on_this_rank(
-    worker_class: type[TrainedWorkerClass], path: str, context_parallel: int, optimizer: OptimizerConfig
+    worker_class: type[TrainedWorkerClass],
+    path: str,
+    context_parallel: int,
+    optimizer: OptimizerConfig,
+    degree: str = "fixed",
 ) -> TrainedWorkerClass:
     """A worker of this rank of the process group, built in float64."""
     rank = dist.get_rank()
@@ -48,7 +53,7 @@ def worker_on_this_rank(
         device="cpu",
         temperature=1.0,
         threads=1,
-        parallel=ParallelConfig(context_parallel=context_parallel),
+        parallel=ParallelConfig(context_parallel=context_parallel, context_parallel_degree=degree),
         optimizer=optimizer,
         total_steps=1,
     )
@@ -56,25 +61,35 @@ def worker_on_this_rank(
     return worker
 
 
-def plan_of_this_rank(sequences: DataProto, cap: int, context_parallel: int) -> RankPlan:
-    """This rank's part of a plan of one mini-batch."""
+def share_of_this_rank(
+    sequences: DataProto, cap: int, context_parallel: int, degree: str = "fixed"
+) -> tuple[DataProto, RankPlan]:
+    """This rank's rows and its part of a plan of one mini-batch."""
+    together = context_parallel if degree == "fixed" else 1
     plan = plan_batch(
         sequences.lengths.numpy(),
-        ranks=dist.get_world_size() // context_parallel,
+        ranks=dist.get_world_size() // together,
         mini_batches=[np.arange(len(sequences))],
         max_tokens=cap,
         loss_tokens=sequences.loss_token_counts.numpy(),
         length_multiple=2 * context_parallel if context_parallel > 1 else 1,
+        context_degrees=None if degree == "fixed" else ContextDegrees(context_parallel, 0.1),
     )
-    return plan.for_rank(dist.get_rank() // context_parallel)
+    share = plan.for_rank(dist.get_rank() // together)
+    mine = sequences.select_idxs(share.rows.tolist())
+    if degree == "fixed":
+        return mine, share
+    assert len({each for part in plan.mini_batches for each in part.degree_of_steps().tolist()}) > 1
+    degrees = torch.from_numpy(share.degree_of_rows())
+    return replace(mine, columns=mine.columns | {CONTEXT_DEGREE: degrees}), share
 
 
-def on_a_rank(path: str, order: list[int], cap: int, context_parallel: int) -> tuple[Columns, Metrics, Metrics]:
+def on_a_rank(
+    path: str, order: list[int], cap: int, context_parallel: int, degree: str
+) -> tuple[Columns, Metrics, Metrics]:
     """This rank's columns by row of the global batch, the statistics of its values, and the metrics of an update."""
-    worker = worker_on_this_rank(CriticWorker, path, context_parallel, OptimizerConfig(learning_rate=1e-2))
-    shuffled = scored_sequences().select_idxs(order)
-    plan = plan_of_this_rank(shuffled, cap, context_parallel)
-    mine = shuffled.select_idxs(plan.rows.tolist())
+    worker = worker_on_this_rank(CriticWorker, path, context_parallel, OptimizerConfig(learning_rate=1e-2), degree)
+    mine, plan = share_of_this_rank(scored_sequences().select_idxs(order), cap, context_parallel, degree)
     block, statistics = worker.advantages(mine, plan, GAE, PENALTY)
     lengths, rows = mine.lengths.tolist(), [order[row] for row in plan.rows]
     columns = {name: torch.from_numpy(column) for name, column in block.tokens.items()}
@@ -109,13 +124,21 @@ def expected_columns(path: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("count", "context_parallel", "backwards", "cap"), [(1, 1, False, 64), (2, 1, True, 40), (2, 2, False, 48)]
+    ("count", "context_parallel", "backwards", "cap", "degree"),
+    [
+        (1, 1, False, 64, "fixed"),
+        (2, 1, True, 40, "fixed"),
+        (2, 2, False, 48, "fixed"),
+        (4, 4, False, 16, "auto"),
+    ],
 )
-def test_advantages_are_the_papers_whatever_the_plan(count, context_parallel, backwards, cap, tmp_path, ranks) -> None:
+def test_advantages_are_the_papers_whatever_the_plan(
+    count, context_parallel, backwards, cap, degree, tmp_path, ranks
+) -> None:
     path = save_tiny_model(tmp_path)  # for its tokenizer
     reward_model().save_pretrained(path)
     order = list(range(11))[:: -1 if backwards else 1]
-    parts = ranks.run(on_a_rank, count, path, order, cap, context_parallel)
+    parts = ranks.run(on_a_rank, count, path, order, cap, context_parallel, degree)
     expected, lengths = expected_columns(path), scored_sequences().lengths.tolist()
     seen = set()
     for by_row, _, _ in parts:
@@ -125,7 +148,7 @@ def test_advantages_are_the_papers_whatever_the_plan(count, context_parallel, ba
                 torch.testing.assert_close(column.double(), wanted[row], rtol=1e-5, atol=1e-5)
         seen |= set(by_row["returns"])
     assert seen == set(range(11))
-    leaders = parts[::context_parallel]
+    leaders = parts[:: context_parallel if degree == "fixed" else 1]
     mask = scored_sequences().tokens["loss_mask"]
     returns, errors = expected["returns"][mask], (expected["returns"] - expected["old_values"])[mask]
     explained = 1 - errors.var(correction=0) / returns.var(correction=0)

@@ -19,7 +19,7 @@ from controller.planning.planner import Planner, draw_mini_batches, with_loss_co
 from tests.controller.stand_ins.gpus import StandInEngine
 from tests.controller.stand_ins.run import StandIns, write_stand_in_workspace
 from tests.workers.model.tiny import random_sequences, save_tiny_model, unpacked_log_probs
-from tests.workers.roles.test_critic import plan_of_this_rank, scored_sequences, worker_on_this_rank
+from tests.workers.roles.test_critic import scored_sequences, share_of_this_rank, worker_on_this_rank
 from workers.config import LossConfig, OptimizerConfig
 from workers.dataproto import DataProto
 from workers.metrics import Metrics, merge, results
@@ -113,13 +113,11 @@ PENALTY = KlPenalty(0.1, "k1")
 
 
 def advantages_on_a_rank(
-    path: str, cap: int, context_parallel: int, gamma: float, penalty: KlPenalty | None
+    path: str, cap: int, context_parallel: int, gamma: float, penalty: KlPenalty | None, degree: str
 ) -> dict[int, Any]:
     """This rank's advantages by row of the global batch."""
-    worker = worker_on_this_rank(PolicyWorker, path, context_parallel, OptimizerConfig())
-    sequences = scored_sequences()
-    plan = plan_of_this_rank(sequences, cap, context_parallel)
-    mine = sequences.select_idxs(plan.rows.tolist())
+    worker = worker_on_this_rank(PolicyWorker, path, context_parallel, OptimizerConfig(), degree)
+    mine, plan = share_of_this_rank(scored_sequences(), cap, context_parallel, degree)
     block, _ = worker.token_advantages(mine, plan, gamma, penalty)
     columns = torch.from_numpy(block.tokens["advantages"]).split(mine.lengths.tolist())
     return dict(zip(plan.rows.tolist(), columns, strict=True))
@@ -143,11 +141,19 @@ def by_paper(sequences: DataProto, gamma: float, penalty: KlPenalty | None) -> l
 
 
 @pytest.mark.parametrize(
-    ("count", "context_parallel", "gamma", "penalty"), [(1, 1, 0.9, None), (2, 1, 0.5, PENALTY), (2, 2, 1.0, PENALTY)]
+    ("count", "context_parallel", "gamma", "penalty", "cap", "degree"),
+    [
+        (1, 1, 0.9, None, 48, "fixed"),
+        (2, 1, 0.5, PENALTY, 48, "fixed"),
+        (2, 2, 1.0, PENALTY, 48, "fixed"),
+        (4, 4, 0.9, PENALTY, 16, "auto"),
+    ],
 )
-def test_advantages_are_the_papers_whatever_the_plan(count, context_parallel, gamma, penalty, tmp_path, ranks) -> None:
+def test_advantages_are_the_papers_whatever_the_plan(
+    count, context_parallel, gamma, penalty, cap, degree, tmp_path, ranks
+) -> None:
     path = save_tiny_model(tmp_path)
-    parts = ranks.run(advantages_on_a_rank, count, path, 48, context_parallel, gamma, penalty)
+    parts = ranks.run(advantages_on_a_rank, count, path, cap, context_parallel, gamma, penalty, degree)
     expected = by_paper(scored_sequences(), gamma, penalty)
     for part in parts:
         for row, advantages in part.items():

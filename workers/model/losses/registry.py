@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from workers.config import LossConfig
-from workers.dataproto import DataProto
+from workers.dataproto import CONTEXT_DEGREE, DataProto
 from workers.errors import ConfigError, DataError
 from workers.loss_config import DistillationConfig, check_policy_loss, undecorated
 from workers.model.losses.aggregation import Denominators, aggregate
@@ -191,6 +191,11 @@ def prepare(
 ) -> Sequence[DataProto]:
     """Return this rank's micro-batches with the columns that the loss adds. See `hold_back`."""
     if isinstance(loss_function, PolicyObjective) and loss_function.loss.prepare is not None:
+        if any(CONTEXT_DEGREE in part.columns for part in parts):
+            raise ConfigError(
+                "policy.parallel.context_parallel_degree=auto: does not work with losses that prepare a mini-batch. "
+                "Set fixed."
+            )
         return loss_function.loss.prepare(parts, denominators, loss_function.config, groups)
     return parts
 

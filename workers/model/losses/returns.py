@@ -117,17 +117,24 @@ def discounted_returns(rewards: np.ndarray, lengths: np.ndarray, gamma: float | 
     return returns
 
 
-def whiten(values: Tensor, groups: Sequence[dist.ProcessGroup] = (), device: torch.device | str = "cpu") -> Tensor:
+def whiten(
+    values: Tensor,
+    groups: Sequence[dist.ProcessGroup] = (),
+    device: torch.device | str = "cpu",
+    counted: Tensor | None = None,
+) -> Tensor:
     """Return (x - mean(x)) / (std(x) + epsilon) over the values of all ranks, float64 [N].
 
     Uses two passes, because a variance from sums of squares loses digits if the mean is far from 0. The deviation is
     the population's (n), as in OpenRLHF (in verl the sample's, n - 1).
     groups: together the data-parallel ranks, which all call, or none for one process. device: where they add up sums.
+    counted: bool [N], values that no other rank counts, or None for all.
     """
     values = values.double()
-    total, count = _over_ranks(torch.stack([values.sum(), values.new_tensor(len(values))]), groups, device)
+    once = torch.ones_like(values) if counted is None else counted.double()
+    total, count = _over_ranks(torch.stack([(once * values).sum(), once.sum()]), groups, device)
     centred = values - total / count
-    variance = _over_ranks(centred.square().sum(), groups, device) / count
+    variance = _over_ranks((once * centred.square()).sum(), groups, device) / count
     return centred / (variance.sqrt() + EPSILON)
 
 

@@ -50,6 +50,8 @@ class ModelInput:
     images: arguments of `Vision.features`, or None. image_cells, image_source: int64 [C], cells of this rank that take
     a feature, ascending, and which. image_features: the number of features that the images must have, 0 for any.
 
+    degree: ranks that share the rows by choice of a plan, 1 without. counts: whether this rank's statistics count.
+
     attention: a `PackedAttention`, for a packed row. attention_mask: int64 [R, W], 1 at real tokens, for padded rows.
     """
 
@@ -69,6 +71,8 @@ class ModelInput:
     image_cells: Tensor | None = None
     image_source: Tensor | None = None
     image_features: int = 0
+    degree: int = 1
+    counts: bool = True
 
     @property
     def shared(self) -> Sequence[int]:

@@ -32,11 +32,15 @@ DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 @dataclass(frozen=True)
 class Parallel:
-    """Hold the mesh of all ranks, by `DIMENSIONS`. sharding: the part for FSDP2, with `dp_replicate` first for HSDP."""
+    """Hold the mesh of all ranks, by `DIMENSIONS`. sharding: the part for FSDP2, with `dp_replicate` first for HSDP.
+
+    context_groups: by degree, the ranks that share this rank's sequences.
+    """
 
     mesh: DeviceMesh
     sharding: DeviceMesh
     config: ParallelConfig
+    context_groups: Mapping[int, dist.ProcessGroup]
 
     @property
     def context(self) -> DeviceMesh:
@@ -60,6 +64,16 @@ class Parallel:
     def dp(self) -> int:
         """Return the number of groups with different sequences."""
         return self.mesh["dp_replicate"].size() * self.mesh["dp_shard"].size()
+
+    @property
+    def shares_by_step(self) -> bool:
+        """Return whether each micro-step has its own context-parallel degree."""
+        return self.config.context_parallel_degree == "auto"
+
+    @property
+    def counted_ranks(self) -> int:
+        """Return the number of ranks whose metrics a caller merges."""
+        return self.dp * (self.context.size() if self.shares_by_step else 1)
 
     @property
     def is_place_zero(self) -> bool:
@@ -86,7 +100,18 @@ def make_parallel(device: torch.device, config: ParallelConfig | None = None) ->
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=DIMENSIONS)
     # A context-parallel group computes parts of the same sequences, yet holds different parameters.
     sharding = _over(mesh, ("dp_shard", "cp") if config.context_parallel > 1 else ("dp_shard",))
-    return Parallel(mesh, sharding, config)
+    return Parallel(mesh, sharding, config, _context_groups(mesh, config))
+
+
+def _context_groups(mesh: DeviceMesh, config: ParallelConfig) -> dict[int, dist.ProcessGroup]:
+    """Make the process groups of all degrees: neighbours among the ranks that differ only in cp."""
+    most = config.context_parallel
+    groups = {most: mesh["cp"].get_group()}
+    rows = mesh.mesh.movedim(DIMENSIONS.index("cp"), -1)
+    for degree in config.context_degrees:
+        if degree < most:
+            groups[degree] = dist.new_subgroups_by_enumeration(rows.reshape(-1, degree).tolist())[0]
+    return groups
 
 
 def mesh_shape(ranks: int, config: ParallelConfig) -> tuple[int, int, int, int, int]:
