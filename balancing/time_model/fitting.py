@@ -18,7 +18,7 @@ from balancing.time_model.generation import batches, engine_step, prefill_flops,
 from balancing.time_model.inputs import Layout, ModelShape, Workload
 from balancing.time_model.machine import Efficiency, Machine
 from balancing.time_model.step_time import transfer_bytes
-from balancing.time_model.training import micro_step_terms, training
+from balancing.time_model.training import micro_step_terms, sharding_seconds, training
 
 PRIOR = 0.003
 LEAST_SPREAD, REST_SPREAD = 0.1, 0.3
@@ -80,8 +80,13 @@ def _fitted(rows: Sequence[Rows], prior: Sequence[float]) -> tuple[list[float], 
 
 
 def _micro_steps(run: Measured, machine: Machine, _: Efficiency) -> Rows:
+    """On CPUs micro-steps wait for collectives, whose latencies are deducted."""
     tokens, squared, seconds = run.micro_steps.T
-    return np.stack(micro_step_terms(run.shape, run.layout, machine, tokens, squared), axis=1), seconds
+    terms, layout, waits = micro_step_terms(run.shape, run.layout, machine, tokens, squared), run.layout, (0.0, 0.0)
+    if not machine.launches_ahead:
+        gathers, reductions = 2.0 * layout.reshard_after_forward, 1.0 - layout.defer_gradient_reduction
+        waits = sharding_seconds(run.shape, layout, machine, gathers, reductions)
+    return np.stack([*terms, np.full(len(tokens), waits[0])], axis=1), np.maximum(seconds / 3, seconds - waits[1])
 
 
 def _generations(run: Measured, machine: Machine, efficiency: Efficiency) -> Rows:
@@ -113,10 +118,10 @@ def _rest(run: Measured, machine: Machine, efficiency: Efficiency) -> float:
     return max(0.001, float(np.median(run.rest)) - optimizer) / (3 + (workload.forward_passes > 0))
 
 
-INVERSE = ("matmul", "attention", "elementwise", "decode", "prefill", "host")
+INVERSE = ("matmul", "attention", "elementwise", "decode", "prefill", "link", "host")
 """What seconds are in inverse proportion to."""
 KINDS: tuple[tuple[str, Callable[[Measured, Machine, Efficiency], Rows], tuple[str, ...]], ...] = (
-    ("training", _micro_steps, ("matmul", "attention", "elementwise", "kernel", "micro_batch")),
+    ("training", _micro_steps, ("matmul", "attention", "elementwise", "kernel", "micro_batch", "link")),
     ("generation", _generations, ("engine_step", "engine_layer", "engine_sequence", "decode", "prefill")),
     ("overheads", _transfers, ("transfer", "host")),
 )

@@ -123,21 +123,16 @@ def _collectives(
     part: Shares, computed: float,
 ) -> float:  # fmt: skip
     """Return seconds that no computation hides. FSDP2's are hidden, those of tp, cp and ep are not."""
-    sharded, size = layout.dp * layout.cp // layout.replicate, layout.bytes
-    bus = machine.bus(sharded * layout.tp, layout.gpus_per_node) * efficiency.link
-    held, count = held_parameters(shape, layout), part.micro_batches
-    seconds, hidden = 0.0, 0.0
-    if sharded > 1:
-        gathers = (2 * count if layout.reshard_after_forward else workload.updates) * held * size / bus
-        reductions = workload.updates if layout.defer_gradient_reduction else count
-        hidden = (gathers + reductions * held * shape.trained_share * 4 / bus) * (1 - 1 / sharded)
-        waits = (2 * count if layout.reshard_after_forward else workload.updates) + reductions
-        seconds += waits * shape.layers / layout.pp * machine.latency
+    count, held, near = part.micro_batches, held_parameters(shape, layout), 1e9 * machine.link * efficiency.link
+    gathers = 2 * count if layout.reshard_after_forward else workload.updates
+    reductions = workload.updates if layout.defer_gradient_reduction else count
+    sent, seconds = sharding_seconds(shape, layout, machine, gathers, reductions)
+    hidden = sent / efficiency.link
+    sharded = layout.dp * layout.cp // layout.replicate
     if layout.replicate > 1:
         across = machine.bus(layout.ranks, layout.gpus_per_node) * efficiency.link
         seconds += workload.updates * 2 * 4 * held * shape.trained_share / sharded / across
-    sent = part.tokens * workload.epochs * shape.hidden * size * shape.layers / layout.pp
-    near = 1e9 * machine.link * efficiency.link
+    sent = part.tokens * workload.epochs * shape.hidden * layout.bytes * shape.layers / layout.pp
     passes = 2 + layout.recomputed
     if layout.tp > 1:  # two all-reduces of a layer in each direction
         seconds += passes * 2 * 2 * sent * (1 - 1 / layout.tp) / near
@@ -148,4 +143,18 @@ def _collectives(
         across = machine.network if layout.ep * layout.tp > layout.gpus_per_node else machine.link
         copies = shape.experts_active * (1 - 1 / layout.ep)
         seconds += passes * 2 * sent * copies / (1e9 * across * efficiency.link)
-    return seconds + max(0.0, hidden - efficiency.overlap * computed) + hidden / max(1, shape.layers)
+    overlap = efficiency.overlap * computed if machine.launches_ahead else 0.0
+    return seconds + max(0.0, hidden - overlap, hidden / shape.layers)
+
+
+def sharding_seconds(
+    shape: ModelShape, layout: Layout, machine: Machine, gathers: float, reductions: float
+) -> tuple[float, float]:
+    """Return seconds at peak bandwidth, and of latencies, of FSDP2's collectives over all layers."""
+    sharded = layout.dp * layout.cp // layout.replicate
+    if sharded == 1:
+        return 0.0, 0.0
+    numbers = gathers * layout.bytes + reductions * 4 * shape.trained_share
+    sent = held_parameters(shape, layout) * numbers * (1 - 1 / sharded)
+    waits = (gathers + reductions) * shape.layers / layout.pp * machine.latency
+    return sent / machine.bus(sharded * layout.tp, layout.gpus_per_node), waits

@@ -9,7 +9,7 @@ from balancing.time_model import MACHINES, Efficiency, Layout, ModelShape, Workl
 from balancing.time_model.fitting import Measured, fit
 from balancing.time_model.generation import generation
 from balancing.time_model.machine import SPREADS
-from balancing.time_model.training import micro_step_terms
+from balancing.time_model.training import micro_step_terms, sharding_seconds
 
 LAYOUT = Layout(dp=1, engines=1, gpus_per_node=2, placement="shared_memory", dtype="float32", compiled=False)
 LAYOUT = replace(LAYOUT, engine_gib=1.0)
@@ -78,3 +78,16 @@ def test_one_size_predicts_itself() -> None:
 def test_what_no_run_shows_stays_as_stated() -> None:
     nothing = Measured(model(256, 6), LAYOUT, np.zeros((0, 3)))
     assert fit([nothing], STATED) == (STATED, Efficiency())
+
+
+def test_two_ranks_show_the_links_of_cpus() -> None:
+    shape, two, link = model(256, 6), replace(LAYOUT, dp=2), 0.35
+    alone = run_of(shape)
+    sent, latency = sharding_seconds(shape, two, REAL, 2, 1)
+    slower = alone.micro_steps + np.array([0.0, 0.0, sent / link + latency])
+    machine, efficiency = fit([alone, Measured(shape, two, slower)], STATED)
+    said, real = (
+        step_time(shape, two, work(5), *each).phases["collectives"].seconds
+        for each in ((machine, efficiency), (REAL, replace(REACHED, link=link)))
+    )
+    assert said == pytest.approx(real, rel=0.15)
