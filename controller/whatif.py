@@ -16,7 +16,7 @@ from itertools import zip_longest
 from math import inf
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -34,6 +34,7 @@ from controller.planning.planner import draw_mini_batches, plan_arguments
 from controller.preflight.arguments import OneLineParser
 from workers.errors import ConfigError, DataError
 
+T = TypeVar("T")
 REPLAYED = (
     *("rollout.max_staleness", "rollout.out_of_order_window", "rollout.replicas", "rollout.max_concurrent"),
     *("rollout.placement", "batch.prompts_per_step", "batch.mini_batches", "batch.split_by", "policy.data_parallel"),
@@ -77,6 +78,7 @@ class RecordedRun:
         self._steps = [each for each in self._records if each["step"] in self._lengths and each["micro_steps"]]
         if not self._steps or not all(len(row) > 3 for record in self._steps for row in _samples(record)):
             raise DataError(f"{folder} has no step with prompts in timeline.jsonl. Record the run with this version.")
+        self._counted = _counted(self._steps)
         self._cores = inf if self.config.uses_gpus else float(len(os.sched_getaffinity(0)))
 
     @property
@@ -167,7 +169,7 @@ class RecordedRun:
         for _ in range(FITS):
             terms = np.concatenate([self._terms(engine, rows, speed) for engine, rows in engines.items()])
             terms = terms[terms[:, 3] > 1e-3]
-            speed = EngineSpeed(*non_negative_least_squares(terms[:, :3] / terms[:, 3:], np.ones(len(terms))).tolist())
+            speed = EngineSpeed(*_fitted(terms[:, :3], terms[:, 3]))
         return speed
 
     def _terms(self, engine: str, rows: np.ndarray, speed: EngineSpeed) -> np.ndarray:
@@ -200,23 +202,22 @@ class RecordedRun:
         return float(np.mean([end - start for start, end, _ in loads])) if loads else 0.0
 
     @cached_property
-    def _medians(self) -> dict[str, float]:
-        """Median seconds of each phase besides `update`, and of the end of `rollout`, in which the driver collects."""
-        steps: list[dict[str, float]] = []
-        for record in self._steps:
-            steps.append({})
+    def _phase_seconds(self) -> dict[str, float]:
+        """Mean seconds of each phase besides `update`, and of the end of `rollout`, in which the driver collects."""
+        found: dict[str, float] = {}
+        for record in self._counted:
             for name, start, end in record["phases"]:
                 if name == "rollout":
                     start = min(end, max(start, *(row[1] + row[5] for row in _samples(record))))
                 if name not in NOT_IN_A_STEP:
-                    steps[-1][name] = steps[-1].get(name, 0.0) + self._seconds(start, end)
-        return {name: float(np.median([step.get(name, 0.0) for step in steps])) for name in set().union(*steps)}
+                    found[name] = found.get(name, 0.0) + self._seconds(start, end) / len(self._counted)
+        return found
 
     @cached_property
     def _update(self) -> tuple[float, float, float]:
         """Seconds of an update: of a micro-step, of a unit of planned work, and of the rest."""
         terms, lasted, rest = [], [], []
-        for step, record in enumerate(self._steps):
+        for step, record in enumerate(self._counted):
             numbers = set(self._lengths[record["step"]]["prompts"])
             times = [
                 [self._seconds(*row[1:3]) for row in rows if row[0] == "update"]
@@ -230,9 +231,8 @@ class RecordedRun:
                 rest.append(sum(self._seconds(*row[1:]) for row in phase) - lasted[-1])
         if not terms:
             return 0.0, 0.0, 0.0
-        seconds = np.array(lasted)[:, None]
-        count, work = non_negative_least_squares(np.array(terms) / seconds, np.ones(len(terms))).tolist()
-        return count, work, max(0.0, float(np.median(rest)))
+        count, work = _fitted(np.array(terms), np.array(lasted))
+        return count, work, max(0.0, float(np.mean(rest)))
 
     def _work(self, config: Config, numbers: Sequence[int], step: int) -> tuple[float, float]:
         """Plan the update of these prompts' sequences. Returns its micro-steps and its work in the plan's unit."""
@@ -257,14 +257,24 @@ class RecordedRun:
         count, work = self._work(config, numbers, taken[0])
         each, unit, rest = self._update
         update = each * count + unit * work + rest
-        found = [Phase(self._medians.get(name, 0.0)) for name in ("rollout", "plan")]
+        found = [Phase(self._phase_seconds.get(name, 0.0)) for name in ("rollout", "plan")]
         ranks = self.config.policy.data_parallel / config.policy.data_parallel
-        for name in self._medians.keys() - {"rollout", "plan", "weights"}:
+        for name in self._phase_seconds.keys() - {"rollout", "plan", "weights"}:
             of_ranks = name in ON_RANKS
             found.append(
-                Phase(self._medians[name] * (ranks if of_ranks else 1.0), self._rank_cores if of_ranks else 1.0)
+                Phase(self._phase_seconds[name] * (ranks if of_ranks else 1.0), self._rank_cores if of_ranks else 1.0)
             )
-        return [*found, Phase(update, self._rank_cores), Phase(self._medians.get("weights", 0.0), pause=self._pause)]
+        return [
+            *found,
+            Phase(update, self._rank_cores),
+            Phase(self._phase_seconds.get("weights", 0.0), pause=self._pause),
+        ]
+
+
+def _fitted(terms: np.ndarray, seconds: np.ndarray) -> list[float]:
+    """Fit by relative errors, then scale to the same sum: noise only adds time. terms: [measurements, factors]."""
+    factors = non_negative_least_squares(terms / seconds[:, None], np.ones(len(seconds)))
+    return list((factors * seconds.sum() / max(1e-12, float((terms @ factors).sum()))).tolist())
 
 
 def _samples(record: Mapping[str, Any]) -> list[list[Any]]:
@@ -286,9 +296,12 @@ def _busy(rows: np.ndarray) -> Iterator[tuple[float, float]]:
     yield from zip(rows[first, 0], until[np.append(first[1:], len(rows)) - 1], strict=True)
 
 
+def _counted(steps: Sequence[T]) -> Sequence[T]:
+    return steps[max(1, round(WARM_UP_SHARE * len(steps))) :] or steps
+
+
 def _rate(seconds: Sequence[float]) -> float:
-    counted = seconds[max(1, round(WARM_UP_SHARE * len(seconds))) :] or seconds
-    return 3600.0 / float(np.mean(counted))
+    return 3600.0 / float(np.mean(_counted(seconds)))
 
 
 def predict(folder: Path, overrides: Sequence[str]) -> Prediction:
@@ -299,9 +312,13 @@ def predict(folder: Path, overrides: Sequence[str]) -> Prediction:
         key = override.partition("=")[0]
         if key not in REPLAYED and value_of(changed, key) != value_of(run.config, key):
             raise ConfigError(f"{override}: changes the recorded times. whatif takes {', '.join(REPLAYED)}.")
-    before, after = (simulate(run.simulated(config)) for config in (run.config, changed))
+    try:
+        recorded = run.steps_per_hour
+        before, after = (simulate(run.simulated(config)) for config in (run.config, changed))
+    except (ArithmeticError, LookupError, TypeError, ValueError):
+        raise DataError(f"{folder}: timeline.jsonl or lengths.jsonl is damaged. Take another run.") from None
     simulated, expected = (_rate([step.seconds for step in steps]) for steps in (before, after))
-    return Prediction(run.steps_per_hour, simulated, expected, before, after)
+    return Prediction(recorded, simulated, expected, before, after)
 
 
 def table(prediction: Prediction) -> list[str]:
