@@ -21,10 +21,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
+from balancing.cost_model import image_flops
 from controller.config import Config, TrainingConfig
 from controller.config.file import value_of
 from controller.config.functions import source_file
-from controller.config.model_files import read_model_files
+from controller.config.model_files import ModelFiles, read_model_files
 from controller.config.training import LEARNING, path_setting
 from controller.observability.slow_work import log_if_slow
 from controller.preflight.cluster import Cluster
@@ -38,6 +39,7 @@ USABLE_SHARE = 0.9
 LAYERS = (3, 4)
 """Layers of the measured model. With two, none is gathered ahead. From three on, each adds the same."""
 TIMEOUT_S = 600
+PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 WORKERS = Path(__file__).parents[2] / "workers"
 
 Parts = dict[str, float]
@@ -168,7 +170,8 @@ def _role(config: TrainingConfig, role: str, name: str) -> dict[str, Any]:
     from workers.model.rules.model_rules import compiles
 
     key, model = path_setting(role, name), config.models_of(role)[name]
-    description = dict(read_model_files(model.path, key).description)
+    files = read_model_files(model.path, key)
+    description = dict(files.description)
     settings = asdict(model) | {"path": "", "logprob_chunk_tokens": model.chunk_tokens("cuda")}
     settings["compile"] = "never"  # without checkpointing a compiled layer keeps about 0.7 of what is measured
     compiled = compiles(model, config.policy.parallel, cuda=True, images="vision_config" in description)
@@ -191,6 +194,22 @@ def _role(config: TrainingConfig, role: str, name: str) -> dict[str, Any]:
         "optimizer": {name: value_of(config, f"{role}.optimizer.{name}") for name in ("name", "function", "momentum")}
         if role in LEARNING
         else {},
+        "images": _images(config, files, role),
+    }
+
+
+def _images(config: TrainingConfig, files: ModelFiles, role: str) -> dict[str, Any]:
+    """Return `memory_trace.Role.images`: nothing for a model of text, or without a processor's files."""
+    found = [file.read_text() for name in PROCESSORS if (file := files.folder / name).is_file()]
+    if "vision_config" not in files.description or not found:
+        return {}
+    cap = config.limits[f"{role}.update"].max_patches if role == "policy" else 0
+    return {
+        "folder": str(files.folder),
+        "processor": found,  # for the cache
+        "pixels": value_of(config, "data.image_pixels.max"),
+        "prompt": config.data.max_prompt_tokens if isinstance(config, Config) else config.longest_sequence,
+        "update": int(cap / image_flops(files.description)[2]),
     }
 
 

@@ -12,6 +12,7 @@ Use a separate process: the backend stays registered. Needs the exact torch that
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,18 +21,23 @@ import torch.distributed._tools.fake_collectives
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.nn.attention.varlen import varlen_attn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from transformers import AttentionInterface
 
-from workers.model import engine
+from workers.model import engine, layout
 from workers.model.attention import attention
 from workers.model.checkpoint import loading
+from workers.model.copies import to_device
 from workers.model.moe import experts
 from workers.model.stages import stage_pipeline as pipelines
 
 DEVICE = "gpu"
+FLASH = "flash_simulated"
+"""Attention of towers. With `flash` in its name, they do not cut images into windows."""
 
 
 class Stream:
@@ -131,10 +137,16 @@ class FakeGpu(TorchDispatchMode):
             return NotImplemented  # it calls back with each rank's value
         if operator is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return 1
-        if not any(_is_fake(leaf) for leaf in tree_leaves((args, kwargs))):
+        if operator is torch.ops.aten.index.Tensor and isinstance(args[0], FakeTensor):
+            args = _all_true(*args)
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if _is_fake(leaf)]
+        if not leaves:
             return operator(*args, **kwargs)
+        # What a tower makes of the sizes of images is on the host, see `_sizes_stay`.
+        there = [each.device for each in leaves if isinstance(each, FakeTensor) and each.device.type == DEVICE]
+        device = there[0] if there and not operator._schema.is_mutable else None
         with self._fake:
-            result = operator(*tree_map_only(torch.Tensor, _without_numbers, args), **kwargs)
+            result = operator(*tree_map_only(torch.Tensor, partial(_without_numbers, device=device), args), **kwargs)
         for tensor in tree_leaves(result):
             if isinstance(tensor, FakeTensor) and tensor.device.type == DEVICE:
                 self.ledger.enter(tensor.untyped_storage())
@@ -147,10 +159,18 @@ def _is_fake(leaf: Any) -> bool:
     return isinstance(leaf, torch.device) and leaf.type == DEVICE
 
 
-def _without_numbers(tensor: torch.Tensor) -> torch.Tensor:
+def _all_true(tensor: torch.Tensor, indices: list[torch.Tensor | None]) -> tuple[Any, ...]:
+    """Return arguments of an index in which a mask chooses everything: how much it chooses is data."""
+    mask = indices[0]
+    if mask is None or mask.dtype != torch.bool:
+        return tensor, indices
+    return tensor.flatten(0, mask.ndim - 1), [torch.zeros(mask.numel(), dtype=torch.int64)]
+
+
+def _without_numbers(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
     if isinstance(tensor, FakeTensor) or tensor.is_meta:
         return tensor
-    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device or tensor.device)
 
 
 @contextmanager
@@ -193,6 +213,8 @@ def stand_in() -> None:
     engine.load_tokenizer = lambda path: None
     engine.check_tokenizer = lambda *_: None
     attention.kernel_problem = lambda *_, **__: ""
+    layout.to_device = _sizes_stay
+    AttentionInterface.register(FLASH, _flash_attention)
     # Every expert gets as many tokens: their number is data.
     experts.on_host = lambda sizes, rows: [[len(part) for part in torch.arange(rows).chunk(sizes.shape[1])]] * 2
     torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
@@ -210,6 +232,23 @@ def stand_in() -> None:
             return propagate(propagator, op_schema)
 
     ShardingPropagator._propagate_tensor_meta_non_cached = outside
+
+
+def _sizes_stay(device: torch.device, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Copy to the device, except the sizes of images, int64 [n, 2 or 3], from which towers read numbers."""
+    copied = to_device(device, *tensors)
+    are_sizes = [each.ndim == 2 and each.shape[1] <= 3 and not each.is_floating_point() for each in tensors]
+    return [tensor if stays else copy for tensor, copy, stays in zip(tensors, copied, are_sizes, strict=True)]
+
+
+def _flash_attention(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, scaling: float, **__: Any
+) -> tuple[torch.Tensor, None]:
+    """Attend within a tower, [B, H, T, D] to [B, T, H, D]. All images at once: a call for each takes as much memory."""
+    whole = [each.transpose(1, 2).flatten(0, 1) for each in (query, key, value)]
+    bounds, longest = torch.zeros(2, dtype=torch.int32, device=query.device), len(whole[0])
+    found = varlen_attn(*whole, bounds, bounds, longest, longest, scale=scaling)
+    return found.view(len(query), -1, *found.shape[1:]), None
 
 
 def _all_say_the_same(values: list[Any], value: Any, **_: Any) -> None:

@@ -11,6 +11,7 @@ workspaces of kernels: cuBLAS, flash attention (in backward 4 bytes a token and 
 
 import gc
 import json
+import math
 import multiprocessing
 import os
 import sys
@@ -18,26 +19,32 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from workers.config import LoraConfig, LossConfig, ModelConfig, OptimizerConfig, ParallelConfig, ValueLossConfig
-from workers.dataproto import DataProto
+from workers.dataproto import DataProto, object_column
+from workers.images import Image, PlacedImage, png_of
 from workers.loss_config import DistillationConfig
 from workers.model.checkpoint.lora import add_adapters
 from workers.model.distillation import WholeLayer, as_numpy
 from workers.model.engine import TrainingEngine
-from workers.model.fake_gpu import DEVICE, Ledger, fake_gpus
+from workers.model.fake_gpu import DEVICE, FLASH, Ledger, fake_gpus
 from workers.model.losses import Denominators, make_policy_loss, make_value_loss
 from workers.model.optimizer import optimizer_state
 from workers.model.rules.families import kv_bytes_per_token
 from workers.model.sharding.stage_split import split_layers
 from workers.model.skeleton import build_skeleton
 from workers.model.stages.stage_pipeline import layer_costs
+from workers.model.vision import Vision
 from workers.model_config import RECOMPUTED
+from workers.placeholders import Placeholders
+
+SMALLEST = 28  # pixels of a side
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,8 @@ class Role:
 
     description: its config.json. tokens: of a full micro-batch of ranks that share sequences, by pass: `update`,
     `log_probs`, `values`, `scores`. optimizer: settings that its memory depends on. Others: see `TrainingEngine`.
+    images: empty, or the `folder` of the processor, `pixels` of the largest image, tokens of the longest `prompt`, and
+    by pass a cap on the tokens of a micro-batch's images, 0 for none.
     """
 
     description: dict[str, Any]
@@ -56,6 +65,7 @@ class Role:
     cpu_offload: bool
     optimizer_offload: bool
     optimizer: dict[str, Any]
+    images: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> "Role":
@@ -73,7 +83,7 @@ def trace(request: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     roles = {name: Role.read(given) for name, given in request["roles"].items()}
     parallel = ParallelConfig(**request["parallel"])
     sizes = {name: _sizes(role, parallel) for name, role in roles.items()}
-    points = {name: _points(request["layers"], found["layers"], parallel) for name, found in sizes.items()}
+    points = {name: _points(request["layers"], roles[name], found["layers"], parallel) for name, found in sizes.items()}
     stages = sorted({0, parallel.pipeline_parallel - 1})
     with _pools(request["ranks"], parallel, stages, sum(map(len, points.values()))) as pools:
         jobs = {
@@ -121,7 +131,7 @@ def _become(ranks: int, rank: int) -> None:
 
 def _sizes(role: Role, parallel: ParallelConfig) -> dict[str, int]:
     """Count parameters, those trained, layers of the fullest stage, hidden size, bytes of the KV cache a token."""
-    with _folder(role.description) as path:
+    with _folder(role) as path:
         packed = build_skeleton(role.model, Path(path), role.head, trained=True, weights=False)
     text = packed.model.config.get_text_config()
     layers, stages = len(packed.layers), parallel.pipeline_parallel
@@ -143,9 +153,14 @@ def _sizes(role: Role, parallel: ParallelConfig) -> dict[str, int]:
     }
 
 
-def _points(asked: list[int], layers: int, parallel: ParallelConfig) -> list[int]:
-    """Return the numbers of layers to build: two, with as many in each part of a stage, or all of a small model."""
+def _points(asked: list[int], role: Role, layers: int, parallel: ParallelConfig) -> list[int]:
+    """Return the numbers of layers to build: two, with as many in each part of a stage, or all of a small model.
+
+    All with images: with few layers the peak may be the tower's, which other layers do not raise.
+    """
     virtual = parallel.virtual_stages
+    if role.images:
+        return [-(-layers // virtual) * virtual]
     fewest = -(-asked[0] // virtual) * virtual
     points = [fewest + virtual * (count - asked[0]) for count in asked]
     return points if points[-1] <= layers else [layers]
@@ -163,7 +178,7 @@ def _bytes_at(role: Role, layers: int, request: Mapping[str, Any]) -> dict[str, 
     (ledger,) = _ledgers
     stages = request["parallel"]["pipeline_parallel"]
     before = ledger.current
-    with _folder(role.description, layers * stages) as path:
+    with _folder(role, layers * stages) as path:
         engine = TrainingEngine(
             ModelConfig(**{**vars(role.model), "path": path}),
             optimizer=OptimizerConfig(**role.optimizer) if role.trains else None,
@@ -175,6 +190,8 @@ def _bytes_at(role: Role, layers: int, request: Mapping[str, Any]) -> dict[str, 
             parallel=ParallelConfig(**request["parallel"]),
             head=role.head,
         )
+        vision = engine.module.vision
+        image = largest_image(vision, role.images) if role.images and vision else None
     if role.trains:
         optimizer_state(engine.optimizer)
     found: dict[str, float] = {"states": ledger.current - before}
@@ -184,6 +201,8 @@ def _bytes_at(role: Role, layers: int, request: Mapping[str, Any]) -> dict[str, 
         sequences, micro_batches = full_micro_batches(
             tokens, request["longest"], engine.vocabulary, count, padded=layout == "padded"
         )
+        if image:
+            sequences = with_images(sequences, micro_batches, image, role.images["prompt"], role.images.get(name, 0))
         ledger.restart()
         run = _update if name == "update" else getattr(TrainingEngine, name)
         run(engine, sequences, micro_batches, **({"request": request} if name == "update" else {}))
@@ -255,9 +274,45 @@ def _row(input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
     return ids | {name: torch.zeros(length) for name in names}
 
 
+def largest_image(vision: Vision, limits: Mapping[str, Any]) -> tuple[Image, np.ndarray]:
+    """Return a square image of at most `pixels`, and of at most `prompt` tokens, and its tokens."""
+    import PIL.Image
+
+    vision.model.config.vision_config._attn_implementation = FLASH
+    placeholders, side = Placeholders(vision.processor, "", compared=0), math.isqrt(limits["pixels"])
+    while True:
+        picture = PIL.Image.new("RGB", (side, side), "gray")
+        image = Image(0, side, side, png_of(picture))
+        ids, _ = placeholders.expand(np.array([placeholders.id]), [image], "the memory estimate")
+        if len(ids) <= limits["prompt"] or side < SMALLEST:
+            return image, ids
+        side = side * 9 // 10
+
+
+def with_images(
+    sequences: DataProto, micro_batches: list[tuple[int, int]], image: tuple[Image, np.ndarray], prompt: int, most: int
+) -> DataProto:
+    """Let sequences begin with different images: as many as prompts hold or, unless 0, `most` tokens a micro-batch."""
+    picture, ids = image
+    placed: list[list[PlacedImage]] = [[] for _ in range(len(sequences))]
+    for start, stop in micro_batches:
+        left = most // len(ids) if most else len(sequences) * prompt
+        each = len(ids) + 1
+        for row in range(start, stop):
+            first, length = int(sequences.offsets[row]), int(sequences.lengths[row])
+            count = min(left, (length if most else min(length, prompt)) // each)
+            left -= count
+            for index in range(count):
+                place = index * each + 1
+                sequences.tokens["input_ids"][first + place : first + place + len(ids)] = torch.from_numpy(ids)
+                placed[row].append(PlacedImage(replace(picture, digest=first + place), place, len(ids)))
+    return replace(sequences, objects={"images": object_column(list(map(tuple, placed)))})
+
+
 @contextmanager
-def _folder(description: dict[str, Any], layers: int = 0) -> Iterator[str]:
-    """Hold config.json alone. layers: replaces its number of layers."""
+def _folder(role: Role, layers: int = 0) -> Iterator[str]:
+    """Hold config.json, and the files of a processor of images. layers: replaces its number of layers."""
+    description = role.description
     if layers:
         text = description.get("text_config") or description
         kinds = text.get("layer_types")
@@ -265,6 +320,9 @@ def _folder(description: dict[str, Any], layers: int = 0) -> Iterator[str]:
         shorter = text | {"num_hidden_layers": layers} | of_layers
         description = shorter if text is description else description | {"text_config": shorter}
     with tempfile.TemporaryDirectory() as folder:
+        for file in Path(role.images["folder"]).absolute().iterdir() if role.images else ():
+            if file.suffix != ".safetensors" and file.name != "config.json":
+                (Path(folder) / file.name).symlink_to(file)
         (Path(folder) / "config.json").write_text(json.dumps(description))
         yield folder
 
