@@ -26,14 +26,13 @@ class Generation:
     """Seconds of a step's generation on the engine with the longest response.
 
     prefill, decode: until the last response ends, if all begin together. steady: until as many responses end, if
-    engines stay as full as slots and requests allow. slots: requests that an engine runs at a time. busy: mean share of
-    the decode time in which an engine has a request. bound: what an engine step waits for mostly.
+    engines stay as full as slots and requests allow. busy: mean share of the decode time in which an engine has a
+    request. bound: what an engine step waits for mostly.
     """
 
     prefill: float
     decode: float
     steady: float
-    slots: int
     busy: float
     bound: str
 
@@ -127,7 +126,7 @@ def generation(
     bound = max(parts, key=lambda name: float(steps @ parts[name]))
     longest = workload.responses[workload.order[: layout.engines]]
     busy = float(1 - (longest[0] - longest.mean()) / steps.sum())
-    return Generation(prefill, decode, steady, slots, busy, bound)
+    return Generation(prefill, decode, steady, busy, bound)
 
 
 def prefill_flops(shape: ModelShape, workload: Workload, machine: Machine) -> float:

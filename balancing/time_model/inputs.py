@@ -12,7 +12,6 @@ from balancing.grouping import Floats, Integers
 from balancing.validation import whole_numbers
 
 Placement = Literal["colocated", "apart", "shared_memory"]
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ class Layout:
     @property
     def bytes(self) -> int:
         """Return the bytes of a weight in passes and engines."""
-        return BYTES[self.dtype]
+        return 4 if self.dtype == "float32" else 2
 
 
 @dataclass(frozen=True, eq=False)

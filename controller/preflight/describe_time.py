@@ -61,10 +61,8 @@ def print_time(config: Config, cluster: Cluster, options: TimeOptions, prompts: 
     tokens, gpus = workload.totals[0], max(layout.gpus, cluster.nodes * cluster.gpus)
     tried = {words: step_time(shape, each, workload, machine, efficiency) for words, each in changes(layout).items()}
     gains = sorted(((found.seconds / each.seconds, words) for words, each in tried.items()), reverse=True)
-    below = "\n" + 11 * " "
-    helping = [
-        f"{gain:.2f}x  {words.replace(', ', below)}" for gain, words in gains[:SHOWN_CHANGES] if gain >= LEAST_GAIN
-    ]
+    below, shown = "\n" + 11 * " ", [(gain, words) for gain, words in gains[:SHOWN_CHANGES] if gain >= LEAST_GAIN]
+    helping = [f"    {gain:.2f}x  {words.replace(', ', below)}" for gain, words in shown]
     lines = [
         told,
         f"responses: {source}",
@@ -75,7 +73,7 @@ def print_time(config: Config, cluster: Cluster, options: TimeOptions, prompts: 
         _run_line(config, found, gpus, options.price),
         f"idle: trainers {found.trainer_idle:.0%}, engines {found.engine_idle:.0%} of a step",
         f"a step waits mostly for {found.limit}",
-        *(["would help, if memory allows:", *(f"    {line}" for line in helping)] if helping else []),
+        *(["would help, if memory allows:", *helping] if helping else []),
     ]
     print("\n".join(lines))
 
@@ -99,13 +97,10 @@ def changes(layout: Layout) -> dict[str, Layout]:
     """Return layouts of the same GPUs that differ by a setting or two, by their words. Some may not fit into memory."""
     engines, tp, dp, shared = layout.engines, layout.engine_tp, layout.dp, layout.placement == "colocated"
     half, nodes = layout.ranks // 2 // tp, layout.ranks // layout.gpus_per_node
-    even, fewer, wider = (
-        dp % 2 == 0 and half > 0,
-        f"policy.data_parallel={dp // 2}",
-        dp + engines // 2 * tp * dp // layout.ranks,
-    )
-    apart, ahead = {"placement": "apart", "staleness": 1}, {"dp": dp // 2, "engines": half, "replicate": 1}
-    more = {"dp": wider, "engines": engines // 2}
+    even, fewer = dp % 2 == 0 and half > 0, f"policy.data_parallel={dp // 2}"
+    apart = {"placement": "apart", "staleness": 1, "dp": dp // 2, "engines": half, "replicate": 1}
+    more = {"dp": dp + engines // 2 * tp * dp // layout.ranks, "engines": engines // 2, "replicate": 1}
+    less = {"dp": dp // 2, "engines": engines + half, "replicate": 1}
     possible: list[tuple[bool, str, dict[str, Any]]] = [
         (True, "policy.max_tokens_per_micro_batch doubled", {"max_tokens": 2 * layout.max_tokens}),
         (True, "rollout.max_concurrent doubled", {"max_concurrent": 2 * layout.max_concurrent}),
@@ -117,16 +112,11 @@ def changes(layout: Layout) -> dict[str, Layout]:
         (engines % 2 == 0, f"rollout.tensor_parallel={2 * tp}", {"engines": engines // 2, "engine_tp": 2 * tp}),
         (tp % 2 == 0, f"rollout.tensor_parallel={tp // 2}", {"engines": engines * 2, "engine_tp": tp // 2}),
         (shared, "rollout.replicas=0", {"engines": layout.ranks // tp}),
-        (shared and even, f"rollout.placement=apart, rollout.max_staleness=1, {fewer}", ahead | apart),
+        (shared and even, f"rollout.placement=apart, rollout.max_staleness=1, {fewer}", apart),
         (not shared, f"rollout.max_staleness={layout.staleness + 1}", {"staleness": layout.staleness + 1}),
-        (
-            not shared and even,
-            f"{fewer}, rollout.replicas={engines + half}",
-            {"dp": dp // 2, "engines": engines + half},
-        ),
-        (not shared, f"policy.data_parallel={wider}, rollout.replicas={engines // 2}", more),
+        (not shared and even, f"{fewer}, rollout.replicas={engines + half}", less),
+        (not shared, f"policy.data_parallel={more['dp']}, rollout.replicas={engines // 2}", more),
     ]
     tried = {words: replace(layout, **edits) for applies, words, edits in possible if applies}
-    return {
-        words: each for words, each in tried.items() if each != layout and each.gpus == layout.gpus and each.engines
-    }
+    valid = layout.gpus, True
+    return {name: each for name, each in tried.items() if each != layout and (each.gpus, each.engines > 0) == valid}
