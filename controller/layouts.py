@@ -64,7 +64,6 @@ SETTINGS = {
     "rollout.max_staleness": "staleness",
 }
 """Fields of a Layout by setting. model.gradient_checkpointing is `recomputed`, of layers that may be compiled."""
-CHECKPOINTING = "model.gradient_checkpointing"
 CHECKPOINTING_OF = {0.0: "none", 0.3: "selective", 0.8: "selective", 1.0: "full"}
 
 
@@ -78,10 +77,9 @@ class LayoutSearch:
         self._request, self._cluster, self._gib = request, request.cluster, USABLE_SHARE * request.cluster.gpu_gib
         self.config = load(request.config, request.overrides)
         run_on(self.config, self._cluster)
-        key = "model.path"
-        fetch_description(self.config.model.path, key, print)
-        self._text = read_model_files(self.config.model.path, key).text
-        self._fixed = {name.partition("=")[0] for name in request.overrides} & {*SETTINGS, CHECKPOINTING}
+        fetch_description(self.config.model.path, "model.path", print)
+        self._text = read_model_files(self.config.model.path, "model.path").text
+        self._fixed = {name.partition("=")[0] for name in request.overrides} & SETTINGS.keys()
         roles = (self.config.uses_reference, self.config.uses_teacher, self.config.uses_reward_model)
         chunk, longest = self.config.model.chunk_tokens("cuda"), self.config.max_model_tokens
         self._needs = Needs(1 + self.config.uses_critic, sum(roles), chunk, longest)
@@ -105,7 +103,9 @@ class LayoutSearch:
         """Yield layouts that the run's own checks allow, fastest first."""
         base = replace(layout_of(self.config, self._cluster), compiled=self.config.model.compile != "never")
         shares = {name: self.config.rollout.gpu_share(name) * self._cluster.gpu_gib for name in ("colocated", "apart")}
-        engines = [(ranks, half) for ranks, half in engine_halves(base, shares) if self._serves(replace(base, **half))]
+        engines = [
+            (ranks, half) for ranks, half in engine_halves(base, shares) if self._serves(replace(base, **half), half)
+        ]
         halves, streams = partial(self._halves, base), []
         for ahead, problem in self._problems.items():
             placed = [(ranks, half) for ranks, half in engines if bool(half["staleness"]) is ahead]
@@ -131,7 +131,7 @@ class LayoutSearch:
         chosen = self.config.model.gradient_checkpointing
         for half in training_halves(base, ranks, max(1, expert_count(self._text))):
             layout = replace(base, **half)
-            if self._keeps(layout) and self._allows(layout):
+            if self._keeps(layout, half) and self._allows(layout):
                 for mode in [chosen] if chosen != "auto" else modes:
                     kept = ATTENTION_KEPT if mode == "selective" and layout.compiled else mode
                     found = replace(layout, recomputed=RECOMPUTED[kept])
@@ -139,15 +139,11 @@ class LayoutSearch:
                         yield {**half, "recomputed": found.recomputed}
                         break
 
-    def _keeps(self, layout: Layout) -> bool:
-        """Return whether a layout has the values that overrides give."""
-        given = {key: value_of(self.config, key) for key in self._fixed - {CHECKPOINTING}}
-        halves = {"engines", "engine_tp", "placement", "staleness"}
-        return all(
-            value in (getattr(layout, SETTINGS[key]), 0, "auto")
-            for key, value in given.items()
-            if SETTINGS[key] not in halves
-        )
+    def _keeps(self, layout: Layout, half: Half) -> bool:
+        """Return whether a half of a layout has the values that overrides give. `auto` and no engines are free."""
+        given = {SETTINGS[key]: value_of(self.config, key) for key in self._fixed}
+        free = {"engines": 0, "placement": "auto"}
+        return all(given[name] in (getattr(layout, name), free.get(name)) for name in given.keys() & half.keys())
 
     def _allows(self, layout: Layout) -> bool:
         config, text = self.config, self._text
@@ -171,15 +167,11 @@ class LayoutSearch:
         fits = longest <= layout.max_tokens and layout.dp <= config.mini_batch_sizes[-1]
         return learns and fits and layout.pp * layout.virtual_stages <= self._problem.shape.layers
 
-    def _serves(self, layout: Layout) -> bool:
+    def _serves(self, layout: Layout, half: Half) -> bool:
         heads, tp = self._text.get("num_attention_heads", 1), layout.engine_tp
         pairs = self._text.get("num_key_value_heads") or heads
-        given = {SETTINGS[key]: value_of(self.config, key) for key in self._fixed if key.startswith("rollout.")}
-        kept = all(
-            value in (getattr(layout, name), 0 if name == "engines" else "auto") for name, value in given.items()
-        )
         divides = heads % tp == 0 and (pairs % tp == 0 or tp % pairs == 0)
-        return kept and divides and engine_holds(self._problem.shape, layout, self._needs)
+        return self._keeps(layout, half) and divides and engine_holds(self._problem.shape, layout, self._needs)
 
 
 def with_layout(config: Config, layout: Layout) -> Config:
@@ -232,7 +224,8 @@ def _search(arguments: Sequence[str] | None) -> None:
         )
     if own.write:
         taken = found[min(own.take, len(found)) - 1]
-        own.write.write_text(changed_yaml(taken), encoding="utf-8")
+        asked = replace(taken, resources=load(request.config, request.overrides).resources)
+        own.write.write_text(changed_yaml(asked), encoding="utf-8")
         print(f"{own.write}: layout {own.take}. Measure its memory with --dry-run --cluster")
         check(taken)  # a setting of FILE may have no effect in the layout
 

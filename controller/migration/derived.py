@@ -129,9 +129,9 @@ def _gpus(theirs: Theirs, ours: Ours, to_decide: list[str]) -> None:
     nodes = _count(theirs, "trainer.nnodes", 1, to_decide)
     of_a_node = _count(theirs, "trainer.n_gpus_per_node", 8, to_decide)
     sharing = math.prod(ours.get(f"policy.parallel.{way}_parallel", 1) for way in ("context", "tensor", "pipeline"))
-    gpus, tensor = nodes * of_a_node, ours.get("rollout.tensor_parallel", 2)
+    gpus = nodes * of_a_node
     ours["policy.data_parallel"] = max(1, gpus // sharing)
-    ours["rollout.replicas"], ours["rollout.placement"] = max(1, gpus // tensor), "colocated"
+    ours["rollout.replicas"], ours["rollout.placement"] = 0, "colocated"
     shard = theirs.get(f"{ACTOR}fsdp_config.fsdp_size", -1)
     if isinstance(shard, int) and 0 < shard < gpus:
         ours["policy.parallel.replicate"] = gpus // shard

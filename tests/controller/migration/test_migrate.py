@@ -84,7 +84,7 @@ def test_a_verl_script_becomes_settings_with_the_same_meaning(capsys: pytest.Cap
         "policy.data_parallel": 8,
         "policy.parallel.context_parallel": 2,
         "policy.parallel.replicate": 2,
-        "rollout.replicas": 8,
+        "rollout.replicas": 0,
         "rollout.engine": {"max_num_batched_tokens": 4096},
         "algorithm.loss.kl_coefficient": 0.001,
         "algorithm.loss.kl_estimator": "k3",
