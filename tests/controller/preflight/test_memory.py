@@ -332,7 +332,7 @@ def test_c8_the_activation_memory_that_context_parallelism_saves_is_measured(doc
 
 @pytest.mark.slow
 def test_degrees_by_micro_step_need_the_memory_of_the_largest(documentation_workspace: Path) -> None:
-    shared = ("policy.parallel.context_parallel=4", "policy.data_parallel=2")
+    shared = ("policy.parallel.context_parallel=2", "policy.data_parallel=4")
     fixed, chosen = (
         gib_of(small(*shared, f"policy.parallel.context_parallel_degree={degree}")) for degree in ("fixed", "auto")
     )

@@ -109,7 +109,7 @@ def _context_groups(mesh: DeviceMesh, config: ParallelConfig) -> dict[int, dist.
     groups = {most: mesh["cp"].get_group()}
     rows = mesh.mesh.movedim(DIMENSIONS.index("cp"), -1)
     for degree in config.context_degrees:
-        if degree < most:
+        if 1 < degree < most:
             groups[degree] = dist.new_subgroups_by_enumeration(rows.reshape(-1, degree).tolist())[0]
     return groups
 
