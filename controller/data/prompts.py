@@ -180,6 +180,10 @@ class PromptDataset:
         """Most tokens of a prompt with the teacher's context."""
         return max(len(taught) for *_, taught, _ in self._prompts)
 
+    @property
+    def most_image_tokens(self) -> int:
+        return max(sum(each.tokens for each in images) for *_, images in self._prompts)
+
     def take(self, start: int, count: int) -> list[Prompt]:
         return [self.at(position) for position in range(start, start + count)]
 

@@ -278,6 +278,13 @@ def tokenized(config: Config, tried: Tried, log: Log = print) -> Inputs:
                 raise ConfigError(
                     f"{key}={model.path}: it takes {most} tokens, but a sample has {parts}. Shorten them."
                 )
+    if cap := config.policy.max_patches_per_micro_batch:
+        patches = max(source.most_image_tokens for source in sources) * tried.cost_model.patches
+        if patches > cap:
+            raise ConfigError(
+                f"policy.max_patches_per_micro_batch={cap}: the images of a prompt have {patches:,.0f} patches. Raise "
+                "it, or lower data.image_pixels.max."
+            )
     untaught = replace(rules, context_key="")
     validation = [dataset(rows, rules=untaught, shuffle=False, name=path) for path, rows in tried.held_out.items()]
     identity = tried.identity | {"prompts": [len(source) for source in sources]}

@@ -80,6 +80,8 @@ def check_kind(folder: Path, heads: tuple[str, ...]) -> None:
     if quantized:
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
         raise UnsupportedModelError(f"{key}: weights quantized by {method} are not trained. Take them in bfloat16.")
+    if heads[0] == "value" and type(config) in CLASSES["lm"][1] and type(config) not in CLASSES["value"][0]:
+        raise UnsupportedModelError(f"{key}: {family} reads images, and has no value head. Take a model of text.")
     other = [name for name in config.architectures or () if _has_another_head(name, heads)]
     if other or not any(type(config) in table for head in heads for table in CLASSES[head]):
         kind = "a sequence classification" if heads == ("value",) else "a causal language model"

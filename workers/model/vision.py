@@ -148,7 +148,10 @@ class Vision:
 
     def _tensors(self, picture: Any) -> Inputs:
         made = self.processor(text=[self.processor.image_token], images=[[picture]], return_tensors="pt")
-        return {name: value for name, value in made.items() if name not in OF_TEXT}
+        found = {name: value for name, value in made.items() if name not in OF_TEXT}
+        if "image_sizes" in found and found["pixel_values"].ndim == 5:  # LLaVA-NeXT: images have unequally many parts
+            found["pixel_values"] = found["pixel_values"].flatten(0, 1)
+        return found
 
     @cached_property
     def _blank(self) -> Inputs:

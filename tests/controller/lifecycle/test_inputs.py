@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from controller.lifecycle.inputs import load_renderer, read_inputs, tried_lines,
 from tests.controller.bad_inputs import BadInput, check_line
 from tests.controller.stand_ins.run import SETTINGS
 from tests.workers.rollout.test_conversation import STOCK
+from tests.workers.vision_families import pictures
 from workers.dataproto import DataProto
 from workers.errors import BallastError, DataError
 from workers.rendering import Renderer
@@ -53,6 +55,18 @@ def test_a_line_of_megabytes_is_left_out_without_being_tokenized(
     )
     (source,) = read_inputs(load(None, [*SETTINGS, "data.validation=''", "data.train=long.jsonl"])).sources
     assert (len(source), source.dropped, tokenized) == (1, 1, ["1+1="])
+
+
+def test_a_cap_below_the_images_of_a_prompt_is_refused(workspace: Path, vision_model: Callable[[str], Path]) -> None:
+    pictures()[0].save("a.png")
+    content = [{"type": "image"}, {"type": "text", "text": "1+1="}]
+    (workspace / "seen.jsonl").write_text(
+        json.dumps({"prompt": [{"role": "user", "content": content}], "images": ["a.png"]})
+    )
+    given = [f"model.path={vision_model('qwen2_5_vl')}", "data.train=seen.jsonl", "data.max_prompt_tokens=64"]
+    cap = "policy.max_patches_per_micro_batch="
+    assert f"{cap}23: the images of a prompt have 24 patches" in refusal(*given, f"{cap}23")
+    read_inputs(load(None, [*SETTINGS, "data.validation=''", *given, f"{cap}24"]))
 
 
 def test_a_template_that_raises_on_a_later_prompt_names_the_record(workspace: Path) -> None:

@@ -16,7 +16,8 @@ from controller.preflight.engine_checks import COLDEST
 from tests.controller.config_workspace import MODEL, check_everything, refusal, write_model
 from tests.controller.tokenizer_file import END
 from tests.controller.weight_files import qwen2_weights, write_weight_file
-from workers.model.skeleton import build_skeleton
+from workers.errors import UnsupportedModelError
+from workers.model.skeleton import build_skeleton, check_kind
 from workers.model_config import ModelConfig
 from workers.rollout.vllm_interface import CPU_KV_BLOCK_TOKENS
 
@@ -271,6 +272,13 @@ def test_a_model_of_another_vocabulary_or_length_is_refused(
     assert refusal(*overrides).startswith(f"{key}: it has 33 tokens")
     write_model(workspace / "other", max_position_embeddings=64)
     assert refusal(*overrides).startswith(f"{key}: it takes 64 tokens, and sequences may reach 96")
+
+
+def test_a_critic_does_not_read_images(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(AutoConfig.for_model("qwen2_5_vl").to_json_string())
+    with pytest.raises(UnsupportedModelError, match="qwen2_5_vl reads images"):
+        check_kind(tmp_path, ("value", "lm"))
+    check_kind(tmp_path, ("lm",))
 
 
 def test_key_value_heads_must_go_with_tensor_parallel(workspace: Path) -> None:
