@@ -17,7 +17,7 @@ from balancing.compiled import compiled
 from balancing.errors import CountError
 from balancing.exchange import EFFORT, TOLERANCE, even_out
 from balancing.filling import fill_to_level
-from balancing.grouping import Caps, Floats, Grouping, Integers
+from balancing.grouping import Caps, Floats, Grouping, Integers, listed
 from balancing.packing import (
     CountRule,
     fewest_by_best_fit,
@@ -147,8 +147,9 @@ def even_out_within_steps(
 ) -> Schedule:
     group_of, loads = schedule.grouping.group_of.copy(), schedule.loads(weights)
     enough = loads.mean(axis=1) * (1 + tolerance)
+    rows_of = Grouping(group_of // request.ranks, schedule.steps).members()
     for step in np.flatnonzero(loads.max(axis=1) > enough):
-        rows = np.flatnonzero(group_of // request.ranks == step)
+        rows = rows_of[step]
         ranks, target = Grouping(group_of[rows] - step * request.ranks, request.ranks), float(enough[step])
         even = even_out(
             ranks, weights[rows], sizes[rows], request.caps, only_heaviest=True, target=target, effort=effort
@@ -179,8 +180,9 @@ def karmarkar_karp_twice(weights: Floats, ranks: int, steps: int) -> Grouping:
 def split_ranks(weights: Floats, rank_of: Integers, ranks: int, steps: int) -> Integers:
     """Split each rank's sequences into `steps` sets. Returns int64 [n], `step * ranks + rank` of each sequence."""
     group_of = np.empty(len(weights), np.int64)
+    order, bounds = listed(rank_of, ranks)
     for rank in range(ranks):
-        rows = np.flatnonzero(rank_of == rank)
+        rows = order[bounds[rank] : bounds[rank + 1]]
         if steps == 1 or len(rows) <= steps:
             set_of = np.arange(len(rows)) % steps
         else:
@@ -201,9 +203,10 @@ def repair_caps(
     """
     kept = group_of.copy()
     tokens, counts = np.bincount(group_of, sizes, count), np.bincount(group_of, minlength=count)
+    order, bounds = listed(group_of, count)
     for group in range(count):
         if tokens[group] > max_tokens or counts[group] > max_sequences:
-            _take_out_excess(kept, group, sizes, max_tokens, max_sequences)
+            _take_out_excess(kept, order[bounds[group] : bounds[group + 1]], sizes, max_tokens, max_sequences)
     loose = np.flatnonzero(kept < 0)
     loose = loose[np.argsort(-sizes[loose], kind="mergesort")]
     repaired = fill_to_level(loose, sizes, weights, kept, count, np.inf, max_tokens, max_sequences)
@@ -219,9 +222,10 @@ def repair_caps(
 
 
 @compiled
-def _take_out_excess(group_of: Integers, group: int, sizes: Integers, max_tokens: int, max_sequences: int) -> None:
-    """Take out (-1) the shortest sequence that brings the group within its caps, else the longest, until it is."""
-    members = np.flatnonzero(group_of == group)
+def _take_out_excess(
+    group_of: Integers, members: Integers, sizes: Integers, max_tokens: int, max_sequences: int
+) -> None:
+    """Take out (-1) the shortest member that brings its group within the caps, else the longest, until it is."""
     excess, count = sizes[members].sum() - max_tokens, len(members)
     while excess > 0 or count > max_sequences:
         leaving = -1

@@ -15,6 +15,8 @@ import numpy as np
 from balancing.compiled import compiled
 from balancing.grouping import Floats, Integers
 
+BLOCK = 256  # rooms, in tokens
+
 
 @compiled
 def fill_lightest(
@@ -48,20 +50,32 @@ def fill_lightest(
 
 @compiled
 def best_fit(order: Integers, sizes: Integers, max_tokens: int, max_sequences: int) -> Integers:
-    """Place each in the fullest bin with room, or open a bin. In descending order: <= 11/9 of the optimum."""
+    """Place each in the fullest bin with room, or open a bin. In descending order: <= 11/9 of the optimum.
+
+    Bins are linked lists by their room, `newest[room] -> bin -> before[bin] -> .. -> -1`, and rooms are counted in
+    blocks, so that the search does not visit every bin.
+    """
     assignment = np.full(len(sizes), -1, np.int64)
-    room, places = np.full(len(order), max_tokens, np.int64), np.full(len(order), max_sequences, np.int64)
+    newest, filled = np.full(max_tokens + 1, -1), np.zeros(max_tokens // BLOCK + 2, np.int64)
+    before, places = np.full(len(order), -1), np.full(len(order), max_sequences, np.int64)
     count = 0
     for index in order:
-        size = sizes[index]
-        fullest = count  # a new bin
-        for position in range(count):
-            if size <= room[position] < room[fullest] and places[position] > 0:
-                fullest = position
-        assignment[index] = fullest
-        room[fullest] -= size
-        places[fullest] -= 1
-        count = max(count, fullest + 1)
+        room = sizes[index]
+        while room <= max_tokens and newest[room] < 0:
+            room += BLOCK - room % BLOCK if filled[room // BLOCK] == 0 else 1
+        position = count
+        if room > max_tokens:
+            room, count = max_tokens, count + 1
+        else:
+            position = newest[room]
+            newest[room] = before[position]
+            filled[room // BLOCK] -= 1
+        assignment[index] = position
+        places[position] -= 1
+        room -= sizes[index]
+        if room > 0 and places[position] > 0:
+            before[position], newest[room] = newest[room], position
+            filled[room // BLOCK] += 1
     return assignment
 
 
@@ -83,10 +97,15 @@ def fill_to_level(
         loads[placed[index]] += weights[index]
         room[placed[index]] -= sizes[index]
         places[placed[index]] -= 1
+    most_room, least_load = max_tokens, 0.0  # as of the last search: bins only fill up
     for index in order:
         size, weight = sizes[index], weights[index]
-        lightest = -1
+        if size > most_room or least_load + weight > level:
+            continue
+        lightest, most_room, least_load = -1, -1, np.inf
         for position in range(bins):
+            if places[position] > 0:
+                most_room, least_load = max(most_room, room[position]), min(least_load, loads[position])
             fits = room[position] >= size and places[position] > 0 and loads[position] + weight <= level
             if fits and (lightest < 0 or loads[position] < loads[lightest]):
                 lightest = position

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from balancing.compiled import compiled
+
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
@@ -56,3 +58,18 @@ class Grouping:
     def renumbered(self, numbers: Integers, count: int) -> "Grouping":
         """Rename group g to `numbers[g]`, in 0..count."""
         return Grouping(numbers[self.group_of], count)
+
+
+@compiled
+def listed(group_of: Integers, count: int) -> tuple[Integers, Integers]:
+    """Return indices by group, ascending, int64 [n], and where each group begins and the last ends, [count + 1]."""
+    bounds = np.zeros(count + 1, np.int64)
+    for group in group_of:
+        bounds[group + 1] += 1
+    bounds = np.cumsum(bounds)
+    order, next_place = np.empty(len(group_of), np.int64), bounds[:-1].copy()
+    for index in range(len(group_of)):
+        group = group_of[index]
+        order[next_place[group]] = index
+        next_place[group] += 1
+    return order, bounds
