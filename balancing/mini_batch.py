@@ -121,4 +121,5 @@ class RankPlan:
 def degree_of(mini_batches: Iterable[MiniBatch]) -> Integers:
     """Return how many ranks share each sequence of the global batch, int64 [n]."""
     rows, degrees = zip(*((part.rows, part.degree_of_rows()) for part in mini_batches), strict=True)
-    return np.concatenate(degrees)[np.argsort(np.concatenate(rows))]
+    found: Integers = np.concatenate(degrees)[np.argsort(np.concatenate(rows))]
+    return found
