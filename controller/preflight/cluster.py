@@ -19,7 +19,6 @@ from balancing.time_model import machine_named
 from controller.actors.layout import Bundle, Pool, pools, reserved, role_requests
 from controller.actors.placement import bundle_of_rank, groups_on_several_nodes
 from controller.config import Config, TrainingConfig
-from controller.config.conditions import holds
 from controller.config.file import settings, value_of
 from workers.errors import ConfigError, ResourceError
 from workers.rollout.placement import ranks_of_engine
@@ -91,16 +90,16 @@ def _gib_of(gpu: str) -> float:
 
 
 def run_on(config: Config, cluster: Cluster) -> None:
-    """Expect devices, models and data on the cluster. Say which settings of other devices it leaves out."""
+    """Expect devices, models and data on the cluster. Say which settings of CPUs it leaves out."""
     config.is_described, config.described_gpus = True, cluster.nodes * cluster.gpus
     if config.resources.device == "auto":
         config.resources.device = "cuda" if cluster.gpus else "cpu"
-    for found in settings(Config()):
-        devices, value = {"CPUs", "GPUs"}.intersection(found.only_with), value_of(config, found.key)
-        if value != found.default and not all(holds(config, device) for device in devices):
+    for found in settings(Config()) if cluster.gpus else ():
+        value = value_of(config, found.key)
+        if "CPUs" in found.only_with and value != found.default:
             section, _, name = found.key.rpartition(".")
             setattr(value_of(config, section), name, found.default)
-            print(f"{found.key}={value}: left out, because the cluster runs on {'GPUs' if cluster.gpus else 'CPUs'}")
+            print(f"{found.key}={value}: left out, because the cluster runs on GPUs")
 
 
 def place(config: Config, cluster: Cluster) -> Placement:

@@ -205,7 +205,7 @@ class TrainingEngine:
         degrees = sequences.columns.get(CONTEXT_DEGREE)
         if degrees is None:
             return torch.ones(len(sequences), dtype=torch.bool)
-        return self.parallel.context.get_local_rank() % degrees == 0
+        return self.parallel.context_rank % degrees == 0
 
     @torch.no_grad()
     def log_probs(self, sequences: DataProto, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Metrics]:

@@ -245,9 +245,9 @@ def _flash_attention(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, scaling: float, **__: Any
 ) -> tuple[torch.Tensor, None]:
     """Attend within a tower, [B, H, T, D] to [B, T, H, D]. All images at once: a call for each takes as much memory."""
-    whole = [each.transpose(1, 2).flatten(0, 1) for each in (query, key, value)]
-    bounds, longest = torch.zeros(2, dtype=torch.int32, device=query.device), len(whole[0])
-    found = varlen_attn(*whole, bounds, bounds, longest, longest, scale=scaling)
+    q, k, v = (each.transpose(1, 2).flatten(0, 1) for each in (query, key, value))
+    bounds, longest = torch.zeros(2, dtype=torch.int32, device=query.device), len(q)
+    found = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scaling)
     return found.view(len(query), -1, *found.shape[1:]), None
 
 

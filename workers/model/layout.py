@@ -102,7 +102,7 @@ class RowLayout:
             rows = cut(rows, group, self._device) if group else rows
             rows = replace(rows, attention=attention)
         if chosen is not None and self._parallel is not None:
-            rows = replace(rows, degree=degree, counts=self._parallel.context.get_local_rank() % degree == 0)
+            rows = replace(rows, degree=degree, counts=self._parallel.context_rank % degree == 0)
         names = ("input_ids", "position_ids", "predicting", "targets", "attention_mask", "image_cells", "image_source")
         read = {name: value for name in names if (value := getattr(rows, name)) is not None}
         images = rows.images or {}

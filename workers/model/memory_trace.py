@@ -131,7 +131,7 @@ def _become(ranks: int, rank: int) -> None:
 
 def _sizes(role: Role, parallel: ParallelConfig) -> dict[str, int]:
     """Count parameters, those trained, layers of the fullest stage, hidden size, bytes of the KV cache a token."""
-    with _folder(role) as path:
+    with _folder(role.description, 0, role.images.get("folder", "")) as path:
         packed = build_skeleton(role.model, Path(path), role.head, trained=True, weights=False)
     text = packed.model.config.get_text_config()
     layers, stages = len(packed.layers), parallel.pipeline_parallel
@@ -178,7 +178,7 @@ def _bytes_at(role: Role, layers: int, request: Mapping[str, Any]) -> dict[str, 
     (ledger,) = _ledgers
     stages = request["parallel"]["pipeline_parallel"]
     before = ledger.current
-    with _folder(role, layers * stages) as path:
+    with _folder(role.description, layers * stages, role.images.get("folder", "")) as path:
         engine = TrainingEngine(
             ModelConfig(**{**vars(role.model), "path": path}),
             optimizer=OptimizerConfig(**role.optimizer) if role.trains else None,
@@ -310,9 +310,8 @@ def with_images(
 
 
 @contextmanager
-def _folder(role: Role, layers: int = 0) -> Iterator[str]:
-    """Hold config.json, and the files of a processor of images. layers: replaces its number of layers."""
-    description = role.description
+def _folder(description: dict[str, Any], layers: int = 0, processor: str = "") -> Iterator[str]:
+    """Hold config.json, and the files of the folder `processor`. layers: replaces its number of layers."""
     if layers:
         text = description.get("text_config") or description
         kinds = text.get("layer_types")
@@ -320,7 +319,7 @@ def _folder(role: Role, layers: int = 0) -> Iterator[str]:
         shorter = text | {"num_hidden_layers": layers} | of_layers
         description = shorter if text is description else description | {"text_config": shorter}
     with tempfile.TemporaryDirectory() as folder:
-        for file in Path(role.images["folder"]).absolute().iterdir() if role.images else ():
+        for file in Path(processor).absolute().iterdir() if processor else ():
             if file.suffix != ".safetensors" and file.name != "config.json":
                 (Path(folder) / file.name).symlink_to(file)
         (Path(folder) / "config.json").write_text(json.dumps(description))

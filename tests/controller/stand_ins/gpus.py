@@ -223,6 +223,9 @@ class StandInEngine:
             found = torch.full((sequences.num_tokens,), self._log_prob)
             return found, {"entropy": Metric.mean(1.0, 1, "tokens")} | self._mismatch(sequences)
 
+    def counted(self, sequences: Any) -> torch.Tensor:
+        return torch.ones(len(sequences), dtype=torch.bool)
+
     @property
     def _log_prob(self) -> float:
         return FIRST_LOG_PROB + MOVE * self.steps

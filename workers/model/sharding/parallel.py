@@ -47,6 +47,11 @@ class Parallel:
         return self.mesh["cp"]
 
     @property
+    def context_rank(self) -> int:
+        context: DeviceMesh = self.context
+        return context.get_local_rank()
+
+    @property
     def tensor(self) -> DeviceMesh:
         return self.mesh["tp"]
 
