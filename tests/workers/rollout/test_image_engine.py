@@ -188,7 +188,7 @@ def test_every_turn_sees_the_images_of_its_observations(setup: Setup) -> None:
         SampleRequest("turns", n, expanded, sample_seed(0, 5, "turns", n), start, images=placed) for n in range(4)
     ]
     every = list(range(len(tokenizer)))  # a turn is one token
-    found = setup.engines.sample(requests, max_new_tokens=120, stop_token_ids=every)
+    found = setup.engines.sample(requests, max_new_tokens=250, stop_token_ids=every)
     assert [(result.turns, result.environment.failure) for result, _ in found] == [(3, "")] * 4
     shown = [image(number).digest for number in (0, 0, 2, 0, 1)]
     assert [[each.image.digest for each in result.images] for result, _ in found] == [shown] * 4
