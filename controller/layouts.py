@@ -17,7 +17,7 @@ from heapq import merge
 from itertools import islice
 from pathlib import Path
 
-from balancing.time_model import Efficiency, Layout, StepTime
+from balancing.time_model import Layout, StepTime
 from balancing.time_model.memory import Needs, engine_holds, training_gib
 from balancing.time_model.search import Half, Problem, best_layouts, engine_halves, training_halves
 from controller.config import Config, changed_yaml, load
@@ -27,16 +27,9 @@ from controller.lifecycle.session import exit_code
 from controller.preflight.arguments import Arguments, Command, OneLineParser, parse_arguments
 from controller.preflight.checks import check, check_layout
 from controller.preflight.cluster import place, run_on
+from controller.preflight.describe_time import read_problem
 from controller.preflight.memory import USABLE_SHARE
-from controller.preflight.time_fit import fitted_to
-from controller.preflight.time_inputs import (
-    drawn_lengths,
-    layout_of,
-    machine_of,
-    recorded_lengths,
-    shape_of,
-    workload_of,
-)
+from controller.preflight.time_inputs import layout_of
 from workers.config import ParallelConfig, RolloutConfig
 from workers.errors import ConfigError, UnsupportedModelError
 from workers.model.rules.families import expert_count, features_of_file, is_recurrent
@@ -88,16 +81,9 @@ class LayoutSearch:
         self._problems = {False: self._problem, True: ahead}  # by staleness, with which passes fall away
 
     def _read_problem(self, rollout: RolloutConfig | None = None) -> Problem:
-        config, time = copy(self.config), self._request.time
+        config = copy(self.config)
         config.rollout = rollout or replace(config.rollout, max_staleness=0)
-        responses = drawn_lengths(time.response_tokens, config.longest_response)
-        prompts = [config.data.max_prompt_tokens // 2]
-        if time.lengths:
-            responses, prompts = recorded_lengths(time.lengths)
-        machine, efficiency = machine_of(self._cluster), Efficiency()
-        if time.measured:
-            machine, efficiency, _ = fitted_to(time.measured, machine)
-        return Problem(shape_of(config), workload_of(config, responses, prompts), machine, efficiency)
+        return read_problem(config, self._cluster, self._request.time)[0]
 
     def best(self) -> Iterator[tuple[StepTime, Layout, Config]]:
         """Yield layouts that the run's own checks allow, fastest first."""

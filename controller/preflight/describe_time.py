@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from balancing.time_model import Efficiency, Layout, StepTime, step_time
+from balancing.time_model import Efficiency, Layout, StepTime
+from balancing.time_model.search import Problem
 from controller.config import Config
 from controller.preflight.cluster import Cluster
+from controller.preflight.time_fit import fitted_to
 from controller.preflight.time_inputs import (
     DEFAULT,
     drawn_lengths,
@@ -44,28 +46,16 @@ def print_time(config: Config, cluster: Cluster, options: TimeOptions, prompts: 
     if cluster.gpus and not cluster.gpu:
         print("not predicted: name the card in --cluster, as in gpu=H100")
         return
-    machine, efficiency = machine_of(cluster), Efficiency()
-    told = f"one {machine.name} of {cluster.nodes} x {cluster.gpus or int(cluster.cpus)}: figures of its data sheet"
-    if options.measured:
-        from controller.preflight.time_fit import fitted_to
-
-        machine, efficiency, told = fitted_to(options.measured, machine)
-    responses = drawn_lengths(options.response_tokens, config.longest_response)
-    source = options.response_tokens or f"log-normal, median {DEFAULT[0]:g} of the limit. Set --response-tokens"
-    if options.lengths:
-        responses, recorded = recorded_lengths(options.lengths)
-        prompts, source = prompts or recorded, f"those of {options.lengths}"
-    prompts = prompts or [config.data.max_prompt_tokens // 2]
-    workload, layout, shape = workload_of(config, responses, prompts), layout_of(config, cluster), shape_of(config)
-    found = step_time(shape, layout, workload, machine, efficiency)
+    problem, told = read_problem(config, cluster, options, prompts)
+    workload, layout = problem.workload, layout_of(config, cluster)
+    found = problem.seconds(layout)
     tokens, gpus = workload.totals[0], max(layout.gpus, cluster.nodes * cluster.gpus)
-    tried = {words: step_time(shape, each, workload, machine, efficiency) for words, each in changes(layout).items()}
+    tried = {words: problem.seconds(each) for words, each in changes(layout).items()}
     gains = sorted(((found.seconds / each.seconds, words) for words, each in tried.items()), reverse=True)
     below, shown = "\n" + 11 * " ", [(gain, words) for gain, words in gains[:SHOWN_CHANGES] if gain >= LEAST_GAIN]
     helping = [f"    {gain:.2f}x  {words.replace(', ', below)}" for gain, words in shown]
     lines = [
-        told,
-        f"responses: {source}",
+        *told,
         f"tokens: responses {workload.responses.mean():,.0f} on average, at most {workload.responses.max():,.0f}; "
         f"prompts {workload.prompts.mean():,.0f}",
         *_table(found),
@@ -76,6 +66,24 @@ def print_time(config: Config, cluster: Cluster, options: TimeOptions, prompts: 
         *(["would help, if memory allows:", *helping] if helping else []),
     ]
     print("\n".join(lines))
+
+
+def read_problem(
+    config: Config, cluster: Cluster, options: TimeOptions, prompts: Sequence[int] = ()
+) -> tuple[Problem, list[str]]:
+    """Return the model, work and machine of a run, and lines that name their sources. Raises ConfigError."""
+    machine, efficiency = machine_of(cluster), Efficiency()
+    told = f"one {machine.name} of {cluster.nodes} x {cluster.gpus or int(cluster.cpus)}: figures of its data sheet"
+    if options.measured:
+        machine, efficiency, told = fitted_to(options.measured, machine)
+    responses = drawn_lengths(options.response_tokens, config.longest_response)
+    source = options.response_tokens or f"log-normal, median {DEFAULT[0]:g} of the limit. Set --response-tokens"
+    if options.lengths:
+        responses, recorded = recorded_lengths(options.lengths)
+        prompts, source = prompts or recorded, f"those of {options.lengths}"
+    prompts = prompts or [config.data.max_prompt_tokens // 2]
+    workload = workload_of(config, responses, prompts)
+    return Problem(shape_of(config), workload, machine, efficiency), [told, f"responses: {source}"]
 
 
 def _table(found: StepTime) -> list[str]:
