@@ -25,6 +25,7 @@ from controller.algorithm import advantages
 from controller.algorithm.credit import by_turn, has_offsets, of_sessions
 from controller.algorithm.logprob_check import AtEqualWeights
 from controller.planning.planner import with_loss_counts
+from controller.primitives import learn as learn_mini_batches
 from controller.rollout.replay_buffer import newly_sampled
 from controller.rollout.samples import learned, sample_numbers, taught_by
 from controller.run import Run
@@ -299,7 +300,7 @@ def _update(
         run.interrupts.hold()
         for number, (epoch, plan) in enumerate(zip(epochs, plans, strict=True)):
             part = with_loss_counts(batch, epoch.mini_batches).with_meta(epoch=number)
-            updated = group.update(part, plan, loss)
+            updated = learn_mini_batches(group, part, plan, loss)
             # Sum over ranks and micro-batches, mean over mini-batches and epochs.
             parts.append(updated | {"loss": Metric.sum(updated["loss"].value / len(plans))})
     return merge(parts)

@@ -22,6 +22,27 @@ class SupervisedLossConfig:
     )
 
 
+SUM_LOSS_NAMES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
+
+
+@dataclass(frozen=True)
+class SumLossConfig:
+    """A loss that is a sum over tokens. Formulas, and the columns that it reads: `workers.model.losses.sums`.
+
+    ratio_low, ratio_high: bounds of the ratio in ppo, cispo and gspo. beta: of dro.
+    """
+
+    name: str = "cross_entropy"
+    ratio_low: float = 0.8
+    ratio_high: float = 1.2
+    beta: float = 0.05
+
+
+@dataclass(frozen=True)
+class WeightedLossConfig:
+    """The sum of sequences' log-probs, or scores, times the column `coefficient`: the gradient of a loss of pairs."""
+
+
 POLICY_LOSS_NAMES = ("ppo_clip", "reinforce", "cispo", "gspo", "gmpo", "sapo", "clip_cov", "kl_cov")
 
 

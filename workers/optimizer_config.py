@@ -5,6 +5,18 @@ from dataclasses import dataclass
 from workers.setting import setting
 
 
+@dataclass(frozen=True)
+class StepSettings:
+    """Settings of one optimiser step, None for the configured ones. learning_rate replaces the schedule's."""
+
+    learning_rate: float | None = None
+    beta1: float | None = None
+    beta2: float | None = None
+    epsilon: float | None = None
+    weight_decay: float | None = None
+    max_grad_norm: float | None = None
+
+
 @dataclass
 class OptimizerConfig:
     """Formulas: `workers.model.optimizer` and `workers.model.muon`. Clipping and skipped steps are the same for all."""

@@ -17,8 +17,10 @@ from controller.lifecycle.session import Session
 from controller.observability.step_metrics import update_throughput
 from controller.offline.datasets import SequenceDataset
 from controller.offline.preference_losses import PairLoss, bradley_terry, pair_loss
+from controller.primitives import learn
 from controller.training_loop import Step, TrainingRun, prefixed
-from workers.metrics import Metrics, results
+from workers.loss_config import WeightedLossConfig
+from workers.metrics import results
 from workers.remote_batch import RemoteBatch
 
 Settings = TypeVar("Settings", bound=OfflineConfig)
@@ -62,7 +64,7 @@ def sft_step(run: OfflineRun[SftConfig]) -> None:
     batch, plan = next_batch(run)
     run.interrupts.hold()
     with run.record.phase("update"):
-        updated: Metrics = run.roles.policy.learn_tokens(batch, plan, run.config.loss)
+        updated = learn(run.roles.policy, batch, plan, run.config.loss)
     run.record.add(prefixed("policy", results(updated)))
 
 
@@ -78,7 +80,7 @@ def _learn_pairs(run: OfflineRun[Any], batch: RemoteBatch, plan: Plan, found: Pa
     run.interrupts.hold()
     with run.record.phase("update"):
         weighted = batch.with_columns(coefficient=found.coefficients)
-        updated: Metrics = run.roles.policy.learn_weighted(weighted, plan)
+        updated = learn(run.roles.policy, weighted, plan, WeightedLossConfig())
     # The update's own loss is the weighted sum of log-probs, which has the gradient of the pairs' loss.
     run.record.add(prefixed("policy", results(updated) | {"loss": found.loss}))
     run.record.add(prefixed("preferences", found.metrics))
@@ -93,7 +95,7 @@ def reward_model_step(run: OfflineRun[RewardTrainingConfig]) -> None:
         return _learn_pairs(run, batch, plan, found)
     run.interrupts.hold()
     with run.record.phase("update"):
-        updated: Metrics = run.roles.policy.learn_labels(batch, plan, run.config.loss.name)
+        updated = learn(run.roles.policy, batch, plan, run.config.loss.name)
     return run.record.add(prefixed("policy", results(updated)))
 
 

@@ -33,7 +33,7 @@ from workers.model.checkpoint.export import FILE_BYTES, stored_dtype, write_fold
 from workers.model.checkpoint.loading import Source
 from workers.model.checkpoint.lora import adapter_weights, add_adapters, merged_shards, without_adapters, write_adapters
 from workers.model.distillation import WholeLayer, as_numpy, distilled
-from workers.model.forward_backward import EnginePass, MicroBatchRunner
+from workers.model.forward_backward import EnginePass, MicroBatchRunner, TokenOutputs
 from workers.model.layout import RowLayout
 from workers.model.losses import (
     Denominators,
@@ -53,7 +53,7 @@ from workers.model.moe.expert_parallel import share_experts
 from workers.model.moe.routing import Routing
 from workers.model.nonfinite_guard import NonfiniteGuard
 from workers.model.numerics_check import check_against_reference, make_probe, own_outputs
-from workers.model.optimizer import make_optimizer, make_schedule
+from workers.model.optimizer import changed_groups, make_optimizer, make_schedule
 from workers.model.recomputation import checkpoint_layers
 from workers.model.rows.packing import (
     MicroBatch,
@@ -71,7 +71,10 @@ from workers.model.stages.stage_pipeline import Stage, clip_over_stages
 from workers.model.timing import MicroStepClock
 from workers.model.value_head import LOADERS, name_pad_token
 from workers.model_config import RECOMPUTED
+from workers.optimizer_config import StepSettings
 from workers.rendering import read_template
+
+CONFIGURED = StepSettings()
 
 
 class TrainingEngine:
@@ -308,21 +311,16 @@ class TrainingEngine:
         measure: Callable[[Any], Statistics],
         cells: str = "before",
     ) -> tuple[list[Tensor], Metrics]:
-        result = torch.zeros(len(kept), sequences.num_tokens, dtype=torch.float32)
-        positions: list[Tensor] = []
-        values: list[Tensor] = []
-        statistics: list[Statistics] = []
+        tokens, statistics = TokenOutputs(), list[Statistics]()
 
         def finish(start: int, stop: int, rows: ModelInput, outputs: Any) -> None:
             predictions = self._predictions(sequences.slice(start, stop), rows, outputs)
-            positions.append(int(sequences.offsets[start]) + rows.loss_positions)
-            values.append(torch.stack([getattr(predictions, column).float() for column in kept]))
+            tokens.add(int(sequences.offsets[start]), rows, [getattr(predictions, column) for column in kept])
             if rows.counts:
                 statistics.append(measure(predictions))
 
         self._forward_passes(name, sequences, micro_batches, finish, cells=cells)
-        if values:  # one copy to the host: a copy of each micro-batch would wait for its computation
-            result[:, torch.cat(positions)] = torch.cat(values, 1).cpu()
+        result = tokens.columns(len(kept), sequences.num_tokens)
         return self.stage.from_last((list(result), to_metrics(statistics)))
 
     def _forward_passes(
@@ -372,6 +370,31 @@ class TrainingEngine:
 
         Raises ConfigError for an engine without optimiser, DataError for missing or repeated rows.
         """
+        return self._forward_backward(sequences, micro_batches, loss_function, denominators, cells, None)
+
+    def forward_backward_log_probs(
+        self,
+        sequences: DataProto,
+        micro_batches: Sequence[MicroBatch],
+        loss_function: LossFunction,
+        denominators: Denominators,
+    ) -> tuple[Tensor, Metrics]:
+        """As `forward_backward`, and return the log-probs that the loss has seen, in the form of `log_probs`."""
+        self._check_head("lm")
+        tokens = TokenOutputs()
+        metrics = self._forward_backward(sequences, micro_batches, loss_function, denominators, "before", tokens)
+        (log_probs,) = self.stage.from_last(tokens.columns(1, sequences.num_tokens))
+        return log_probs, metrics
+
+    def _forward_backward(
+        self,
+        sequences: DataProto,
+        micro_batches: Sequence[MicroBatch],
+        loss_function: LossFunction | ValueLossFunction,
+        denominators: Denominators,
+        cells: str,
+        tokens: TokenOutputs | None,
+    ) -> Metrics:
         self._check_trained()
         if not micro_batches:
             raise DataError("a mini-batch needs at least one micro-batch on every rank, if only an empty one")
@@ -383,7 +406,10 @@ class TrainingEngine:
         statistics: list[Statistics] = []
 
         def finish(index: int, rows: ModelInput, outputs: Any) -> Tensor:
-            loss, measured = loss_function(self._predictions(parts[index], rows, outputs), denominators)
+            predictions = self._predictions(parts[index], rows, outputs)
+            loss, measured = loss_function(predictions, denominators)
+            if tokens is not None:
+                tokens.add(int(sequences.offsets[micro_batches[index][0]]), rows, [predictions.log_probs])
             self.nonfinite_guard.watch(sequences, *micro_batches[index], loss)
             statistics.append(measured if rows.counts else {"loss": total(torch.zeros_like(loss))})
             return loss
@@ -393,19 +419,23 @@ class TrainingEngine:
         self.runner.run(EnginePass("update", parts, self._computed(read), finish, trains=True, cells=cells))
         return self.stage.from_last(to_metrics([*statistics, *self.routing.take()]))
 
-    def optimizer_step(self) -> Metrics:
+    def optimizer_step(self, given: StepSettings = CONFIGURED) -> Metrics:
         """Clip, update, advance the schedule, clear the gradients. Skip on every rank if a loss or gradient is not
-        finite.
+        finite. given: settings of this step alone.
 
         Metrics: `learning_rate`, `skipped_steps` (adds up over ranks to 0 or 1) and, unless skipped, `grad_norm`
         (before clipping). Raises NonFiniteError, naming the sequences, after `optimizer.max_skipped_steps` skipped
-        steps in a row.
+        steps in a row, and ConfigError for a setting that the optimiser does not have.
         """
-        norm = clip_over_stages(self.stage, self.module, self._check_trained().max_grad_norm)
+        config = self._check_trained()
+        longest = config.max_grad_norm if given.max_grad_norm is None else given.max_grad_norm
+        norm = clip_over_stages(self.stage, self.module, longest)
         finite = self.nonfinite_guard.takes_step(norm, self.device)
-        learning_rate = float(self.schedule.get_last_lr()[0])  # own optimisers may keep a tensor
+        with changed_groups(self.optimizer, config, given):
+            learning_rate = float(self.optimizer.param_groups[0]["lr"])  # own optimisers may keep a tensor
+            if finite:
+                self.optimizer.step()
         if finite:
-            self.optimizer.step()
             self.schedule.step()
         self.optimizer.zero_grad(set_to_none=True)
         metrics = {

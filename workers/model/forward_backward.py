@@ -76,6 +76,26 @@ class EnginePass:
     begun: dict[tuple[int, int], _Begun] = field(default_factory=dict, init=False)
 
 
+@dataclass
+class TokenOutputs:
+    """Collect numbers at the tokens with `loss_mask` of micro-batches, on the device."""
+
+    positions: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+
+    def add(self, first: int, rows: ModelInput, columns: Sequence[Tensor]) -> None:
+        """columns: [N] each. first: token of the batch at which the micro-batch begins."""
+        self.positions.append(first + rows.loss_positions)
+        self.values.append(torch.stack([column.detach().float() for column in columns]))
+
+    def columns(self, count: int, tokens: int) -> Tensor:
+        """Return `count` columns, float32 [count, tokens] on the CPU, 0 elsewhere."""
+        found = torch.zeros(count, tokens, dtype=torch.float32)
+        if self.values:  # one copy to the host: a copy of each micro-batch would wait for its computation
+            found[:, torch.cat(self.positions)] = torch.cat(self.values, 1).cpu()
+        return found
+
+
 class MicroBatchRunner:
     """Run micro-batches through the model. Collective: every rank runs the same number.
 

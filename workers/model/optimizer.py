@@ -10,6 +10,7 @@ out                             bucket 0 | bucket 1  back to their places
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from workers.errors import ConfigError
 from workers.errors import named as named_error
 from workers.model.copies import copies_of
 from workers.model.muon import Muon
+from workers.optimizer_config import StepSettings
 from workers.user_code.functions import load
 from workers.user_code.process import RAISED
 
@@ -250,6 +252,41 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, dict
             for name, value in optimizer.state[parameter].items():
                 optimizer.state[parameter][name] = 0 * value if name == "step" else value
     return {parameter: optimizer.state[parameter] for parameter in parameters}
+
+
+def clear_state(optimizer: torch.optim.Optimizer) -> None:
+    """Set moments and counts of steps to 0, as before the first step."""
+    for state in optimizer_state(optimizer).values():
+        for value in state.values():
+            value.zero_()
+
+
+@contextmanager
+def changed_groups(optimizer: torch.optim.Optimizer, config: OptimizerConfig, given: StepSettings) -> Iterator[None]:
+    """Inside, the parameter groups have the settings of one step. Raises ConfigError for one that they do not have."""
+    groups = optimizer.param_groups
+    before = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+    try:
+        for group in groups:
+            group.update(_changed(group, config, given))
+        yield
+    finally:
+        for group, values in zip(groups, before, strict=True):
+            group.update(values)
+
+
+def _changed(group: dict[str, Any], config: OptimizerConfig, given: StepSettings) -> dict[str, Any]:
+    beta1, beta2 = group.get("betas", (None, None))
+    found: dict[str, Any] = {"lr": given.learning_rate, "eps": given.epsilon}
+    if given.beta1 is not None or given.beta2 is not None:
+        found["betas"] = (beta1 if given.beta1 is None else given.beta1, beta2 if given.beta2 is None else given.beta2)
+    if given.weight_decay is not None:
+        decays = config.weight_decay_on == "all" or group["params"][0].ndim >= 2
+        found["weight_decay"] = given.weight_decay * decays
+    found = {name: value for name, value in found.items() if value is not None}
+    if missing := sorted(found.keys() - group.keys()):
+        raise ConfigError(f"policy.optimizer.name={config.name}: it has no {missing[0]} to change. Leave it out.")
+    return found
 
 
 def resume_schedule(schedule: LambdaLR, steps: int) -> None:

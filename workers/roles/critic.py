@@ -3,10 +3,13 @@
 values --GAE, on the ranks--> advantages, returns        returns --value loss--> critic
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from balancing import RankPlan
-from workers.config import GaeConfig, ValueLossConfig
+from workers.config import GaeConfig
 from workers.dataproto import DataProto
 from workers.dispatch import Join, Split, dispatch
 from workers.metrics import Metrics
@@ -46,7 +49,13 @@ class CriticWorker(TrainedWorker):
         self.free_cached_memory()
         return token_block(batch, old_values=values, **columns), statistics
 
-    @dispatch(Split.PLAN, Join.METRICS)
-    def update(self, batch: DataProto, plan: RankPlan, loss: ValueLossConfig) -> Metrics:
-        """Take one optimiser step per mini-batch, towards `returns`. The batch also has `old_values`."""
-        return self.train(batch, plan, make_value_loss(loss))
+    @dispatch(Split.PLAN, Join.TOKENS, returns=("values",))
+    def values(self, batch: DataProto, plan: RankPlan) -> tuple[DataProto, Metrics]:
+        """Return the value of the state before every token with `loss_mask`, float32, ragged, 0 elsewhere."""
+        values, metrics = self.engine.values(batch, micro_batches_of(plan))
+        self.free_cached_memory()
+        return token_block(batch, values=values), metrics
+
+    def loss_function(self, loss: Any) -> Callable[..., Any]:
+        """`ValueLossConfig` reads `returns` and `old_values`, ragged."""
+        return make_value_loss(loss)

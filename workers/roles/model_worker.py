@@ -12,7 +12,7 @@ from balancing import RankPlan
 from workers.config import ModelConfig, OptimizerConfig, ParallelConfig
 from workers.dataproto import ROUTED_EXPERTS, DataProto
 from workers.dispatch import Join, RankCoordinates, Split, dispatch
-from workers.metrics import Metric, Metrics, merge
+from workers.metrics import Metrics
 from workers.model.distillation import (
     TopTokens,
     WholeLayer,
@@ -21,11 +21,13 @@ from workers.model.distillation import (
     log_probs,
     with_teacher_prompts,
 )
-from workers.model.engine import TrainingEngine
+from workers.model.engine import CONFIGURED, TrainingEngine
 from workers.model.losses import Denominators
 from workers.model.losses.returns import sequence_kl
 from workers.model.model import Read
+from workers.model.optimizer import clear_state
 from workers.model.timing import MicroStepTime
+from workers.optimizer_config import StepSettings
 from workers.roles.base import Worker
 
 
@@ -125,17 +127,36 @@ class ModelWorker(Worker):
 class TrainedWorker(ModelWorker):
     cells = "before"  # the cells that the loss reads, see `RowLayout.lay_out`
 
-    def train(self, batch: DataProto, plan: RankPlan, loss_function: Callable[..., Any]) -> Metrics:
-        parts: list[Metrics] = []
-        for mini_batch in plan.mini_batches:
-            denominators = Denominators(mini_batch.loss_tokens, mini_batch.sequences, mini_batch.groups)
-            work = batch, mini_batch.micro_batches, loss_function, denominators
-            metrics = self.engine.forward_backward(*work, self.cells)
-            # A sum over ranks, but a mean over mini-batches.
-            metrics["loss"] = Metric.sum(metrics["loss"].value / len(plan.mini_batches))
-            parts += [metrics, self.engine.optimizer_step()]
-        self.free_cached_memory()
-        return merge(parts)
+    def loss_function(self, loss: Any) -> Callable[..., Any]:
+        """Return the loss that settings describe. Raises ConfigError for settings of another role."""
+        raise NotImplementedError
+
+    @dispatch(Split.PLAN, Join.METRICS)
+    def forward_backward(self, batch: DataProto, plan: RankPlan, loss: Any) -> Metrics:
+        """Add the gradient of a loss to those since the last `optimizer_step`. The plan has one mini-batch.
+
+        batch: `input_ids`, `loss_mask`, and the columns that the loss reads, [B] or ragged.
+        """
+        return self.engine.forward_backward(batch, *self._work(plan, loss), self.cells)
+
+    @dispatch(Split.PLAN, Join.TOKENS, returns=("log_probs",))
+    def forward_backward_log_probs(self, batch: DataProto, plan: RankPlan, loss: Any) -> tuple[DataProto, Metrics]:
+        """Return also the `log_probs` that the loss has seen, in the form of `log_probs`."""
+        log_probs, metrics = self.engine.forward_backward_log_probs(batch, *self._work(plan, loss))
+        return token_block(batch, log_probs=log_probs), metrics
+
+    def _work(self, plan: RankPlan, loss: Any) -> tuple[Any, Callable[..., Any], Denominators]:
+        (mini_batch,) = plan.mini_batches
+        denominators = Denominators(mini_batch.loss_tokens, mini_batch.sequences, mini_batch.groups)
+        return mini_batch.micro_batches, self.loss_function(loss), denominators
+
+    @dispatch(Split.ALL, Join.METRICS)
+    def optimizer_step(self, given: StepSettings = CONFIGURED, *, last: bool = True) -> Metrics:
+        """Step along the gradients. given: settings of this step alone. last: of a series, which frees memory."""
+        metrics = self.engine.optimizer_step(given)
+        if last:
+            self.free_cached_memory()
+        return metrics
 
     @dispatch(Split.ALL)
     def save_checkpoint(self, path: str, step: int, extra: dict[str, Any]) -> None:
@@ -147,9 +168,15 @@ class TrainedWorker(ModelWorker):
         self.engine.wait_for_checkpoint()
 
     @dispatch(Split.ALL, Join.RANK_ZERO)
-    def load_checkpoint(self, path: str) -> dict[str, Any]:
-        """Resume, and return the driver's `extra`. Raises CheckpointError for a broken or foreign checkpoint."""
-        return self.engine.load_checkpoint(path)
+    def load_checkpoint(self, path: str, *, optimizer: bool = True) -> dict[str, Any]:
+        """Resume, and return the driver's `extra`. optimizer: False begins with a fresh optimiser state.
+
+        Raises CheckpointError for a broken or foreign checkpoint.
+        """
+        extra = self.engine.load_checkpoint(path)
+        if not optimizer:
+            clear_state(self.engine.optimizer)
+        return extra
 
     @dispatch(Split.ALL)
     def save_pretrained(self, path: str) -> None:

@@ -1,5 +1,6 @@
 """PolicyWorker: trains under a plan and hands its weights to the engines. OfflinePolicyWorker: on given sequences."""
 
+from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any
 
@@ -10,9 +11,11 @@ from balancing import RankPlan
 from workers.config import LossConfig, SupervisedLossConfig
 from workers.dataproto import DataProto
 from workers.dispatch import Join, Split, dispatch
+from workers.errors import ConfigError
+from workers.loss_config import SumLossConfig, WeightedLossConfig
 from workers.metrics import Metric, Metrics
 from workers.model.distillation import WholeLayer
-from workers.model.losses import make_policy_loss, make_sft_loss, weighted_log_probs
+from workers.model.losses import make_policy_loss, make_sft_loss, make_sum_loss, weighted_log_probs
 from workers.model.losses.returns import KlPenalty, discounted_returns, discounts, token_rewards, turns_of, whiten
 from workers.roles.model_worker import TeacherWorker, TrainedWorker, micro_batches_of, token_block, token_column
 from workers.rollout.weight_delta import DeltaPacker, Payload
@@ -22,14 +25,19 @@ from workers.rollout.weight_transfer import pack_weights
 class PolicyWorker(TrainedWorker, TeacherWorker):
     """One rank of the policy, which may be its own teacher."""
 
-    @dispatch(Split.PLAN, Join.METRICS)
-    def update(self, batch: DataProto, plan: RankPlan, loss: LossConfig) -> Metrics:
-        """Take one optimiser step per mini-batch of the plan.
-
-        batch: `input_ids`, `loss_mask`, `advantages` ([B] or ragged). If the loss needs them `group_tokens` [B], and
-        `old_log_probs`, `reference_log_probs` and `rollout_log_probs`, ragged.
+    def loss_function(self, loss: Any) -> Callable[..., Any]:
+        """A `LossConfig` reads `advantages` and, if it needs them, `group_tokens` [B], and `old_log_probs`,
+        `reference_log_probs` and `rollout_log_probs`, ragged. Others: `workers.model.losses.sums`, `supervised`.
         """
-        return self.train(batch, plan, make_policy_loss(loss))
+        if isinstance(loss, LossConfig):
+            return make_policy_loss(loss)
+        if isinstance(loss, SumLossConfig):
+            return make_sum_loss(loss)
+        if isinstance(loss, SupervisedLossConfig):
+            return make_sft_loss(loss.aggregation, loss.constant_length)
+        if isinstance(loss, WeightedLossConfig):
+            return weighted_log_probs
+        raise ConfigError(f"loss={loss!r:.80}: not the settings of a loss of the policy.")
 
     @dispatch(Split.PLAN, Join.TOKENS, returns=("advantages",))
     def token_advantages(
@@ -117,16 +125,6 @@ class PolicyWorker(TrainedWorker, TeacherWorker):
 
 
 class OfflinePolicyWorker(PolicyWorker):
-    @dispatch(Split.PLAN, Join.METRICS)
-    def learn_tokens(self, batch: DataProto, plan: RankPlan, loss: SupervisedLossConfig) -> Metrics:
-        """Take one optimiser step per mini-batch, on the likelihood of `loss_mask` tokens."""
-        return self.train(batch, plan, make_sft_loss(loss.aggregation, loss.constant_length))
-
-    @dispatch(Split.PLAN, Join.METRICS)
-    def learn_weighted(self, batch: DataProto, plan: RankPlan) -> Metrics:
-        """Take one optimiser step per mini-batch, on `weighted_log_probs` with the column `coefficient` [B]."""
-        return self.train(batch, plan, weighted_log_probs)
-
     @dispatch(Split.PLAN, Join.METRICS)
     def measure_tokens(self, batch: DataProto, plan: RankPlan) -> Metrics:
         """Return `loss`, the mean negative log-likelihood of `loss_mask` tokens, and `entropy`."""

@@ -1,12 +1,15 @@
 """RewardModelWorker: scores sequences. RewardModelTrainer: trains one, at the cells of tokens with `loss_mask`."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from balancing import RankPlan
 from workers.dataproto import DataProto
 from workers.dispatch import Join, Split, dispatch
+from workers.loss_config import WeightedLossConfig
 from workers.metrics import Metrics
 from workers.model.losses import Statistics, ValuePredictions, make_score_loss, mean, score_errors, weighted_values
 from workers.roles.model_worker import ModelWorker, TrainedWorker, micro_batches_of
@@ -31,15 +34,9 @@ class RewardModelWorker(ModelWorker):
 class RewardModelTrainer(RewardModelWorker, TrainedWorker):
     cells = "own"
 
-    @dispatch(Split.PLAN, Join.METRICS)
-    def learn_weighted(self, batch: DataProto, plan: RankPlan) -> Metrics:
-        """Take one optimiser step per mini-batch, on `weighted_values` with the column `coefficient` [B]."""
-        return self.train(batch, plan, weighted_values)
-
-    @dispatch(Split.PLAN, Join.METRICS)
-    def learn_labels(self, batch: DataProto, plan: RankPlan, loss: str) -> Metrics:
-        """Take one optimiser step per mini-batch, towards the column `label`, see `score_errors`."""
-        return self.train(batch, plan, make_score_loss(loss))
+    def loss_function(self, loss: Any) -> Callable[..., Any]:
+        """`WeightedLossConfig` reads `coefficient` [B]. A name of `score_errors` reads `label`."""
+        return weighted_values if isinstance(loss, WeightedLossConfig) else make_score_loss(loss)
 
     @dispatch(Split.PLAN, Join.METRICS)
     def measure_labels(self, batch: DataProto, plan: RankPlan, loss: str) -> Metrics:

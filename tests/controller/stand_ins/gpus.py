@@ -262,7 +262,7 @@ class StandInEngine:
         with self._pass("update"):
             return {"loss": Metric.sum(0.0)} | self._mismatch(sequences)
 
-    def optimizer_step(self) -> Metrics:
+    def optimizer_step(self, given: Any = None) -> Metrics:
         assert self._trains
         self.steps += 1
         if self._world.actor.startswith("policy"):

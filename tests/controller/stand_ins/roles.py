@@ -6,10 +6,9 @@ policy, reference, critic, reward model, engines        these; tokens are refere
 
 import io
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -29,6 +28,7 @@ from controller.observability.console import Console
 from controller.observability.live_metrics import LiveMetrics
 from controller.observability.run_folder import RunWriter
 from controller.observability.run_record import RunRecord
+from controller.rollout.buffer import SamplingRound
 from controller.run import Run
 from controller.step import step
 from controller.training_loop import Callback, Outcome, Step, train
@@ -61,8 +61,8 @@ class Method:
 
     call: Callable[..., Any]
 
-    def remote(self, *arguments: Any) -> "Method":
-        return Method(partial(self.call, *arguments))
+    def remote(self, *arguments: Any, **named: Any) -> "Method":
+        return Method(partial(self.call, *arguments, **named))
 
     def result(self, timeout_s: float | None = None) -> Any:
         del timeout_s
@@ -111,12 +111,14 @@ class Model(Saves):
         self.scores: np.ndarray | None = None
         self.meanwhile: Callable[[], None] | None = None
         self.take_micro_step_times = Method(lambda: [[]])
+        self.forward_backward = Method(self._forward_backward)
+        self.optimizer_step = Method(lambda last: {"grad_norm": Metric.mean(1.0, 1)})
 
     def _pass(self, method: str, batch: RemoteBatch, plan: Plan, *columns: str) -> PlanResult:
         self.log.append(f"{self.name}.{method}")
         if self.meanwhile is not None:
             self.meanwhile()
-        assert sorted(plan.for_rank(0).rows.tolist()) == list(range(len(batch)))
+        assert method == "update" or sorted(plan.for_rank(0).rows.tolist()) == list(range(len(batch)))
         mismatch = {MEAN: Metric.mean(self.mismatch, 1), LARGEST: Metric.max(self.mismatch)}
         return PlanResult({name: column(f"{self.name} {name}", len(batch)) for name in columns}, mismatch)
 
@@ -138,9 +140,14 @@ class Model(Saves):
         self._pass("score", batch, plan)
         return np.arange(len(batch), dtype=np.float64) if self.scores is None else self.scores
 
-    def update(self, batch: RemoteBatch, plan: Plan, loss: Any) -> Metrics:
+    def _forward_backward(self, batch: RemoteBatch, plan: Plan, loss: Any) -> Metrics:
+        """The mini-batches of a batch are one update."""
+        if self.updates and self.updates[-1][0] is batch:
+            earlier = self.updates.pop()[1].mini_batches
+            self.updates.append((batch, replace(plan, mini_batches=(*earlier, *plan.mini_batches))))
+            return {"loss": Metric.sum(1.0)}
         self.updates.append((batch, plan))
-        return self._pass("update", batch, plan).metrics | {"loss": Metric.sum(1.0), "grad_norm": Metric.mean(1.0, 1)}
+        return self._pass("update", batch, plan).metrics | {"loss": Metric.sum(1.0)}
 
     def export_weights(self) -> tuple[None, Metrics]:
         return None, {}
@@ -167,16 +174,25 @@ class Engines:
         self.log, self.actors, self.asleep, self.fleet = log, {0: None}, False, Fleet(0, RestartBudget(0))
         self._sleep_told = False
         self.rounds: list[tuple[list[SampleRequest], SamplingConfig]] = []
-        self._generating = Lock()
         self.slow: set[str] = set()
         self.failing: set[str] = set()
         self.parts: dict[int, Response] = {}
         self._late: list[SampleRequest] = []
         self._generation: Generation | None = None
+        self._round: Generation | None = None
 
     def begin(self, sampling: SamplingConfig, on_results: OnResults) -> Generation:
-        self._generation = Generation(Router(1, 1000, max_retries=0), sampling, on_results)
-        return self._generation
+        begun = Generation(Router(1, 1000, max_retries=0), sampling, on_results)
+        if isinstance(getattr(on_results, "__self__", None), SamplingRound):
+            assert self._round is None, "two rounds at one time"
+            self._round = begun
+        else:
+            self._generation = begun
+        return begun
+
+    def end(self, generation: Generation) -> None:
+        assert generation is self._round
+        self._round = None
 
     @property
     def queued(self) -> int:
@@ -190,6 +206,8 @@ class Engines:
         return 0.0
 
     def pump(self, timeout_s: float = 0.0) -> bool:
+        if self._round is not None:
+            return self._answer_round(self._round)
         assert self._generation is not None
         requests = [*self._late, *self._generation.router.assign([0]).get(0, [])]
         self._late = [request for request in requests if request.uid in self.slow]
@@ -206,16 +224,14 @@ class Engines:
         version = self.fleet.version
         return SampleResult(request.uid, request.sample, TOKENS, TOKENS, "stop", version, "", row, version)
 
-    def generate(self, requests: Sequence[SampleRequest], sampling: SamplingConfig, on_results: OnResults) -> Any:
-        assert self._generating.acquire(blocking=False), "two rounds at one time"
+    def _answer_round(self, generation: Generation) -> bool:
         self.log.append("generate")
         self._sleep_told = False
-        self.rounds.append((list(requests), sampling))
-        found = [self._answer(request, row) for row, request in enumerate(requests)]
-        block = f"round {len(self.rounds)}"
-        on_results(found, block)
-        self._generating.release()
-        return [(result, block) for result in found], Router(1, 1, max_retries=0)
+        requests = generation.router.assign([0])[0]
+        self.rounds.append((requests, generation.sampling))
+        answers = [self._answer(request, row) for row, request in enumerate(requests)]
+        generation.received(0, f"round {len(self.rounds)}", answers)  # type: ignore[arg-type]
+        return True
 
     def update_weights(self, weights: None, version: int) -> None:
         self.log.append(f"weights {version}")

@@ -1,7 +1,8 @@
 """A whole run on stand-ins: the real driver, actors and dispatch, from a configuration to its outcome."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +16,9 @@ from controller.actors.layout import Pool
 from controller.config import Config, load
 from controller.engines.fleet import RestartBudget
 from controller.fit import Inputs, read_inputs, training
+from controller.lifecycle.inputs import inputs_without_data
 from controller.lifecycle.session import recovering
+from controller.open_run import OpenRun, running
 from controller.preflight.checks import check
 from controller.step import step_of
 from controller.training_loop import Outcome, train
@@ -147,6 +150,15 @@ class StandIns:
                 return train(started, step_of(inputs.step))
 
         return StandInRun(self.world, config, recovering(attempt, config, console.log), console.said)
+
+    @contextmanager
+    def open(self, overrides: Sequence[str], read: Callable[[Config], Inputs] = read_inputs) -> Iterator[OpenRun]:
+        """A run for a loop of one's own."""
+        config = load(None, [*SETTINGS, *overrides])
+        check(config, needs_data=False)
+        self.begin_anew()
+        with running(config, read(config) if config.has_data else inputs_without_data(config), Listening()) as mine:
+            yield mine
 
 
 @dataclass(frozen=True)

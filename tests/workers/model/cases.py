@@ -65,6 +65,7 @@ class Case:
     distillation: tuple[str, str] = ("", "reverse_kl")  # over, divergence
     scored: str = ""  # with head=value, a reward model's loss instead of a critic's
     hidden_states: bool = False  # in the loss, by `with_hidden`
+    calls: int = 1  # of forward_backward, each with some of the micro-batches
 
     @property
     def taught(self) -> DistillationConfig:

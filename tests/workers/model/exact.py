@@ -159,7 +159,10 @@ def learn(engine: TrainingEngine, case: Case, way: Way, seed: int, mine: DataPro
         if case.scored == "pairs":
             mine = replace(mine, columns=mine.columns | {"coefficient": slopes(engine, whole, share, mine)})
         return engine.forward_backward(mine, share.micro_batches, loss, Denominators.of(whole), "own")
-    return engine.forward_backward(mine, share.micro_batches, loss, Denominators.of(whole, GROUPS))
+    return merge(
+        engine.forward_backward(mine, share.micro_batches[call :: case.calls], loss, Denominators.of(whole, GROUPS))
+        for call in range(case.calls)
+    )
 
 
 def slopes(engine: TrainingEngine, whole: DataProto, share: RankShare, mine: DataProto) -> Tensor:

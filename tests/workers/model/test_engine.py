@@ -9,6 +9,8 @@ from workers.errors import DataError
 from workers.metrics import results
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, sft
+from workers.model.optimizer import clear_state
+from workers.optimizer_config import StepSettings
 
 ALL = [(0, 11)]
 
@@ -108,3 +110,52 @@ def test_rows_left_out_or_named_twice_are_refused_but_training_takes_a_part(path
 def test_number_of_parameters_counts_tied_weights_once(path):
     model = AutoModelForCausalLM.from_pretrained(path)
     assert build(path).num_parameters == model.num_parameters()
+
+
+def test_the_log_probs_of_a_training_pass_are_those_of_a_forward_pass(path):
+    engine, sequences = build(path), random_sequences(dtype=torch.float32)
+    whole, _ = engine.log_probs(sequences, ALL)
+    cut = [(0, 4), (4, 4), (4, 11)]
+    found, metrics = engine.forward_backward_log_probs(sequences, cut, sft, Denominators.of(sequences))
+    torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-6)
+    again = build(path).forward_backward(sequences, cut, sft, Denominators.of(sequences))
+    assert results(metrics) == pytest.approx(results(again))
+
+
+def test_settings_of_one_step_are_of_this_step_alone(path):
+    """A step with settings equals one of an engine configured so, and the next is as configured."""
+    sequences = random_sequences(dtype=torch.float32)
+    given = StepSettings(learning_rate=3e-3, beta1=0.5, beta2=0.7, epsilon=1e-5, weight_decay=0.3, max_grad_norm=0.01)
+    same = {name: getattr(given, name) for name in ("beta1", "beta2", "epsilon", "weight_decay", "max_grad_norm")}
+    engine, configured = build(path), build(path, optimizer=OptimizerConfig(learning_rate=3e-3, **same))
+    taken = []
+    for each, settings in ((engine, given), (configured, StepSettings())):
+        each.forward_backward(sequences, ALL, sft, Denominators.of(sequences))
+        taken.append(results(each.optimizer_step(settings)))
+    assert taken[0] == pytest.approx(taken[1])
+    other = dict(configured.named_weights())
+    assert all(torch.equal(weight, other[name]) for name, weight in engine.named_weights())
+    engine.forward_backward(sequences, ALL, sft, Denominators.of(sequences))
+    assert results(engine.optimizer_step())["learning_rate"] == 1e-2
+    assert engine.optimizer.param_groups[0]["betas"] == (0.9, 0.95)
+
+
+def test_a_setting_that_the_optimiser_lacks_is_refused(path):
+    engine, sequences = build(path, optimizer=OptimizerConfig(name="sgd")), random_sequences(dtype=torch.float32)
+    engine.forward_backward(sequences, ALL, sft, Denominators.of(sequences))
+    with refused("policy.optimizer.name=sgd"):
+        engine.optimizer_step(StepSettings(beta1=0.5))
+
+
+def test_a_cleared_state_takes_the_first_step_again(path):
+    engine, sequences = build(path), random_sequences(dtype=torch.float32)
+    first = {name: weight.clone() for name, weight in engine.named_weights()}
+    moved = []
+    for _ in range(2):
+        for name, weight in engine.module.model.named_parameters():
+            weight.to_local().data.copy_(first[name])
+        engine.forward_backward(sequences, ALL, sft, Denominators.of(sequences))
+        engine.optimizer_step()
+        moved.append({name: weight.clone() for name, weight in engine.named_weights()})
+        clear_state(engine.optimizer)
+    assert all(torch.equal(weight, moved[1][name]) for name, weight in moved[0].items())

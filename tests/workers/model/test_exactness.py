@@ -64,6 +64,7 @@ CHECKPOINTED = Case("llama", aggregation="sequence_mean_token_sum", gradient_che
 MIXED: dict[str, Any] = {"gradient_checkpointing": "full", "recompute_num_layers": 1}  # the others are selective
 OFFLOADED = Case("mistral", tied=False, activation_offload=True, optimizer_offload=True, **MIXED)
 SHARED = Case(share_prefixes="always", shared_by="level")
+SHARED_IN_CALLS = replace(SHARED, calls=3)
 BY_PATH = Case(share_prefixes="always", shared_by="path", aggregation="sequence_mean_token_sum_norm")
 BY_GROUP = Case(share_prefixes="always", aggregation="group_mean_token_mean")
 SHARED_CHECKPOINTED = Case("llama", gradient_checkpointing="selective", share_prefixes="always", shared_by="level")
@@ -79,7 +80,7 @@ CASES: dict[str, list[Case]] = {
         Case(),
         PADDED,
         Case(forward_layout="padded"),
-        SHARED,
+        SHARED_IN_CALLS,
         critic(share_prefixes="always"),
         critic(layout="padded"),
         REPLAYED_CHECKPOINTED,
@@ -103,12 +104,12 @@ CASES: dict[str, list[Case]] = {
         adapted(),
         scored("process"),
     ],
-    "dp 4": [PADDED, SHARED, adapted()],
+    "dp 4": [PADDED, SHARED_IN_CALLS, adapted()],
     "dp 4, copies 2": [GATHERED, SHARED],
-    "dp 4, copies 2, deferred": [GATHERED],
+    "dp 4, copies 2, deferred": [replace(GATHERED, calls=2)],
     "dp 2, deferred": [Case()],
     "ulysses 2": [PADDED, Case("mistral windowed"), moe("gpt_oss"), BY_GROUP, critic(), scored("process")],
-    "ulysses 4": [Case(), qwen3(share_prefixes="always")],  # more than key-value heads
+    "ulysses 4": [Case(calls=2), qwen3(share_prefixes="always")],  # more than key-value heads
     "ring 2": [
         Case(distillation=("vocabulary", "reverse_kl"), share_prefixes="always", hidden_states=True),
         PADDED,
@@ -119,7 +120,7 @@ CASES: dict[str, list[Case]] = {
         adapted(),
         scored("pairs", share_prefixes="always"),
     ],
-    "ring 4": [qwen3(), BY_PATH],
+    "ring 4": [qwen3(calls=2), BY_PATH],
     "ulysses 4, by step": [
         Case(distillation=("top_k", "jsd")),
         SHARED,
@@ -142,7 +143,7 @@ CASES: dict[str, list[Case]] = {
         Case(distillation=("vocabulary", "jsd"), hidden_states=True),
         Case(distillation=("top_k", "forward_kl")),
         PADDED,
-        SHARED,
+        SHARED_IN_CALLS,
         moe(tied=True, **MIXED),
     ],
     "dp 2, tp 2": [CHECKPOINTED, SHARED_CHECKPOINTED],
@@ -159,7 +160,7 @@ CASES: dict[str, list[Case]] = {
         adapted(layers=3, gradient_checkpointing="selective"),
         scored("regression", layers=3),
     ],
-    "pp 4": [DEEP, qwen3(layers=8)],
+    "pp 4": [replace(DEEP, calls=2), qwen3(layers=8)],
     "pp 2, dp 2": [moe(reshard_after_forward=False, share_prefixes="always", layers=3)],
     "pp 2, copies 2": [PADDED, CHECKPOINTED],
     "pp 2, copies 2, deferred": [DEEP],

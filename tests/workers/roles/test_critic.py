@@ -94,7 +94,7 @@ def on_a_rank(
     lengths, rows = mine.lengths.tolist(), [order[row] for row in plan.rows]
     columns = {name: torch.from_numpy(column) for name, column in block.tokens.items()}
     mine = DataProto(mine.lengths, mine.tokens | columns, mine.columns)
-    updated = worker.update(mine, plan, ValueLossConfig(clip=0.2))
+    updated = worker.forward_backward(mine, plan, ValueLossConfig(clip=0.2)) | worker.optimizer_step()
     by_row = {name: dict(zip(rows, column.split(lengths), strict=True)) for name, column in columns.items()}
     return by_row, statistics, updated
 

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from tests.workers.model.tiny import random_sequences, save_tiny_model, unpacked
 from tests.workers.roles.test_critic import scored_sequences, share_of_this_rank, worker_on_this_rank
 from workers.config import LossConfig, OptimizerConfig
 from workers.dataproto import DataProto
-from workers.metrics import Metrics, merge, results
+from workers.metrics import Metric, Metrics, merge, results
 from workers.model.losses.returns import KlPenalty, discounted_returns
 from workers.remote_batch import RemoteBatch
 from workers.roles.policy import PolicyWorker
@@ -60,10 +61,15 @@ def update_on_a_rank(path: str, cap: int, algorithm: str) -> Metrics:
     """This rank's part of one update of two mini-batches."""
     worker = worker_on_this_rank(PolicyWorker, path, 1, OPTIMIZER)
     batch, plan = planned(dist.get_world_size(), cap, algorithm)
-    whole, share = sequences(), plan.for_rank(dist.get_rank())
+    whole, parts = sequences(), list[Metrics]()
     columns = whole.columns | {"group_tokens": torch.from_numpy(batch["group_tokens"])}
-    mine = DataProto(whole.lengths, whole.tokens, columns).select_idxs(share.rows.tolist())
-    return worker.update(mine, share, LOSS)
+    for mini_batch in plan.mini_batches:
+        share = replace(plan, mini_batches=(mini_batch,)).for_rank(dist.get_rank())
+        mine = DataProto(whole.lengths, whole.tokens, columns).select_idxs(share.rows.tolist())
+        found = worker.forward_backward(mine, share, LOSS)
+        found["loss"] = Metric.sum(found["loss"].value / len(plan.mini_batches))
+        parts += [found, worker.optimizer_step()]
+    return merge(parts)
 
 
 @cache

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 
 from controller.engines.engine_pool import EnginePool, Sample
 from controller.engines.fleet import RestartBudget
+from tests.controller.engines.generation import generate
 from tests.workers.rollout import tiny
 from tests.workers.rollout.probed_actor import ProbedActor
 from workers.config import ModelConfig, RolloutConfig, SamplingConfig
@@ -88,7 +89,7 @@ class Engines:
         self, requests: list[SampleRequest], watch: Callable[..., None] | None = None, **sampling: Any
     ) -> list[Sample]:
         """A round of which no sample is dropped."""
-        finished, router = self.pool.generate(requests, SamplingConfig(**{"max_new_tokens": 16} | sampling), watch)
+        finished, router = generate(self.pool, requests, SamplingConfig(**{"max_new_tokens": 16} | sampling), watch)
         assert router.dropped == [], router.dropped
         assert [result.key for result, _ in finished] == [request.key for request in requests]
         return finished

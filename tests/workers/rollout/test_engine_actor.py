@@ -13,6 +13,7 @@ import ray
 import torch
 from transformers import AutoTokenizer
 
+from tests.controller.engines.generation import generate
 from tests.end_to_end.processes import living
 from tests.workers.rollout import changed_distributions, tiny
 from tests.workers.rollout.engines import (
@@ -99,7 +100,7 @@ def test_prompts_that_the_engine_cannot_take_fail_alone(engines: Engines) -> Non
     bad = [SampleRequest(reason, 0, np.array(ids, np.int32), seed=1) for reason, ids in refused.items()]
     bad.append(SampleRequest("more than 0.001 s", 0, np.array([5, 6], np.int32), seed=1, timeout_s=0.001))
     good = requests_for(3, samples=2)
-    finished, router = engines.pool.generate([*good[:3], *bad, *good[3:]], SamplingConfig(max_new_tokens=16))
+    finished, router = generate(engines.pool, [*good[:3], *bad, *good[3:]], SamplingConfig(max_new_tokens=16))
     assert [result.key for result, _ in finished] == [request.key for request in good]
     assert sorted(result.uid for result in router.dropped) == sorted(request.uid for request in bad)
     for result in router.dropped:

@@ -20,6 +20,7 @@ from transformers import AutoTokenizer, Qwen2ForCausalLM
 
 from controller.engines.engine_pool import EnginePool
 from controller.engines.fleet import RestartBudget
+from tests.controller.engines.generation import generate
 from tests.hostile.draws import changed, damaged
 from tests.workers.rollout import agent_model, session_checks, stock_agents
 from tests.workers.rollout.hostile_requests import ABSENT, CASES, CHAT, MESSAGES, VALID, Hostile
@@ -68,7 +69,7 @@ class Served:
             SampleRequest(name, number, prompt, 1000 + number, EpisodeStart({"client": name, "number": number}, ""))
             for number, name in enumerate(clients)
         ]
-        finished, router = self.pool.generate(requests, SAMPLING)
+        finished, router = generate(self.pool, requests, SAMPLING)
         assert [result.error for result in router.dropped] == []
         found = []
         for result, block in finished:

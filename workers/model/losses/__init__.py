@@ -9,6 +9,7 @@ up over micro-batches and ranks to the mini-batch's, however the batch was split
     aggregation.py   denominators, and token losses to one number
     registry.py      LossConfig to the function, and how to register a custom loss
     ratio_losses.py  reinforce, ppo_clip, cispo, sapo, gspo, gmpo        clip_cov.py    clip_cov, kl_cov
+    sums.py          sums over tokens, without denominators
     supervised.py    sft, and weighted_log_probs for losses of pairs     value.py       value heads
     correction.py    sampler against trainer: weights, rejection         kl.py          estimators of a KL
     returns.py       token rewards, advantages and returns
@@ -28,6 +29,7 @@ from workers.model.losses.registry import (
     policy_loss,
     prepare,
 )
+from workers.model.losses.sums import make_sum_loss
 from workers.model.losses.supervised import make_sft_loss, sft, weighted_log_probs
 from workers.model.losses.value import (
     ValueLossFunction,
@@ -58,6 +60,7 @@ __all__ = [
     "make_policy_loss",
     "make_score_loss",
     "make_sft_loss",
+    "make_sum_loss",
     "make_value_loss",
     "mean",
     "per_sequence_loss",

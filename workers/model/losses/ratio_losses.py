@@ -99,10 +99,15 @@ def gspo(predictions: Predictions, config: LossConfig) -> tuple[Tensor, Statisti
     With one advantage a sequence, loss and gradient equal the sequence form's. The paper's bounds are 3e-4 and 4e-4.
     """
     log_ratio, advantages = log_ratio_to_old(predictions), predictions["advantages"]
-    own = predictions.log_probs - predictions.log_probs.detach()
-    ratio = bounded_exp(predictions.sequence_mean(log_ratio.detach()) + own)
+    ratio = sequence_ratio(predictions, log_ratio)
     unclipped, clipped = ratio * advantages, clip(ratio, config) * advantages
     return -torch.minimum(unclipped, clipped), ratio_statistics(log_ratio, clipped < unclipped)
+
+
+def sequence_ratio(predictions: Predictions, log_ratio: Tensor) -> Tensor:
+    """Return s_t of `gspo` at each token, [N]. log_ratio: log r_t, [N]."""
+    own = predictions.log_probs - predictions.log_probs.detach()
+    return bounded_exp(predictions.sequence_mean(log_ratio.detach()) + own)
 
 
 @policy_loss("gmpo", aggregation="sequence_mean_token_mean")

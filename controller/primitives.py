@@ -1,0 +1,160 @@
+"""The calls that every training loop is made of, the configured ones' too. See `controller.open_run` for one's own.
+
+plan --forward_backward, once or several times--> gradients --optimizer_step--> weights --publish--> engines
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from balancing import Plan
+from controller.actors.worker_group import WorkerGroup
+from controller.planning.planner import with_loss_counts
+from controller.rollout.samples import RolloutBatch
+from workers.dataproto import DataProto, object_column
+from workers.errors import DataError
+from workers.metrics import Metric, Metrics, merge
+from workers.remote_batch import RemoteBatch, places
+from workers.rollout.prefix_hashes import prefix_hashes
+
+if TYPE_CHECKING:
+    from controller.run import Run
+
+
+def learn(group: WorkerGroup, batch: RemoteBatch, plan: Plan, loss: Any) -> Metrics:
+    """Take one optimiser step on each mini-batch of the plan. loss: settings, see `TrainedWorker.loss_function`.
+
+    The metric `loss` is the mean over mini-batches.
+    """
+    last, calls = len(plan.mini_batches) - 1, []
+    for number, mini_batch in enumerate(plan.mini_batches):  # ranks run them in order, without waiting for the driver
+        one = replace(plan, mini_batches=(mini_batch,))
+        calls += [group.forward_backward.remote(batch, one, loss), group.optimizer_step.remote(last=number == last)]
+    found: list[Metrics] = [call.result() for call in calls]
+    for metrics in found[::2]:
+        metrics["loss"] = Metric.sum(metrics["loss"].value / len(plan.mini_batches))
+    return merge(found)
+
+
+@dataclass(frozen=True)
+class SampledSequence:
+    """A sample. prompt_ids, ids: int32. log_probs: float32, of `ids`. finish_reason: `stop` or `length`."""
+
+    prompt_ids: np.ndarray
+    ids: np.ndarray
+    log_probs: np.ndarray
+    finish_reason: str
+    reward: float
+    response: str
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Samples of prompts, prompt by prompt. batch: their rows, as `forward_backward` takes them, with `reward` [B]."""
+
+    rollout: RolloutBatch
+    batch: RemoteBatch
+
+    @cached_property
+    def sequences(self) -> list[SampledSequence]:
+        """Fetch the tokens of each sample."""
+        columns, scores = self.rollout.samples, list(self.rollout.by_sample.values())
+        rows = tokens_of(columns.tokens, ("input_ids", "rollout_log_probs"))
+        return [
+            SampledSequence(
+                ids[:start].astype(np.int32),
+                ids[start:].astype(np.int32),
+                log_probs[start:],
+                "length" if cut else "stop",
+                score.reward,
+                score.response,
+            )
+            for (ids, log_probs), start, cut, score in zip(
+                rows, columns["prompt_tokens"].tolist(), columns["truncated"].tolist(), scores, strict=True
+            )
+        ]
+
+
+@dataclass(frozen=True)
+class Passed:
+    """Result of a pass. metrics: of the batch. tokens: columns, which `RemoteBatch.with_tokens` takes."""
+
+    metrics: dict[str, float]
+    tokens: dict[str, np.ndarray]
+
+    def rows(self, name: str) -> list[np.ndarray]:
+        """Fetch a column: float32, as long as each sequence, 0 where `loss_mask` is False."""
+        return [values for (values,) in tokens_of(self.tokens, (name,))]
+
+    @property
+    def log_probs(self) -> list[np.ndarray]:
+        return self.rows("log_probs")
+
+
+def tokens_of(tokens: Mapping[str, np.ndarray], names: Sequence[str]) -> list[tuple[np.ndarray, ...]]:
+    """Fetch token columns, row by row."""
+    found = RemoteBatch({}, {name: tokens[name] for name in names}).gather()
+    return [tuple(np.asarray(found.row(row)[name]) for name in names) for row in range(len(found))]
+
+
+def token_batch(rows: Sequence[Mapping[str, Any]], uids: Sequence[str], columns: Mapping[str, Any]) -> RemoteBatch:
+    """Make a batch of token sequences. See `OpenRun.batch`."""
+    import ray
+
+    tokens = DataProto.from_rows([{name: np.asarray(row[name]) for name in row} for row in rows])
+    names = list(tokens.tokens)
+    if missing := {"input_ids", "loss_mask"} - set(names):
+        raise DataError(f"rows lack {sorted(missing)[0]!r}, which every pass reads. Add it.")
+    ids = [tokens.row(row)["input_ids"] for row in range(len(rows))]
+    masks = [tokens.row(row)["loss_mask"].astype(bool) for row in range(len(rows))]
+    starts = [int(mask.argmax()) if mask.any() else len(mask) for mask in masks]
+    prompts = object_column([each[:start].tobytes() for each, start in zip(ids, starts, strict=True)])
+    light = {
+        "uid": np.array(uids),
+        "sample": np.zeros(len(rows), np.int64),
+        "length": tokens.lengths,
+        "prompt_tokens": np.array(starts, np.int64),
+        "response_tokens": np.array([int(mask.sum()) for mask in masks], np.int64),
+        "prompt_hash": np.unique(prompts, return_inverse=True)[1],
+        "prefix_hashes": object_column([prefix_hashes(each, start) for each, start in zip(ids, starts, strict=True)]),
+        "truncated": np.zeros(len(rows), bool),
+        "group_number": np.arange(len(rows)),
+        "sample_number": np.arange(len(rows)),
+    }
+    given = {name: np.asarray(values) for name, values in columns.items()}
+    return RemoteBatch.of_block(ray.put(tokens), light | given, names)
+
+
+def with_columns(batch: RemoteBatch, columns: Mapping[str, Any]) -> RemoteBatch:
+    """Add columns to a batch: arrays [B], or lists of arrays as long as the sequences."""
+    import ray
+
+    for name, values in columns.items():
+        if len(values) and np.ndim(values[0]):
+            rows = [{name: np.asarray(row, np.float32)} for row in values]
+            block = ray.put(DataProto.from_rows(rows))
+            batch = batch.with_tokens(**{name: places(name, itertools.repeat(block), range(len(rows)))})
+        else:
+            batch = batch.with_columns(**{name: np.asarray(values)})
+    return batch
+
+
+def part_of(run: "Run", batch: RemoteBatch, rows: np.ndarray, of: str) -> tuple[RemoteBatch, Plan]:
+    """Return rows of a batch and their plan, whose denominators count the whole batch."""
+    counted = ~batch["truncated"] if run.config.reward.truncated == "mask" else np.ones(len(batch), bool)
+    batch = with_loss_counts(batch, [np.flatnonzero(counted)])
+    part = batch.select(rows[counted[rows]])
+    plan = run.planner.forward_plan(part, of)
+    learns = counted & (batch["response_tokens"] > 0)
+    (mini_batch,) = plan.mini_batches
+    whole = replace(
+        mini_batch,
+        loss_tokens=int(batch["response_tokens"][learns].sum()),
+        sequences=int(learns.sum()),
+        groups=len(np.unique(batch["group_number"][learns])),
+    )
+    return part, replace(plan, mini_batches=(whole,))
