@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ballast.sampling import Evaluation, evaluate, generate
-    from ballast.training import Result, fit, preferences, reward_model, sft
+    from ballast.training import Result, fit, open, preferences, reward_model, sft
     from controller.training_loop import RunView, StopTraining
 
 __version__ = "0.3.0"
@@ -24,13 +24,14 @@ __all__ = [
     "evaluate",
     "fit",
     "generate",
+    "open",
     "preferences",
     "reward_model",
     "sft",
 ]
 
 _PLACES = {
-    **dict.fromkeys(("Result", "fit", "preferences", "reward_model", "sft"), "ballast.training"),
+    **dict.fromkeys(("Result", "fit", "open", "preferences", "reward_model", "sft"), "ballast.training"),
     **dict.fromkeys(("Evaluation", "evaluate", "generate"), "ballast.sampling"),
     **dict.fromkeys(("RunView", "StopTraining"), "controller.training_loop"),
 }

@@ -1,4 +1,4 @@
-"""The training commands as functions: settings in, a Result out.
+"""The training commands as functions: settings in, a Result out. `open`: their parts, for a loop of one's own.
 
     fit(settings, reward=f) --controller.fit.prepare--> the run --> runs/NAME/ --> Result
 
@@ -7,7 +7,8 @@ Runs in this process. Instead of printing one line and exiting with 1 or 2, func
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from controller.lifecycle.interrupts import handlers_kept
 from controller.observability.run_folder import RunFolder
 
 if TYPE_CHECKING:
+    from controller.open_run import OpenRun
     from controller.training_loop import Callback, Step
 
 Settings = str | Path | Mapping[str, Any] | None
@@ -83,6 +85,27 @@ def fit(
     given = {**give_rewards(settings.reward, reward), **give_step(settings.run, step)}
     own = step if callable(step) else None
     return _result(settings, callbacks, lambda callbacks: prepare(settings, given, callbacks, own))
+
+
+@contextmanager
+def open(
+    config: Settings = None,
+    *,
+    reward: Reward | None = None,
+    overrides: Values = (),
+    train: Records | None = None,
+    validation: Records | None = None,
+) -> "Iterator[OpenRun]":
+    """Start the roles of a run for a loop of one's own, see `controller.open_run` and docs/primitives.md.
+
+    Neither data nor a reward is needed. Arguments and exceptions are as in `fit`.
+    """
+    from controller.open_run import opened
+
+    settings = load_settings(Config, config, overrides)
+    _give_data(settings, train, validation)
+    with handlers_kept(), opened(settings, give_rewards(settings.reward, reward)) as run:
+        yield run
 
 
 def sft(

@@ -28,6 +28,7 @@ from controller.preflight.describe_time import print_time
 
 if TYPE_CHECKING:
     from controller.observability.console import Console
+    from controller.rollout.buffer import RolloutBuffer
     from controller.run import Run
     from controller.training_loop import Callback, Step
 
@@ -128,9 +129,16 @@ def run(
 
 @contextmanager
 def training(
-    config: Config, inputs: Inputs, console: "Console", budget: RestartBudget | None = None
+    config: Config,
+    inputs: Inputs,
+    console: "Console",
+    budget: RestartBudget | None = None,
+    buffer: "Callable[..., RolloutBuffer] | None" = None,
 ) -> Iterator["Run"]:
-    """Start a run's roles on a connected Ray, resume by run.resume and yield the run. Afterwards end them."""
+    """Start a run's roles on a connected Ray, resume by run.resume and yield the run. Afterwards end them.
+
+    buffer: see `Run`.
+    """
     from controller.run import Run
 
     with session(
@@ -143,8 +151,15 @@ def training(
         parser=inputs.parser,
         budget=budget,
     ) as started:
-        functions, cost_model = inputs.functions, inputs.cost_model
-        yield Run(config, started, inputs.prompts, inputs.validation, cost_model=cost_model, functions=functions)
+        yield Run(
+            config,
+            started,
+            inputs.prompts,
+            inputs.validation,
+            cost_model=inputs.cost_model,
+            buffer=buffer,
+            functions=inputs.functions,
+        )
 
 
 if __name__ == "__main__":

@@ -195,7 +195,7 @@ def _complete_step(
     rows.append(run.record.metrics)
     run.record.end_step(number, run.last_step)
     advance(run, number, scores)
-    _save_what_is_due(run, number)
+    save_what_is_due(run, number)
     run.record.write_timeline(number)
     run.interrupts.release()
     if raised is not None:
@@ -209,7 +209,7 @@ def advance(run: TrainingRun[Any], step: int, scores: dict[str, float]) -> None:
     run.progress = replace(run.progress, step=step, before=before, latest=scores, refit=refit, **state)
 
 
-def _save_what_is_due(run: TrainingRun[Any], step: int) -> None:
+def save_what_is_due(run: TrainingRun[Any], step: int) -> None:
     settings = run.config.run
     if settings.save_every and step % settings.save_every == 0:
         run.save(f"model-{step}")

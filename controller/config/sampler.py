@@ -44,11 +44,6 @@ class SamplerConfig(Config):
     without_effect = OF_TRAINING
 
     @property
-    def rewarded(self) -> bool:
-        played = self.rollout.environment or self.rollout.runs_agent
-        return bool(self.reward.weights or played or self.uses_reward_model or self.uses_judge)
-
-    @property
     def first_prompts(self) -> int:
         return 0
 

@@ -83,6 +83,16 @@ class Config(TrainingConfig):
         return True
 
     @property
+    def has_data(self) -> bool:
+        return bool(self.data.train or self.data.sources)
+
+    @property
+    def rewarded(self) -> bool:
+        """Whether anything scores samples."""
+        played = self.rollout.environment or self.rollout.runs_agent
+        return bool(self.reward.weights or played or self.uses_reward_model or self.uses_judge)
+
+    @property
     def sampling_key(self) -> str:
         """Section of `rollout.sampling`, for messages."""
         return "rollout.sampling"

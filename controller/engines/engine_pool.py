@@ -18,9 +18,9 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from controller.engines.engine_calls import POLL_SECONDS, MakeActor, RolloutEngines
+from controller.engines.engine_calls import MakeActor, RolloutEngines
 from controller.engines.fleet import Fleet, RestartBudget
-from controller.engines.router import Key, Router
+from controller.engines.router import Router
 from controller.observability.live_metrics import LiveMetrics
 from workers.config import RolloutConfig, SamplingConfig
 from workers.rollout.requests import Response, SampleRequest, SampleResult
@@ -115,35 +115,15 @@ class EnginePool(RolloutEngines):
         fleet = Fleet(config.replicas, budget or RestartBudget(0), self._live.engine_state)
         super().__init__(make, config, fleet, **options)
 
-    def generate(
-        self, requests: Sequence[SampleRequest], sampling: SamplingConfig, on_results: OnResults | None = None
-    ) -> tuple[list[Sample], Router]:
-        """Sample every request. Returns finished samples in order, and the router, which knows drops and retries.
-
-        `on_results` is called with finished samples and their block. Raises as `pump`.
-        """
-        found: dict[Key, Sample] = {}
-
-        def keep(results: list[SampleResult], block: ray.ObjectRef) -> None:
-            found.update({result.key: (result, block) for result in results})
-            if on_results is not None:
-                on_results(results, block)
-
-        generation = self.begin(sampling, keep)
-        generation.router.submit(requests)
-        try:
-            while not generation.router.done:
-                self.pump(POLL_SECONDS)
-        finally:
-            self._generations.remove(generation)
-        self._export_queues()
-        return [found[request.key] for request in requests if request.key in found], generation.router
-
     def begin(self, sampling: SamplingConfig, on_results: OnResults) -> Generation:
         """Start a generation: submit requests to its router at any time, and call `pump`."""
         router = Router(len(self.actors), self._config.max_concurrent, self._config.max_retries)
         self._generations.append(Generation(router, sampling, on_results))
         return self._generations[-1]
+
+    def end(self, generation: Generation) -> None:
+        self._generations.remove(generation)
+        self._export_queues()
 
     def pump(self, timeout_s: float = 0.0) -> bool:
         """Assign waiting requests, and read from one stream. Returns whether one had results in time.

@@ -7,7 +7,7 @@ Users' code and chat templates are programs. This process runs them only after a
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -244,7 +244,7 @@ def read_inputs(config: Config, log: Log = print, given: GivenFunctions = NONE_G
 def tokenized(config: Config, tried: Tried, log: Log = print) -> Inputs:
     """Tokenize the inputs. Raises ConfigError or DataError for unusable prompts."""
     data = config.data
-    renderer = replace(load_renderer(config, log), continue_last=data.continue_last_message)
+    renderer, rules = prompt_renderer(config, tried.tools, log)
     chats = isinstance(next(iter(tried.train.values()))[0][data.prompt_key], list)
     if config.rollout.history == "template" and not chats:
         raise ConfigError(
@@ -260,7 +260,6 @@ def tokenized(config: Config, tried: Tried, log: Log = print) -> Inputs:
             check_template(renderer, config.model.path, options, key="rollout.tools", answer=answer)
         else:
             check_template(renderer, config.model.path, options, key="rollout.environment")
-    rules = _rules(config, tried.tools)
     dataset = partial(PromptDataset, renderer=renderer, rules=rules, log=log)
     sources = [
         dataset(rows, shuffle=data.shuffle, seed=config.run.seed, name=path, curriculum=tried.curriculum)
@@ -300,6 +299,33 @@ def tokenized(config: Config, tried: Tried, log: Log = print) -> Inputs:
             *(line for each in (*sources, *validation) for line in left_out(each.name, each.unreadable)),
         ),
     )
+
+
+def prompt_renderer(config: Config, tools: Sequence[Any], log: Log = print) -> tuple[Renderer, PromptRules]:
+    """Return what turns records into prompts. tools: schemas of rollout.tools."""
+    renderer = replace(load_renderer(config, log), continue_last=config.data.continue_last_message)
+    return renderer, _rules(config, tools)
+
+
+def inputs_without_data(config: Config) -> Inputs:
+    """Return the inputs of a loop that brings its own prompts."""
+    nothing: dict[str, Any] = dict.fromkeys((each.name for each in fields(Inputs)), None)
+    empty: dict[str, Any] = {
+        "train": {},
+        "held_out": {},
+        "reward_functions": [],
+        "environment": b"",
+        "step": b"",
+        "cost_model": counted_costs(config),
+        "identity": {},
+        "tools": [],
+        "functions": {},
+        "sources": [],
+        "weights": {},
+        "first_prompt": "",
+        "warnings": (),
+    }
+    return Inputs(**nothing | empty)
 
 
 def _as_read(tokenizer: Any, prompt: Prompt) -> str:

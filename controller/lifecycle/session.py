@@ -87,6 +87,12 @@ def prepare_start(
 
     read: returns the inputs, and logs slow work. Raises ResourceError, ConfigError, and as `read`.
     """
+    inputs, console = ready(config, read)
+    return locked(config, partial(start, inputs, console))
+
+
+def ready(config: TrainingConfig, read: Callable[[Log], Found]) -> tuple[Found, "Console"]:
+    """Check machine, cluster and models, and read the inputs. Raises as `prepare_start`."""
     check_machine(config, dry_run=False)
     check_cluster(config)
     from controller.observability.console import Console
@@ -95,8 +101,7 @@ def prepare_start(
     with console.waiting("the models"):
         check_models(config)
     with console.waiting("the data"):
-        inputs = read(console.note)
-    return locked(config, partial(start, inputs, console))
+        return read(console.note), console
 
 
 @dataclass(frozen=True)

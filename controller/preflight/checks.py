@@ -47,14 +47,19 @@ from workers.rollout.engine_options import check_engine_options
 from workers.rollout.placement import fits_device
 
 
-def check(config: Config, given: GivenFunctions = NONE_GIVEN) -> None:
-    """Raise ConfigError at the first thing that cannot work or has no effect. given: functions passed to the call."""
+def check(config: Config, given: GivenFunctions = NONE_GIVEN, *, needs_data: bool = True) -> None:
+    """Raise ConfigError at the first thing that cannot work or has no effect. given: functions passed to the call.
+
+    needs_data: False for a loop that may bring its own prompts and rewards.
+    """
     check_settings(config)
     check_parallel(config)
     check_critic(config)
     model = check_model_files(config)
-    check_data(config, model)
-    check_rewards(config, given)
+    if needs_data or config.has_data:
+        check_data(config, model)
+    if needs_data or config.rewarded:
+        check_rewards(config, given)
     if config.run.step and config.run.step not in given:
         check_function("run.step", config.run.step)
     for key in (*OF_SAMPLES, "data.sampler"):

@@ -5,7 +5,7 @@ prompts -> requests -> engines --sample by sample--> rewards -> baseline, shapin
    '------------------------ new prompts for groups without signal, if replaced <--------------'
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from controller.data.curriculum import SampledPrompts
 from controller.data.prompts import Prompt, Prompts, with_system_prompt
 from controller.data.records import Record
 from controller.data.sample_functions import NO_FUNCTIONS, OFFERED, Functions, columns_of
+from controller.engines.engine_calls import POLL_SECONDS
 from controller.engines.engine_pool import Sample
 from controller.engines.router import Key
 from controller.observability.run_record import RunRecord
@@ -89,7 +90,7 @@ class RolloutBuffer:
         kept: list[RemoteBatch] = []
         by_uid: dict[str, Prompt] = {}
         while wanted and len(rounds) < limit:
-            prompts = self._next(wanted)
+            prompts = self.next_prompts(wanted)
             by_uid |= {prompt.uid: prompt for prompt in prompts}
             found = self.roll_out(prompts, self.config.rollout.samples_per_prompt, self.config.rollout.sampling, step)
             rounds.append(self.with_baseline(self.shaped(self.without_dropped(found)), prompts, step))
@@ -120,7 +121,7 @@ class RolloutBuffer:
                 rewards.setdefault(uid, []).append(score.reward)
             self.prompts.scored(rewards)
 
-    def _next(self, count: int) -> list[Prompt]:
+    def next_prompts(self, count: int) -> list[Prompt]:
         first, self._left = self._left[:count], self._left[count:]
         start, self.position = self.position, self.position + count - len(first)
         left = [prompt for place in first for prompt in self.prompts.take(place, 1)]
@@ -160,18 +161,13 @@ class RolloutBuffer:
 
     def roll_out(self, prompts: Sequence[Prompt], samples: int, sampling: SamplingConfig, step: int) -> RolloutBatch:
         """Sample every prompt `samples` times, scoring while the rest is generated."""
-        by_uid = {prompt.uid: prompt for prompt in prompts}
-        requests = sample_requests(self.config, prompts, samples, step)
-        scoring = self.roles.scoring(samples)
-        self.roles.wake_engines()
-        with self.record.console.samples(len(requests)) as advance:
-
-            def score(found: list[SampleResult], block: ObjectRef) -> None:
-                scoring.submit(found, block, by_uid)
-                advance(len(found))
-
-            finished, router = self.roles.rollouts.generate(requests, sampling, on_results=score)
-        return self.assembled(finished, scoring.collect(), router.dropped, router.retried, trains=step > 0)
+        with (
+            SamplingRound(self, prompts, samples, sampling, step) as sampling_round,
+            self.record.console.samples(len(sampling_round.requests)) as sampling_round.advance,
+        ):
+            while not sampling_round.done:
+                self.roles.rollouts.pump(POLL_SECONDS)
+        return sampling_round.result()
 
     def assembled(
         self,
@@ -220,6 +216,60 @@ class RolloutBuffer:
             kept = [own(columns_of(each, own.names, rollout.by_sample, self.record_of)) for each in groups]
             return np.isin(batch["uid"], trained[np.array(kept, bool)])
         return advantages.has_signal(batch["reward"], batch["uid"]) & np.isin(batch["uid"], trained)
+
+
+class SamplingRound:
+    """Requests for samples of prompts, which the engines answer while their pool is pumped, within a `with` block.
+
+    advance: called with numbers of finished samples.
+    """
+
+    def __init__(
+        self,
+        buffer: RolloutBuffer,
+        prompts: Sequence[Prompt],
+        samples: int,
+        sampling: SamplingConfig,
+        step: int,
+        seed: int | None = None,
+    ) -> None:
+        """seed: gives equal prompts equal samples, or None for those of the run's seed, the step and the uid."""
+        self.requests = sample_requests(buffer.config, prompts, samples, step)
+        if seed is not None:
+            names = {prompt.uid: prompt.ids.tobytes().hex() for prompt in prompts}
+            self.requests = [replace(r, seed=sample_seed(seed, 0, names[r.uid], r.sample)) for r in self.requests]
+        self.advance: Callable[[int], object] = lambda count: None
+        self._buffer, self._trains, self._prompts = buffer, step > 0, {prompt.uid: prompt for prompt in prompts}
+        self._found: dict[Key, Sample] = {}
+        self._scoring = buffer.roles.scoring(samples)
+        buffer.roles.wake_engines()
+        self._generation = buffer.roles.rollouts.begin(sampling, self._receive)
+        self._generation.router.submit(self.requests)
+
+    def __enter__(self) -> "SamplingRound":
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        self._buffer.roles.rollouts.end(self._generation)
+
+    @property
+    def done(self) -> bool:
+        return self._generation.router.done
+
+    def _receive(self, found: list[SampleResult], block: ObjectRef) -> None:
+        self._found.update({result.key: (result, block) for result in found})
+        self._scoring.submit(found, block, self._prompts)
+        self.advance(len(found))
+
+    def result(self) -> RolloutBatch:
+        """Wait for the scores, and join them with the finished samples in order. Raises as `assemble`."""
+        finished = [self._found[request.key] for request in self.requests if request.key in self._found]
+        router = self._generation.router
+        scores = self._scoring.collect()
+        return self._buffer.assembled(finished, scores, router.dropped, router.retried, trains=self._trains)
 
 
 def sample_requests(config: Config, prompts: Sequence[Prompt], samples: int, step: int) -> list[SampleRequest]:

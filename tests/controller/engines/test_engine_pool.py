@@ -14,6 +14,7 @@ import ray
 
 from controller.engines.engine_pool import EnginePool, Sample
 from controller.engines.fleet import RestartBudget
+from tests.controller.engines.generation import generate
 from tests.end_to_end.processes import living
 from workers.config import RolloutConfig, SamplingConfig
 from workers.dataproto import DataProto
@@ -130,7 +131,7 @@ class Scripted:
 
     def sample(self, uids: str, samples: int = 1) -> list[Sample]:
         """A round of which no sample is dropped or tried again."""
-        finished, router = self.pool.generate(requests_for(uids, samples), SamplingConfig())
+        finished, router = generate(self.pool, requests_for(uids, samples), SamplingConfig())
         assert (router.dropped, router.retried) == ([], 0)
         return finished
 
@@ -167,8 +168,11 @@ def test_results_come_in_the_order_of_the_requests_and_no_engine_has_more_than_m
     requests = requests_for("abcdefghij", samples=2)
     seen: list[tuple[str, int]] = []
     started = engines({}, {}, {}, max_concurrent=3)
-    finished, router = started.pool.generate(
-        requests, SamplingConfig(), lambda results, block: seen.extend(result.key for result in results)
+    finished, router = generate(
+        started.pool,
+        requests,
+        SamplingConfig(),
+        lambda results, block: seen.extend(result.key for result in results),
     )
     assert [result.key for result, _ in finished] == [request.key for request in requests]
     assert tokens_of(finished) == [request.seed for request in requests]
@@ -180,12 +184,12 @@ def test_results_come_in_the_order_of_the_requests_and_no_engine_has_more_than_m
 def test_a_failing_sample_is_tried_elsewhere_and_then_dropped_alone(engines) -> None:
     script = {"b": "fail", "c": "fail once"}
     started = engines(script, script, max_retries=2)
-    finished, router = started.pool.generate(requests_for("abd"), SamplingConfig())
+    finished, router = generate(started.pool, requests_for("abd"), SamplingConfig())
     assert [result.uid for result, _ in finished] == ["a", "d"]
     assert [(result.uid, result.finish_reason) for result in router.dropped] == [("b", ERROR)]
     assert router.retried == 2
     assert sorted(started.facts(replica)["tries"]["b"] for replica in (0, 1)) == [1, 2]
-    finished, router = engines(script).pool.generate(requests_for("c"), SamplingConfig())
+    finished, router = generate(engines(script).pool, requests_for("c"), SamplingConfig())
     assert (len(finished), router.dropped, router.retried) == (1, [], 1)
 
 
@@ -200,8 +204,11 @@ def test_the_requests_of_a_lost_engine_go_to_the_others_and_a_new_one_takes_its_
     doomed = started.facts(0)["pid"]
     fatal_first = requests_for("habcdefgijkl")  # the first request goes to replica 0
     seen: Counter[Any] = Counter()
-    finished, router = pool.generate(
-        fatal_first, SamplingConfig(), lambda results, block: seen.update(result.key for result in results)
+    finished, router = generate(
+        pool,
+        fatal_first,
+        SamplingConfig(),
+        lambda results, block: seen.update(result.key for result in results),
     )
     assert tokens_of(finished) == list(range(12))
     assert set(seen.values()) == {1}

@@ -1,0 +1,67 @@
+"""What a loop of one's own costs over the configured run: seconds of a step on 2 CPU cores.
+
+    python -m tests.benchmarks.own_loop [--steps 12] [--rounds 3]
+
+The same GRPO steps by `ballast.fit` and by the loop of docs/primitives.md, in turn, each with a Ray of its own. Medians
+over the steps after the first three, and over rounds.
+"""
+
+import argparse
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ballast
+from controller.algorithm.advantages import sequence_advantages
+from controller.observability.run_folder import RunFolder
+from tests.benchmarks.step_time import Setting, make_inputs
+
+WARM_UP = 3
+SIZES = ("1M", "5M")
+
+
+def configured(settings: Mapping[str, Any]) -> Path:
+    return ballast.fit(settings).folder
+
+
+def own(settings: Mapping[str, Any]) -> Path:
+    with ballast.open(settings) as run:
+        for _ in range(run.config.run.steps):
+            batch = run.sample(run.prompts(8), n=8).result().batch
+            advantages = sequence_advantages(run.config.algorithm, batch, batch["reward"])
+            run.forward_backward(batch, columns={"advantages": advantages})
+            run.step()
+            run.publish().result()
+        return run.folder
+
+
+def seconds(loop: Callable[[Mapping[str, Any]], Path], settings: Mapping[str, Any]) -> float:
+    """From the end of a step to the end of the next, by metrics.jsonl's clock."""
+    rows = [row for row in RunFolder(loop(settings)).metrics if row["step"] > WARM_UP]
+    return statistics.median(row["time/step_s"] for row in rows)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args(argv)
+    print("| model | configured, s | own loop, s | ratio |\n| --- | ---: | ---: | ---: |")
+    with tempfile.TemporaryDirectory() as temporary:
+        for size in SIZES:
+            options = make_inputs(Path(temporary), Setting(size))
+            settings: dict[str, Any] = dict(option.split("=", 1) for option in options)
+            settings |= {"run.dir": f"{temporary}/runs", "run.steps": arguments.steps}
+            found: dict[Callable[..., Path], list[float]] = {configured: [], own: []}
+            for number in range(arguments.rounds):
+                for loop in found:
+                    name = {"run.name": f"{size}-{loop.__name__}-{number}"}
+                    found[loop].append(seconds(loop, settings | name))
+            usual, mine = (statistics.median(each) for each in found.values())
+            print(f"| {size} | {usual:.3f} | {mine:.3f} | {mine / usual:.3f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

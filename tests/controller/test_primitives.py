@@ -1,0 +1,195 @@
+"""A loop of one's own: what the configured loop computes, whatever the split, and refusals. Engines are stand-ins."""
+
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import ballast
+from controller.algorithm.advantages import sequence_advantages
+from controller.observability.run_folder import RunFolder
+from controller.open_run import OpenRun
+from tests.controller.stand_ins.run import StandIns, write_stand_in_workspace
+from tests.documentation.blocks import ROOT, blocks_of
+from tests.refusals import refused
+from tests.workers.model.cases import Case
+from tests.workers.model.reference import keep_float64
+
+Open = Callable[..., AbstractContextManager[OpenRun]]
+ONE_RANK = ["policy.data_parallel=1", "data.validation=''", "rollout.placement=apart"]
+LEARNING = "policy.optimizer.learning_rate=1e-3"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("own loops")
+    write_stand_in_workspace(path)
+    return path
+
+
+@pytest.fixture
+def stand_ins(folder: Path, monkeypatch: pytest.MonkeyPatch) -> StandIns:
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    found = StandIns(monkeypatch)
+    found.compute()
+    return found
+
+
+@pytest.fixture
+def opened(stand_ins: StandIns, tmp_path: Path) -> Open:
+    return lambda *overrides: stand_ins.open([f"run.dir={tmp_path}/own", *ONE_RANK, *overrides])
+
+
+def weights(stand_ins: StandIns) -> dict[str, torch.Tensor]:
+    engine = stand_ins.world.ray.actors["policy dp=0"].instance.engine
+    return {name: weight.clone() for name, weight in engine.named_weights()}
+
+
+def keep_whole_numbers(stand_ins: StandIns) -> None:
+    """Norms that transformers computes in float32 are computed in float64."""
+    keep_float64(Case(share_prefixes="always"), stand_ins.world.ray.actors["policy dp=0"].instance.engine.module.model)
+
+
+def gradients(stand_ins: StandIns) -> dict[str, torch.Tensor]:
+    engine = stand_ins.world.ray.actors["policy dp=0"].instance.engine
+    return {name: each.grad.full_tensor().clone() for name, each in engine.module.model.named_parameters()}
+
+
+def grpo(run: OpenRun) -> None:
+    for _ in range(run.config.run.steps):
+        batch = run.sample(run.prompts(2), n=2).result().batch
+        advantages = sequence_advantages(run.config.algorithm, batch, batch["reward"])
+        run.forward_backward(batch, columns={"advantages": advantages})
+        run.step()
+        run.publish().result()
+
+
+@pytest.mark.parametrize("settings", [(), ("policy.max_tokens_per_micro_batch=24", "model.lora.rank=2")])
+def test_a_loop_of_ones_own_equals_the_configured_one_to_the_bit(
+    stand_ins: StandIns, opened: Open, tmp_path: Path, settings: tuple[str, ...]
+) -> None:
+    known = stand_ins.run([f"run.dir={tmp_path}/configured", *ONE_RANK, LEARNING, *settings])
+    expected, rows = weights(stand_ins), known.outcome.steps
+    with opened(LEARNING, *settings) as run:
+        grpo(run)
+        found, folder = weights(stand_ins), run.folder
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+    own = RunFolder(folder).metrics
+    for name in ("policy/loss", "policy/grad_norm", "policy/learning_rate", "reward/mean", "tokens/update"):
+        assert [row[name] for row in own] == [row[name] for row in rows], name
+    assert (folder / "samples.jsonl").read_text().count("\n") > 2
+
+
+@pytest.mark.parametrize("loss", [None, "importance_sampling", "gspo"])
+def test_a_batch_in_calls_has_the_gradient_of_one_call(stand_ins: StandIns, opened: Open, loss: str | None) -> None:
+    stand_ins.compute("float64")
+    with opened("model.share_prefixes=always", "policy.max_tokens_per_micro_batch=24") as run:
+        keep_whole_numbers(stand_ins)
+        batch = run.sample(run.prompts(3), n=3).result().batch
+        columns = {"advantages": np.linspace(-1, 1, len(batch))}
+        passed = run.forward_backward(batch, loss, columns=columns).result()
+        whole = gradients(stand_ins)
+        run.step(learning_rate=1e-30).result()
+        parts = [
+            run.forward_backward(batch, loss, rows=rows, columns=columns).result()
+            for rows in np.array_split(np.random.default_rng(0).permutation(len(batch)), 3)
+        ]
+        for name, gradient in gradients(stand_ins).items():
+            assert float((gradient - whole[name]).norm() / whole[name].norm()) < 1e-9, name
+    assert sum(part.metrics["loss"] for part in parts) == pytest.approx(passed.metrics["loss"], rel=1e-9)
+
+
+def test_means_of_two_batches_and_rows_given_twice_are_refused(opened: Open) -> None:
+    with opened() as run:
+        first, second = (run.sample(run.prompts(2), n=2).result().batch for _ in range(2))
+        columns = {"advantages": np.ones(4)}
+        run.forward_backward(first, rows=np.array([0, 1]), columns=columns)
+        with refused("loss=LossConfig"):
+            run.forward_backward(second, columns=columns)
+        with refused("rows: some were computed"):
+            run.forward_backward(first, rows=np.array([1, 2]), columns=columns)
+        run.forward_backward(second, "importance_sampling", columns=columns)
+        run.step()
+        run.forward_backward(second, columns=columns).result()
+
+
+def test_own_sequences_have_log_probs_and_learn_by_weights(stand_ins: StandIns, opened: Open) -> None:
+    stand_ins.compute("float64")
+    ids = [np.arange(3, 3 + length) for length in (5, 9, 2)]
+    rows = [{"input_ids": each, "loss_mask": np.arange(len(each)) > 0, "weights": np.ones(len(each))} for each in ids]
+    with opened("data.train=''", "reward.function=''") as run:
+        batch = run.batch(rows)
+        before = run.forward(batch).result().log_probs
+        passed = run.forward_backward(batch, "cross_entropy").result()
+        assert [len(row) for row in before] == [5, 9, 2] and not any(row[0] for row in before)
+        assert passed.metrics["loss"] == pytest.approx(-sum(float(row.sum()) for row in before), rel=1e-6)
+        for found, known in zip(passed.log_probs, before, strict=True):
+            np.testing.assert_allclose(found, known, rtol=1e-6)
+        run.step(learning_rate=1e-2).result()
+        assert sum(row.sum() for row in run.forward(batch).result().log_probs) > sum(row.sum() for row in before)
+        with refused("data.train is empty"):
+            run.prompts(1)
+
+
+def test_a_saved_state_comes_back_with_or_without_its_optimiser(stand_ins: StandIns, opened: Open) -> None:
+    def learn(run: OpenRun) -> dict[str, torch.Tensor]:
+        batch = run.batch([{"input_ids": np.arange(3, 9), "loss_mask": np.arange(6) > 0}], weights=[1.0])
+        run.forward_backward(batch, "cross_entropy")
+        run.step(learning_rate=1e-2).result()
+        return weights(stand_ins)
+
+    with opened() as run:
+        first = learn(run)
+        assert run.save("one").result() == run.folder / "states" / "one"
+        second = learn(run)
+        run.load("one").result()
+        assert all(torch.equal(weight, first[name]) for name, weight in weights(stand_ins).items())
+        assert all(torch.equal(weight, second[name]) for name, weight in learn(run).items())
+        run.load("one", optimizer=False).result()
+        assert not all(torch.equal(weight, second[name]) for name, weight in learn(run).items())
+        assert run.steps == 4
+        for name in ("../one", "", ".hidden"):
+            with refused("name="):
+                run.save(name)
+
+
+def test_what_an_open_run_cannot_do_is_refused(opened: Open) -> None:
+    with opened() as run:
+        batch = run.sample(["1+1="]).result().batch
+        with refused("role='critic'"):
+            run.forward(batch, role="critic")
+        with refused("loss=dpo"):
+            run.forward_backward(batch, "dpo").result()
+
+
+LOOPS = {
+    "A loop of your own": (LEARNING,),
+    "REINFORCE with a learned baseline": (),
+    "Best-of-n distillation": (),
+    "DPO": ("algorithm.loss.kl_coefficient=0.1",),
+}
+
+
+@pytest.mark.parametrize("title", LOOPS)
+def test_the_loops_of_the_page_run(stand_ins: StandIns, opened: Open, monkeypatch: Any, title: str) -> None:
+    page = ROOT / "docs" / "primitives.md"
+    section = re.search(rf"^#+ {title}$(.*?)(?=^## |\Z)", page.read_text(), re.M | re.S)
+    assert section is not None
+    code = [block.body for block in blocks_of(page) if block.language == "python" and block.body in section[1]]
+    learned = []
+
+    def open_with(config: Any = None, *, overrides: Any = (), reward: Any = None) -> Any:
+        named = [f"{key}={value}" for key, value in dict(overrides).items()]
+        return opened("run.steps=1", *LOOPS[title], *named)
+
+    monkeypatch.setattr(ballast, "open", open_with, raising=False)
+    usual = OpenRun.step
+    monkeypatch.setattr(OpenRun, "step", lambda *a, **k: learned.append(k) or usual(*a, **k))
+    exec("\n".join(code), {"__name__": "page"})
+    assert learned
