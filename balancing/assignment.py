@@ -15,7 +15,7 @@ import numpy as np
 
 from balancing.compiled import compiled
 from balancing.errors import CountError
-from balancing.exchange import EFFORT, TOLERANCE, even_out
+from balancing.exchange import EFFORT, MANY, even_out, tolerance_of
 from balancing.filling import fill_to_level
 from balancing.grouping import Caps, Floats, Grouping, Integers, listed
 from balancing.packing import (
@@ -36,7 +36,10 @@ Start = Literal[
 """Initial assignment that a schedule was refined from, or the algorithm of an unrefined plan."""
 
 STEPS_TRIED = 8
-"""Packing tries so many numbers of micro-steps from the lower bound on, then the number of best-fit-decreasing."""
+"""Packing tries so many numbers of micro-steps from the lower bound on, then the number of best-fit-decreasing.
+
+Of many sequences only the last: they have many steps, and one more takes no more time.
+"""
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,8 @@ def deal(sizes: Integers, weights: Floats, request: Request) -> Schedule:
 def _steps_to_try(sizes: Integers, request: Request) -> Iterator[int]:
     ranks, sequences = request.ranks, len(sizes)
     lowest = -(-fewest_micro_batches(sizes, request.caps) // ranks)
-    for needed in range(lowest, lowest + STEPS_TRIED * request.count.multiple_of, request.count.multiple_of):
+    tried, each = STEPS_TRIED if sequences <= MANY else 0, request.count.multiple_of
+    for needed in range(lowest, lowest + tried * each, each):
         yield checked_steps(needed, sequences // ranks, sequences, request)
     enough = -(-fewest_by_best_fit(sizes, request.caps) // ranks)
     yield checked_steps(enough, sequences // ranks, sequences, request)
@@ -105,7 +109,9 @@ def from_karmarkar_karp(sizes: Integers, weights: Floats, request: Request, step
     group_of = repair_caps(sizes, weights, start.group_of, count, caps.max_tokens, caps.max_sequences)
     if (group_of < 0).any():
         return None
-    packed = even_out(Grouping(group_of, count), weights, sizes, caps)
+    packed = Grouping(group_of, count)
+    if len(sizes) <= MANY:  # for more, exchanges within steps suffice
+        packed = even_out(packed, weights, sizes, caps)
     return even_out_within_steps(
         deal_into_steps(packed, sizes, weights, request, steps, "karmarkar_karp"), sizes, weights, request
     )
@@ -142,11 +148,11 @@ def even_out_within_steps(
     sizes: Integers,
     weights: Floats,
     request: Request,
-    tolerance: float = TOLERANCE,
+    tolerance: float | None = None,
     effort: int = EFFORT,
 ) -> Schedule:
     group_of, loads = schedule.grouping.group_of.copy(), schedule.loads(weights)
-    enough = loads.mean(axis=1) * (1 + tolerance)
+    enough = loads.mean(axis=1) * (1 + (tolerance_of(len(sizes)) if tolerance is None else tolerance))
     rows_of = Grouping(group_of // request.ranks, schedule.steps).members()
     for step in np.flatnonzero(loads.max(axis=1) > enough):
         rows = rows_of[step]

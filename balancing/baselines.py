@@ -77,7 +77,7 @@ def schedule_rank_locally(
         count = min(steps, len(rows))
         whole = cut(sizes[rows], request.caps, count) if count else grouping
         if whole.count != count:  # as many sets may exceed a cap, so halve the fewer ones
-            whole = spread(grouping.members(), sizes[rows], count)
+            whole = spread(grouping, sizes[rows], count)
         ordered = heaviest_first(whole, sizes[rows], weights[rows], rows)
         runs.append([rows[inside] for inside in ordered.members()])
     return side_by_side(runs, steps, len(sizes), name)

@@ -22,6 +22,8 @@ Bundles = tuple[Floats, Floats, Integers, Integers]
 
 TOLERANCE = 1e-5
 """Groups are even if they are within this share of the mean."""
+MANY, TOLERANCE_OF_MANY = 65_536, 3e-3
+"""More sequences are even within this share, a fifth of the error of a fitted cost model (1.4 %)."""
 PARTNERS = 12
 """A heavy group tries so many of the lightest groups, or all if only the heaviest group counts."""
 FAILURES = 64
@@ -124,6 +126,11 @@ def _append(groups: LinkedGroups, sequence: int, group: int, last: int) -> None:
     groups.counts[group] += 1
     groups.loads[group] += groups.weights[sequence]
     groups.tokens[group] += groups.sizes[sequence]
+
+
+def tolerance_of(sequences: int) -> float:
+    """Return the share of the mean within which micro-batches of so many sequences are even."""
+    return TOLERANCE_OF_MANY if sequences > MANY else TOLERANCE
 
 
 def even_out(

@@ -91,27 +91,64 @@ def fill_to_level(
     max_sequences: int,
 ) -> Integers:
     """Place each in the lightest bin with room whose load stays within `level`. placed: bins of placed ones, or -1."""
-    assignment, loads = placed.copy(), np.zeros(bins)
+    assignment, load = placed.copy(), np.zeros(bins)
     room, places = np.full(bins, max_tokens, np.int64), np.full(bins, max_sequences, np.int64)
     for index in np.flatnonzero(placed >= 0):
-        loads[placed[index]] += weights[index]
+        load[placed[index]] += weights[index]
         room[placed[index]] -= sizes[index]
         places[placed[index]] -= 1
-    most_room, least_load = max_tokens, 0.0  # as of the last search: bins only fill up
+    leaves = 1
+    while leaves < bins:
+        leaves *= 2
+    # A node of the tree has the least load and the most room below it. Its leaves are bins, neighbours by their room.
+    loads, rooms = np.full(2 * leaves, np.inf), np.full(2 * leaves, -1)
+    bin_of = np.argsort(room, kind="mergesort")
+    for place, position in enumerate(bin_of):
+        if places[position] > 0:
+            loads[leaves + place], rooms[leaves + place] = load[position], room[position]
+    for node in range(leaves - 1, 0, -1):
+        _summarise(node, loads, rooms)
+    nodes = np.empty(128, np.int64)  # above twice the depth of the tree
     for index in order:
         size, weight = sizes[index], weights[index]
-        if size > most_room or least_load + weight > level:
+        if size > rooms[1] or loads[1] + weight > level:
             continue
-        lightest, most_room, least_load = -1, -1, np.inf
-        for position in range(bins):
-            if places[position] > 0:
-                most_room, least_load = max(most_room, room[position]), min(least_load, loads[position])
-            fits = room[position] >= size and places[position] > 0 and loads[position] + weight <= level
-            if fits and (lightest < 0 or loads[position] < loads[lightest]):
-                lightest = position
-        if lightest >= 0:
-            assignment[index] = lightest
-            loads[lightest] += weight
-            room[lightest] -= size
-            places[lightest] -= 1
+        leaf = _lightest_with_room(loads, rooms, bin_of, size, nodes)
+        if leaf < 0 or loads[leaf] + weight > level:
+            continue
+        assignment[index] = bin_of[leaf - leaves]
+        places[assignment[index]] -= 1
+        loads[leaf] += weight
+        rooms[leaf] -= size
+        if places[assignment[index]] == 0:  # a full bin
+            loads[leaf], rooms[leaf] = np.inf, -1
+        while leaf > 1:
+            leaf //= 2
+            _summarise(leaf, loads, rooms)
     return assignment
+
+
+@compiled
+def _summarise(node: int, loads: Floats, rooms: Integers) -> None:
+    loads[node] = min(loads[2 * node], loads[2 * node + 1])
+    rooms[node] = max(rooms[2 * node], rooms[2 * node + 1])
+
+
+@compiled
+def _lightest_with_room(loads: Floats, rooms: Integers, bin_of: Integers, size: int, nodes: Integers) -> int:
+    """Return the leaf with the least load, of several that of the first bin, among those with room, or -1."""
+    best, least, depth, leaves = -1, np.inf, 1, len(loads) // 2
+    nodes[0] = 1
+    while depth > 0:
+        depth -= 1
+        node = nodes[depth]
+        if rooms[node] < size or loads[node] > least:
+            continue
+        if node >= leaves:
+            if best < 0 or loads[node] < least or bin_of[node - leaves] < bin_of[best - leaves]:
+                best, least = node, loads[node]
+            continue
+        lighter = 2 * node + (loads[2 * node + 1] < loads[2 * node])
+        nodes[depth], nodes[depth + 1] = 4 * node + 1 - lighter, lighter
+        depth += 2
+    return best

@@ -14,9 +14,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from balancing.alignment import round_up
 from balancing.errors import CountError
-from balancing.exchange import even_out
+from balancing.exchange import MANY, even_out
 from balancing.filling import best_fit, fill_lightest
-from balancing.grouping import Caps, Floats, Grouping, Integers
+from balancing.grouping import Caps, Floats, Grouping, Integers, listed
 from balancing.lower_bounds import fewest_bins
 from balancing.padded import Runs, equal_counts, pack_padded, split_most_tokens, take_in_order
 from balancing.validation import check_fits, one_of, positive_integer, sequence_lengths, weight_array
@@ -130,11 +130,13 @@ def pack_into(sizes: Integers, loads: Floats, caps: Caps, count: int) -> Groupin
     """Form `count` non-empty packed micro-batches, balanced by load. Returns None if every method of filling fails.
 
     From the most even loads to the tightest: heaviest first, exchanges without a cap, best-fit-decreasing.
+    Many sequences do without exchanges, which cost most.
     """
-    for fill in (_by_load, _by_exchanges, _by_best_fit):
+    many = len(sizes) > MANY
+    for fill in (_by_load, _by_best_fit) if many else (_by_load, _by_exchanges, _by_best_fit):
         grouping = fill(sizes, loads, caps, count)
         if grouping is not None:
-            return even_out(grouping, loads, sizes, caps)
+            return grouping if many else even_out(grouping, loads, sizes, caps)
     return None
 
 
@@ -154,7 +156,7 @@ def _by_load(sizes: Integers, loads: Floats, caps: Caps, count: int) -> Grouping
 
 def _by_best_fit(sizes: Integers, loads: Floats, caps: Caps, count: int) -> Grouping | None:
     tight = _best_fit_decreasing(sizes, caps)
-    return spread(tight.members(), sizes, count) if tight.count <= count else None
+    return spread(tight, sizes, count) if tight.count <= count else None
 
 
 def _by_exchanges(sizes: Integers, loads: Floats, caps: Caps, count: int) -> Grouping | None:
@@ -177,13 +179,19 @@ def _complete(group_of: Integers, count: int) -> Grouping | None:
     return None if (group_of < 0).any() else Grouping(group_of, count)
 
 
-def spread(groups: list[Integers], sizes: Integers, count: int) -> Grouping:
+def spread(tight: Grouping, sizes: Integers, count: int) -> Grouping:
     """Halve the groups with most tokens until there are `count`, at most the number of indices."""
-    heap = [(-(int(sizes[group].sum()) if len(group) > 1 else 0), number, group) for number, group in enumerate(groups)]
+    order, bounds = listed(tight.group_of, tight.count)
+    group_of, groups = tight.group_of.copy(), np.split(order, bounds[1:-1]) if tight.count < count else []
+    tokens = np.where(tight.sizes() > 1, -tight.sums(sizes), 0.0)
+    heap = [(load, number) for number, load in enumerate(tokens.tolist())]
     heapq.heapify(heap)
     while len(heap) < count:
-        _, number, group = heapq.heappop(heap)
-        descending = group[np.lexsort((group, -sizes[group]))]
-        for new_number, half in ((number, descending[::2]), (len(heap) + 1, descending[1::2])):
-            heapq.heappush(heap, (-(int(sizes[half].sum()) if len(half) > 1 else 0), new_number, half))
-    return Grouping.of([group for _, _, group in sorted(heap, key=lambda entry: entry[1])], len(sizes))
+        _, number = heapq.heappop(heap)
+        descending = groups[number][np.lexsort((groups[number], -sizes[groups[number]]))]
+        groups[number], moved = descending[::2], descending[1::2]
+        group_of[moved] = len(groups)
+        groups.append(moved)
+        for half in (number, len(groups) - 1):
+            heapq.heappush(heap, (-float(sizes[groups[half]].sum()) if len(groups[half]) > 1 else 0.0, half))
+    return Grouping(group_of, count)

@@ -30,7 +30,7 @@ from balancing.assignment import (
     from_longest_first,
     repair_caps,
 )
-from balancing.exchange import TOLERANCE
+from balancing.exchange import TOLERANCE, tolerance_of
 from balancing.filling import fill_to_level
 from balancing.grouping import Floats, Grouping, Integers
 from balancing.lower_bounds import StepTimeBound, step_time_bound
@@ -116,10 +116,10 @@ MOST_LONG_TOGETHER = 4
 
 def fill_long_steps_first(sizes: Integers, weights: Floats, request: Request, dealt: Schedule) -> Schedule:
     """Return the best of `dealt` and of schedules whose first steps are filled before the rest is dealt."""
-    best, lowest = dealt, dealt.time(weights)
-    if lowest <= float(weights.sum()) / request.ranks * (1 + AT_THE_BOUND):
+    best, lowest, even = dealt, dealt.time(weights), tolerance_of(len(sizes))
+    if lowest <= float(weights.sum()) / request.ranks * (1 + max(AT_THE_BOUND, even)):
         return dealt
-    enough = time_bound(sizes, weights, request, dealt.steps).time * (1 + GOOD_ENOUGH)
+    enough = time_bound(sizes, weights, request, dealt.steps).time * (1 + max(GOOD_ENOUGH, even))
     for moves in _VARIANTS:
         if lowest <= enough:
             break

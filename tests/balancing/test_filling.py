@@ -70,6 +70,25 @@ def test_level_holds_and_is_the_same_interpreted(sizes, count, cap, most, level)
     assert np.bincount(assignment[inside], weights[inside], 1).max() <= level * (1 + 1e-12)
 
 
+@settings(deadline=None)
+@given(lengths, bins, caps, sequences, st.sampled_from([np.inf, 90.0, 900.0]), st.data())
+def test_level_is_the_lightest_bin_with_room_found_one_by_one(sizes, count, cap, most, level, data):
+    weights, places = np.square(sizes // 9 * 1.0), st.lists(st.integers(-1, count - 1), min_size=len(sizes))
+    before = np.array(data.draw(places))[: len(sizes)]
+    expected = before.copy()
+    for index in np.flatnonzero(before < 0):
+        inside = [np.flatnonzero(expected == each) for each in range(count)]
+        loads = [float(weights[rows].sum()) for rows in inside]
+        open_bins = [
+            (loads[each], each)
+            for each, rows in enumerate(inside)
+            if sizes[rows].sum() + sizes[index] <= cap and len(rows) < most and loads[each] + weights[index] <= level
+        ]
+        expected[index] = min(open_bins)[1] if open_bins else -1
+    order = np.flatnonzero(before < 0)
+    assert fill_to_level(order, sizes, weights, before, count, level, cap, most).tolist() == expected.tolist()
+
+
 def test_level_counts_what_is_placed_already():
     weights, placed = np.array([5.0, 4.0, 3.0]), np.array([0, -1, -1])
     assert fill_to_level(np.arange(1, 3), np.array([1] * 3), weights, placed, 2, 7.0, 10, 9).tolist() == [0, 1, 1]
