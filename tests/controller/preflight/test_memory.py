@@ -261,7 +261,7 @@ def test_whole_gradients_are_measured_where_their_reduction_is_put_off(documenta
         (("policy.parallel.replicate=2",), 1.1),
         (("policy.parallel.tensor_parallel=2", "policy.data_parallel=4"), 0.3),
         (("policy.parallel.pipeline_parallel=2", "policy.parallel.virtual_stages=2", "policy.data_parallel=4"), 0.3),
-        (("policy.parallel.context_parallel=2", "policy.parallel.context_parallel_method=ring"), 0.3),
+        (("policy.parallel.context_parallel=4", "policy.parallel.context_parallel_method=ring"), 0.3),
         (("policy.reshard_after_forward=false",), 1.01),
         (("model.gradient_checkpointing=none",), 1.5),
         (("model.gradient_checkpointing=selective", "model.compile=never"), 1.2),

@@ -65,7 +65,7 @@ def flash_forward(query: Tensor, key: Tensor, value: Tensor, block: Block, scale
     Returns (out [Q, H, D], natural log-sum-exp of the scaled scores [H, Q]). On the CPU a window, or fewer queries than
     keys, builds a mask of all pairs.
     """
-    if query.is_cuda:
+    if query.device.type != "cpu":
         where, (left, right) = _on_cuda(block), window_size(block.causal, block.window)
         output, lse, *_ = aten._flash_attention_forward(
             query,
@@ -101,7 +101,7 @@ def flash_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the block's share in the gradients of query, key and value, from output and log-sum-exp over all keys."""
-    if query.is_cuda:
+    if query.device.type != "cpu":
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)  # state of an unused generator
         where, (left, right) = _on_cuda(block), window_size(block.causal, block.window)
         return aten._flash_attention_backward(
