@@ -29,6 +29,7 @@ COMMANDS = {
     "sft": Command("controller.sft", "train it on given responses"),
     "preferences": Command("controller.preferences", "train it on pairs of responses (DPO, IPO, SimPO)"),
     "reward-model": Command("controller.reward_model", "train a reward model on pairs, scores or labelled steps"),
+    "serve": Command("controller.serve", "serve the training API of Tinker's clients over a policy"),
     "evaluate": Command("controller.evaluate", "measure a model on a data set, with confidence intervals"),
     "generate": Command("controller.generate", "write samples with token ids and log-probs to a file"),
     "show": Command("controller.show", "draw the recorded sessions and samples of a run in the terminal"),

@@ -1,0 +1,434 @@
+"""Service: one policy behind Tinker's calls. Accepts each call once, makes them in order, and keeps their answers.
+
+    POST call --its turn by (model_id, seq_id)--> log --> OpenRun --> answer on disk <--retrieve_future
+    kill --> run.resume=auto: the last checkpoint, of step k --> the log's calls after step k are made again
+
+Weights are named by the call that made them: a step or a load, 0 for the base model.
+"""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from controller.checkpoints.progress import checkpoints_at
+from controller.open_run import STATES, OpenRun
+from controller.serving import wire
+from controller.serving.log import Call, CallLog
+from controller.serving.wire import Answer, RefusedError, json_answer
+from workers.errors import ConfigError, LostError, RolloutError
+from workers.model.checkpoint.checkpoint_folder import MANIFEST
+
+POLL_SECONDS = 20.0  # that a request for an answer waits: clients give up after 45
+TURN_SECONDS = 30.0  # that a call waits for the call before it
+SILENT_SECONDS = 60.0  # without a heartbeat (one in 10 s), after which another session may take the model
+MOST_ANSWERS = 4096  # samples that nobody has fetched
+INITIAL = "initial"
+NEWEST = -1  # in place of a call's number: of a sampler that follows the weights
+UNSUPPORTED = ["topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k"]
+UNSUPPORTED += ["record_stability_info"]
+STOPS = (LostError, RolloutError)
+
+Begin = Callable[[int], Future[Answer]]
+
+
+class Service:
+    def __init__(self, run: OpenRun, log: CallLog, stop: Callable[[BaseException], None]) -> None:
+        """stop: ends the server, which after an error of `STOPS` may start again."""
+        self._run, self._log, self._stop = run, log, stop
+        self.config = run.config
+        path = Path(self.config.model.path)
+        self.base_model = str(path.resolve()) if path.is_dir() else self.config.model.path
+        self._sessions, self._model, self._owner = dict[str, float](), "", ""
+        self._numbers, self._next = dict[tuple[str, int], int](), dict[str, int]()
+        self._pending, self._samples = dict[str, asyncio.Future[Any]](), dict[str, Answer]()
+        self._samplers, self._snapshots = dict[str, int](), dict[str, int]()
+        self._weights = self._published = 0
+        self._steps, self._moved = run.steps, asyncio.Event()
+        self._kinds = {
+            "create_model": self._create,
+            "forward_backward": self._pass,
+            "optim_step": self._step,
+            "save_weights": self._save,
+            "load_weights": self._load,
+            "save_weights_for_sampler": self._publish,
+        }
+
+    # --- start --------------------------------------------------------------------------------------------------------
+
+    def restore(self) -> None:
+        """Make the calls again that no checkpoint holds. Call in the event loop."""
+        for fact in self._log.facts():
+            self._take(**fact)
+        calls, steps = list(self._log.calls()), self._run.steps
+        last = max((number for number, call in calls if steps and call.step == steps), default=0)
+        if steps and calls and not last:
+            self._stop(
+                ConfigError(f"run.name={self._run.folder.name}: serve/calls lacks step {steps}. Choose another.")
+            )
+            return
+        if last and self._log.answer_of(last) is None:  # killed between the checkpoint and the answer
+            self._log.answer(last, json_answer(metrics={}))
+        if not self._is_saved(INITIAL):
+            self._run.save(INITIAL)
+        self._weights = last
+        for number, call in calls:
+            self._numbers[call.model_id, call.seq_id] = number
+            self._next[call.model_id] = max(self._next.get(call.model_id, 0), call.seq_id + 1)
+            self._steps = max(self._steps, call.step)
+            if number > last:
+                self._again(number, call)
+
+    def _again(self, number: int, call: Call) -> None:
+        try:
+            begin = self._kinds[call.kind](_content(call.kind, self._log.body(number)), True)
+        except RefusedError as error:
+            self._log.answer(number, wire.failure(error))
+        else:
+            self._start(number, begin)
+
+    def _note(self, **fact: Any) -> None:
+        self._log.note(**fact)
+        self._take(**fact)
+
+    def _take(self, kind: str, name: str, **values: Any) -> None:
+        if kind == "session":
+            self._sessions[name] = time.monotonic()
+        elif kind == "model":
+            self._model, self._owner = name, values["session"]
+            self._next.setdefault(name, 1)
+        elif kind == "sampler":
+            self._samplers[name] = values["weights"]
+            self._snapshots |= {values["path"]: values["weights"]} if values["path"] else {}
+        else:
+            self._published = values["weights"]
+
+    # --- calls in order -----------------------------------------------------------------------------------------------
+
+    async def submit(self, kind: str, body: bytes) -> dict[str, str]:
+        """Accept a call once, after the call before it. Returns its future's name. Raises RefusedError."""
+        content = _content(kind, body)
+        if kind == "forward_backward":
+            model_id, seq_id = content.model_id, content.seq_id
+        elif content.get("session_id"):
+            model_id, seq_id = _name(content), 0
+        else:
+            model_id, seq_id = wire.text(content, "model_id"), int(wire.number(content, "seq_id", -1, 0, 2**53))
+        await self._turn(model_id, seq_id)
+        if (number := self._numbers.get((model_id, seq_id))) is None:
+            number = self._accept(kind, content, body, model_id, seq_id)
+        return {"request_id": f"call-{number}", "model_id": model_id}
+
+    async def _turn(self, model_id: str, seq_id: int) -> None:
+        if seq_id and model_id not in self._next:
+            raise RefusedError(f"model_id={model_id!r:.80}: unknown. Create a model.", 404)
+        try:
+            async with asyncio.timeout(TURN_SECONDS):
+                while seq_id > self._next.get(model_id, 0):
+                    await self._moved.wait()
+        except TimeoutError:
+            missing, self._next[model_id] = self._next[model_id], seq_id + 1
+            raise RefusedError(f"seq_id={seq_id}: call {missing} before it never came. Make both again.") from None
+
+    def _accept(self, kind: str, content: Any, body: bytes, model_id: str, seq_id: int) -> int:
+        if seq_id < self._next.get(model_id, 0):
+            raise RefusedError(f"seq_id={seq_id}: it was refused, or its answer is no longer kept. Make a new call.")
+        try:
+            if seq_id and model_id != self._model:
+                raise RefusedError(f"model_id={model_id}: {self._model} has replaced it. Create a new one.")
+            begin = self._kinds[kind](content, False)
+        finally:  # a refused call had its turn, too
+            if seq_id:
+                self._next[model_id] = seq_id + 1
+                self._moved.set()  # those who wait look again
+                self._moved = asyncio.Event()
+        step = self._steps + 1 if kind == "optim_step" else 0
+        number = self._log.add(Call(kind, model_id, seq_id, step), body)
+        self._steps = max(self._steps, step)
+        self._numbers[model_id, seq_id] = number
+        self._start(number, begin)
+        return number
+
+    def _start(self, number: int, begin: Begin) -> None:
+        name = f"call-{number}"
+        self._pending[name] = asyncio.wrap_future(begin(number))
+        self._pending[name].add_done_callback(lambda done: self._pending.pop(name))
+
+    def _answered(self, number: int, future: Future[Any], make: Callable[[Any], Answer], *, step: bool = False) -> Any:
+        """Return a future that is done when the answer is on disk. step: an error of it ends the server."""
+        answered = Future[None]()
+
+        def finish(done: Future[Any]) -> None:  # in the lane's thread, before its next work
+            if done.cancelled():
+                answered.cancel()
+                return
+            error = done.exception()
+            if isinstance(error, STOPS) or (error and step):
+                self._stop(error)
+                return
+            try:
+                answer = wire.failure(error) if error else make(done.result())
+            except Exception as error:
+                answer = wire.failure(error)
+            self._log.answer(number, answer)
+            answered.set_result(None)
+
+        future.add_done_callback(finish)
+        return answered
+
+    async def answer(self, name: str) -> Answer | None:
+        """Return the answer of a future, or None if the client must ask again. Raises RefusedError."""
+        if name in self._pending:
+            waited = self._pending[name]
+            await asyncio.wait({waited}, timeout=POLL_SECONDS)
+            if not waited.done():
+                return None
+        if name.startswith("call-") and name.removeprefix("call-").isdecimal():
+            found = self._log.answer_of(int(name.removeprefix("call-")))
+        else:
+            found = self._samples.pop(name, None)
+        if found is None:
+            raise RefusedError(f"request_id={name!r:.80}: no answer is kept. Make the call again.", 410)
+        return found
+
+    # --- kinds of calls: read and refuse at once, begin when it is in the log -----------------------------------------
+
+    def _claim(self, request: dict[str, Any], again: bool) -> str:
+        """Return the name of a new model. Raises RefusedError while another client trains one."""
+        session, rank = wire.text(request, "session_id"), self.config.model.lora.rank
+        self.check_base(request.get("base_model") or self.base_model)
+        asked = (request.get("lora_config") or {}).get("rank")
+        if rank and asked not in (None, rank):
+            raise RefusedError(f"rank={asked!r:.20}: the server trains model.lora.rank={rank}. Ask for it.")
+        if session not in self._sessions:
+            raise RefusedError(f"session_id={session!r:.80}: unknown. Create a session.", 404)
+        silent = time.monotonic() - self._sessions.get(self._owner, -SILENT_SECONDS)
+        if not again and session != self._owner and silent < SILENT_SECONDS:
+            raise RefusedError(f"create_model: {self._model} is in training. Wait until its client has ended.")
+        return _name(request)
+
+    def _create(self, request: dict[str, Any], again: bool) -> Begin:
+        name = self._claim(request, again)
+
+        def begin(number: int) -> Future[Answer]:
+            if self._model:  # has left weights, moments and perhaps gradients
+                self._run.load(INITIAL, optimizer=False)
+            self._note(kind="model", name=name, session=request["session_id"])
+            self._weights = 0
+            answer = json_answer(model_id=name, type="create_model")
+            return self._answered(number, self._send(), lambda _: answer)
+
+        return begin
+
+    def _pass(self, message: Any, again: bool) -> Begin:
+        limits = {"vocabulary": self._run.vocabulary, "longest": self.config.max_model_tokens}
+        rows, loss = wire.read_pass(message, **limits)
+
+        def make(passed: Any) -> Answer:
+            metrics = {} if message.forward_only else {"loss:sum": passed.metrics["loss"]}
+            return wire.pass_answer(passed.log_probs, metrics)
+
+        def begin(number: int) -> Future[Answer]:
+            batch = self._run.batch(rows)
+            passed = self._run.forward(batch) if message.forward_only else self._run.forward_backward(batch, loss)
+            return self._answered(number, passed, make)
+
+        return begin
+
+    def _step(self, request: dict[str, Any], again: bool) -> Begin:
+        settings = wire.read_step(request)
+
+        def make(metrics: dict[str, float]) -> Answer:
+            if self.config.run.checkpoint_every and self._run.steps % self.config.run.checkpoint_every == 0:
+                self._forget()
+            return json_answer(metrics=metrics)
+
+        def begin(number: int) -> Future[Answer]:
+            self._weights = number
+            return self._answered(number, self._run.step(**settings), make, step=True)
+
+        return begin
+
+    def _forget(self) -> None:
+        """Forget calls before the step before the oldest checkpoint, whose answers no client still asks for."""
+        oldest = min((int(path.name.removeprefix("step-")) for path in checkpoints_at(self._run.folder)), default=0)
+        for number, call in self._log.calls():
+            if call.step and call.step == oldest - 1:
+                self._log.forget_before(number)
+
+    def check_state(self, path: str) -> str:
+        """Return the name of a saved state. Raises RefusedError for a path outside this run."""
+        found = wire.STATE_PATH.fullmatch(path)
+        name = "" if found is None else f"{found[1]}.{found[2]}".replace(":", ".")
+        if not name or not self._is_saved(name):
+            raise RefusedError(f"path={path!r:.200}: this run has no such state. Use what save_state returned.", 404)
+        return name
+
+    def _is_saved(self, state: str) -> bool:
+        return (self._run.folder / STATES / state / "policy" / MANIFEST).exists()
+
+    def _save(self, request: dict[str, Any], again: bool) -> Begin:
+        model, name = wire.text(request, "model_id"), wire.text(request, "path")
+        if not wire.NAME.fullmatch(name):
+            raise RefusedError(f"name={name!r:.100}: letters, digits, `_`, `.` and `-` make a name. Change it.")
+        path, state = f"tinker://{model}/weights/{name}", f"{model}.{name}".replace(":", ".")
+        there = self._is_saved(state)
+        if (there or request.get("overwrite")) and not again:
+            raise RefusedError(f"name={name}: a name can be saved once. Choose another.")
+
+        def begin(number: int) -> Future[Answer]:
+            saved: Future[Any] = Future()
+            if there:
+                saved.set_result(None)
+            else:
+                saved = self._run.save(state)
+            return self._answered(number, saved, lambda _: json_answer(path=path, type="save_weights"))
+
+        return begin
+
+    def _load(self, request: dict[str, Any], again: bool) -> Begin:
+        path, session, optimizer = wire.text(request, "path"), request.get("session_id"), bool(request.get("optimizer"))
+        state, model = self.check_state(path), self._claim(request, again) if session else request["model_id"]
+
+        def begin(number: int) -> Future[Answer]:
+            if session:
+                self._note(kind="model", name=model, session=session)
+            self._weights = number
+            loaded = self._run.load(state, optimizer=optimizer)
+            return self._answered(number, loaded, lambda _: json_answer(path=path, model_id=model, type="load_weights"))
+
+        return begin
+
+    def _publish(self, request: dict[str, Any], again: bool) -> Begin:
+        model, name = wire.text(request, "model_id"), request.get("path")
+        if name is not None and not wire.NAME.fullmatch(str(name)):
+            raise RefusedError(f"name={name!r:.100}: letters, digits, `_`, `.` and `-` make a name. Change it.")
+        path = f"tinker://{model}/sampler_weights/{name}" if name else ""
+
+        def begin(number: int) -> Future[Answer]:
+            sampler = f"{model}:sampler:{number}"
+            sent = self._send()
+            weights = NEWEST if request.get("kind") == "inflight" else self._weights
+            self._note(kind="sampler", name=sampler, weights=weights, path=path)
+            answer = {"type": "save_weights_for_sampler", "path": path or None, "sampling_session_id": sampler}
+            return self._answered(number, sent, lambda _: json_answer(**answer))
+
+        return begin
+
+    def _send(self) -> Future[Any]:
+        """Send the trainer's weights to the engines, unless they have them."""
+        sent: Future[Any] = Future()
+        if self._published == self._weights:
+            sent.set_result(None)
+            return sent
+        sent = self._run.publish()
+        self._note(kind="published", name="", weights=self._weights)
+        return sent
+
+    # --- samples ------------------------------------------------------------------------------------------------------
+
+    def create_sampler(self, request: dict[str, Any]) -> str:
+        """Return the name of a sampler of the base model or of the newest weights. Raises RefusedError."""
+        path, name = request.get("model_path"), f"{wire.text(request, 'session_id')}:sampler:{uuid.uuid4().hex}"
+        if not path:
+            self.check_base(wire.text(request, "base_model"))
+        elif path not in self._snapshots:
+            raise RefusedError(
+                f"model_path={path!r:.200}: no sampler weights. Use what save_weights_for_sampler returned."
+            )
+        self._note(kind="sampler", name=name, weights=self._snapshots[path] if path else 0, path="")
+        return name
+
+    def check_base(self, name: str) -> None:
+        if name not in (self.base_model, self.config.model.path):
+            raise RefusedError(f"base_model={name!r:.200}: the server has {self.config.model.path}. Ask for it.")
+
+    def sample(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Begin to sample, once a `seq_id` of the sampler. Returns its future. Raises RefusedError."""
+        sampler, seq_id = wire.text(request, "sampling_session_id"), int(wire.number(request, "seq_id", 0, 0, 2**53))
+        name, count = f"sample-{sampler}-{seq_id}", int(wire.number(request, "num_samples", 1, 1, 4096))
+        future = {"request_id": name, "sample_sequence_ids": [f"{name}-{n}" for n in range(count)]}
+        if name in self._pending or name in self._samples:
+            return future
+        self.check_sampler(sampler)
+        if self._samplers[sampler] not in (self._published, NEWEST):
+            raise RefusedError("sampling_session_id: newer weights are served. Use the newest sampling client.")
+        if asked := [each for each in UNSUPPORTED if request.get(each)]:
+            raise RefusedError(f"{asked[0]}: not supported. Leave it out.")
+        longest = self.config.max_model_tokens
+        prompt = wire.read_prompt(request, vocabulary=self._run.vocabulary, longest=longest - 1)
+        settings = wire.read_sampling(request, self.config.rollout.sampling)
+        if len(prompt) + settings.max_new_tokens > longest:
+            raise RefusedError(
+                f"max_tokens={settings.max_new_tokens}: with {len(prompt)} of the prompt above {longest}."
+            )
+        seed = (request.get("sampling_params") or {}).get("seed")
+        with_prompt = bool(request.get("prompt_logprobs"))
+        passed = [self._prompt_log_probs(prompt)] if with_prompt and len(prompt) > 1 else []
+        sampled = self._run.sample([prompt], count, settings, seed=seed, record=False)
+        self._pending[name] = task = asyncio.ensure_future(self._sampled(name, [sampled, *passed], with_prompt))
+        task.add_done_callback(lambda done: self._pending.pop(name))
+        return future
+
+    def _prompt_log_probs(self, prompt: list[int]) -> Future[Any]:
+        if self._weights != self._published:
+            raise RefusedError("prompt_logprobs: the trainer has newer weights. Save them for a sampler first.")
+        row = {"input_ids": np.array(prompt, np.int32), "loss_mask": np.arange(len(prompt)) > 0}
+        return self._run.forward(self._run.batch([row]))
+
+    async def _sampled(self, name: str, futures: list[Future[Any]], with_prompt: bool) -> None:
+        try:
+            found, *passed = await asyncio.gather(*map(asyncio.wrap_future, futures))
+            answer = await asyncio.to_thread(_sample_answer, found, passed, with_prompt)
+        except STOPS as error:
+            self._stop(error)
+            return
+        except Exception as error:
+            answer = wire.failure(error)
+        self._samples[name] = answer
+        while len(self._samples) > MOST_ANSWERS:
+            self._samples.pop(next(iter(self._samples)))
+
+    # --- sessions -----------------------------------------------------------------------------------------------------
+
+    def create_session(self) -> str:
+        name = uuid.uuid4().hex
+        self._note(kind="session", name=name)
+        return name
+
+    def heard(self, session: str) -> None:
+        """Note a heartbeat. Raises RefusedError for an unknown session."""
+        if session not in self._sessions:
+            raise RefusedError(f"session_id={session!r:.80}: unknown. Create a session.", 404)
+        self._sessions[session] = time.monotonic()
+
+    def ended(self, session: str) -> None:
+        """Let another session take the model at once."""
+        self._sessions.pop(session, None)
+
+    def check_sampler(self, name: str) -> None:
+        if name not in self._samplers:
+            raise RefusedError(f"sampling_session_id={name!r:.80}: unknown. Create a sampling client.", 404)
+
+
+def _name(request: dict[str, Any]) -> str:
+    """Name of a new model, as the SDK derives it."""
+    session, number = wire.text(request, "session_id"), wire.number(request, "model_seq_id", -1, 0, 2**53)
+    return f"{session}:train:{number}"
+
+
+def _content(kind: str, body: bytes) -> Any:
+    return wire.read_message(body) if kind == "forward_backward" else wire.read_json(body)
+
+
+def _sample_answer(found: Any, passed: list[Any], with_prompt: bool) -> Answer:
+    log_probs = None
+    if with_prompt:
+        log_probs = passed[0].log_probs[0] if passed else np.zeros(1, np.float32)
+        log_probs = np.concatenate([[np.nan], log_probs[1:]])
+    return wire.sample_answer(found.sequences, log_probs)

@@ -1,0 +1,153 @@
+"""What the server takes from the network: its key, bodies within their limit, and nothing but its routes."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+from fastapi.testclient import TestClient
+
+from controller import serve
+from controller.config import load
+from controller.serving import app as serving
+from controller.serving.log import CallLog
+from controller.serving.service import Service
+from tests.controller.serving.messages import adam, datum, passes
+from tests.controller.serving.tiny_run import SETTINGS, TinyRun
+from tests.refusals import refused
+from workers.errors import ConfigError
+
+KEY = "tml-0123"
+API = "/api/v1"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> TinyRun:
+    return TinyRun(tmp_path)
+
+
+@pytest.fixture
+def client(run: TinyRun) -> Iterator[TestClient]:
+    service = Service(run, CallLog(run.folder / "serve"), lambda error: None)
+    with TestClient(serving.make_app(service, KEY), headers={"X-API-Key": KEY}) as client:
+        yield client
+
+
+def create(client: TestClient) -> str:
+    session = client.post(f"{API}/create_session", json={}).json()["session_id"]
+    asked = {"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 32}}
+    model: str = client.post(f"{API}/create_model", json=asked).json()["model_id"]
+    return model
+
+
+def answer(client: TestClient, response: Any) -> Any:
+    assert response.status_code == 200, response.text
+    return client.post(f"{API}/retrieve_future", json={"request_id": response.json()["request_id"]})
+
+
+def test_every_route_needs_the_key(client: TestClient) -> None:
+    routes = [(method, route.path) for route in client.app.routes for method in route.methods - {"HEAD"}]  # type: ignore[attr-defined]
+    assert len(routes) > 15
+    for key in (
+        {},
+        {"X-API-Key": "tml-012"},
+        {"X-API-Key": "tml-\xe9".encode("latin-1")},
+        {"Authorization": "Bearer x"},
+    ):
+        bare = TestClient(client.app, headers=key)
+        for method, path in [*routes, ("GET", "/docs"), ("GET", "/openapi.json"), ("GET", "/")]:
+            response = bare.request(method, re.sub("{.*?}", "x", path))
+            assert response.status_code == 401 and KEY not in response.text, path
+    assert client.get("/docs").status_code == client.get("/openapi.json").status_code == 404
+
+
+def test_a_bomb_and_a_long_body_are_refused_before_they_are_in_memory(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "MOST_BYTES", 2**20)
+    bomb = zstandard.compress(bytes(2**28))
+    assert len(bomb) < 2**15
+    path, headers = f"{API}/forward_backward", {"Content-Encoding": "zstd"}
+    assert client.post(path, content=bomb, headers=headers).status_code == 413
+    assert client.post(path, content=bytes(2**20 + 1)).status_code == 413
+    assert client.post(path, content=(bytes(2**18) for _ in range(5))).status_code == 413
+    assert client.post(path, content=b"no zstd", headers=headers).status_code == 400
+
+
+def test_bodies_come_plain_or_compressed(client: TestClient) -> None:
+    model, path = create(client), f"{API}/forward_backward"
+    for number, headers in enumerate(({}, {"Content-Encoding": "zstd"}), start=1):
+        body = passes([datum([1, 2, 3])], model_id=model, seq_id=number).SerializeToString()
+        found = answer(
+            client, client.post(path, content=zstandard.compress(body) if headers else body, headers=headers)
+        )
+        assert found.headers["content-type"] == serving.PROTOBUF
+    stepped = client.post(f"{API}/optim_step", json={"model_id": model, "seq_id": 3, "adam_params": adam()})
+    assert answer(client, stepped).json() == {"metrics": {"grad_norm": 4.0}}
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"\x80\x04\x95", b'{"model_id": 3}', b"[" * 10**5, b'{"seq_id": 1e400}']
+)
+def test_other_bodies_are_answered_with_a_sentence(client: TestClient, content: bytes) -> None:
+    create(client)
+    for route in client.app.routes:  # type: ignore[attr-defined]
+        path = route.path
+        if "POST" in route.methods and path.rpartition("/")[2] not in (
+            *("config", "dynamic_config", "telemetry", "create_session", "finish"),
+        ):
+            response = client.post(path, content=content)
+            assert response.status_code in (400, 404) and response.json()["detail"].endswith("."), path
+
+
+def test_names_of_futures_reach_no_file(client: TestClient) -> None:
+    for name in ("../facts", "call-../1", "call-99", "call-", "sample-x", "call-٣"):
+        response = client.post(f"{API}/retrieve_future", json={"request_id": name})
+        assert response.status_code == 410, name
+
+
+def test_a_pending_future_is_asked_for_again(client: TestClient, run: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("controller.serving.service.POLL_SECONDS", 0.01)
+    model = create(client)
+    run.paused = True
+    stepped = client.post(f"{API}/optim_step", json={"model_id": model, "seq_id": 1, "adam_params": adam()})
+    pending = answer(client, stepped)
+    assert (pending.status_code, pending.json()["type"]) == (408, "try_again")
+
+
+def test_a_fresh_key_is_only_in_a_file_of_its_user(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    key = serve._fresh_key(tmp_path)
+    assert re.fullmatch("tml-[0-9a-f]{64}", key) and key == serve._fresh_key(tmp_path)
+    assert (tmp_path / "api-key").stat().st_mode & 0o777 == 0o600
+    assert key not in capsys.readouterr().out
+
+
+def test_keys_of_users_come_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in serve.KEYS:
+        monkeypatch.delenv(name, raising=False)
+    assert serve._given_key(None) == ""
+    monkeypatch.setenv("TINKER_API_KEY", "tml-environment")
+    assert serve._given_key(None) == "tml-environment"
+    (tmp_path / "key").write_text("tml-file\n")
+    assert serve._given_key(tmp_path / "key") == "tml-file"
+    (tmp_path / "key").write_text("short")
+    for wrong in ("key", "missing"):
+        with refused("API key" if wrong == "key" else "--api-key-file"):
+            serve._given_key(tmp_path / wrong)
+
+
+def test_settings_that_clients_cannot_have_are_refused_and_rewards_left_out() -> None:
+    found = serve.served(load([], [*SETTINGS, "data.train=x.jsonl", "reward.function=a.py:f"]))
+    assert not found.has_data and not found.rewarded and found.run.resume == "auto"
+    for named, override in (("policy.optimizer.name", "sgd"), ("rollout", "a.py:f")):
+        key = "rollout.agent" if named == "rollout" else named
+        with refused(named, ConfigError):
+            serve.served(load([], [*SETTINGS, f"{key}={override}"]))
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "find_spec", lambda name: None if name == "tinker" else object())
+    with refused("tinker"):
+        serve._prepare(["--config", "x.yaml"])

@@ -1,0 +1,307 @@
+"""Calls are made in order, each once, whatever is sent again and whenever the server is killed, of a stand-in run."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from controller.serving import service as serving
+from controller.serving.log import CallLog
+from controller.serving.service import Service
+from controller.serving.wire import RefusedError
+from tests.controller.serving.messages import adam, body, datum, passes
+from tests.controller.serving.tiny_run import TinyRun
+from tests.refusals import refused
+from workers.errors import LostError
+
+
+class Server:
+    """A service over a run in a folder, which a kill replaces by another."""
+
+    def __init__(self, folder: Path, *overrides: str) -> None:
+        self._folder, self._overrides = folder, overrides
+        self.stopped: list[BaseException] = []
+        self.start()
+
+    def start(self, *, paused: bool = False) -> None:
+        self.run = TinyRun(self._folder, *self._overrides)
+        self.run.paused = paused
+        self.service = Service(self.run, CallLog(self._folder / "serve"), self.stopped.append)
+        self.service.restore()
+
+    async def answer(self, name: str) -> Any:
+        found = await self.service.answer(name)
+        return found and (found.body if found.protobuf else json.loads(found.body))
+
+
+def session(server: Server) -> str:
+    return server.service.create_session()
+
+
+async def model(server: Server, of: str, number: int = 0, **asked: Any) -> str:
+    content = {"session_id": of, "model_seq_id": number, "base_model": "tiny"} | asked
+    name = (await server.service.submit("create_model", body(**content)))["model_id"]
+    server.run.work()
+    return name
+
+
+def learn(model_id: str, seq_id: int, weight: float = 1.0) -> tuple[str, bytes]:
+    message = passes([datum([1, 2], weights=[weight])], model_id=model_id, seq_id=seq_id)
+    return "forward_backward", message.SerializeToString()
+
+
+def look(model_id: str, seq_id: int) -> tuple[str, bytes]:
+    return "forward_backward", passes(
+        [datum([1, 2])], model_id=model_id, seq_id=seq_id, forward=True
+    ).SerializeToString()
+
+
+def step(model_id: str, seq_id: int, learning_rate: float = 0.1) -> tuple[str, bytes]:
+    return "optim_step", body(model_id=model_id, seq_id=seq_id, adam_params=adam(learning_rate=learning_rate))
+
+
+def publish(model_id: str, seq_id: int) -> tuple[str, bytes]:
+    return "save_weights_for_sampler", body(model_id=model_id, seq_id=seq_id, path=None)
+
+
+def save(model_id: str, seq_id: int) -> tuple[str, bytes]:
+    return "save_weights", body(model_id=model_id, seq_id=seq_id, path=f"at-{seq_id}")
+
+
+def asked(sampler: str, seq_id: int, **more: Any) -> dict[str, Any]:
+    prompt = {"chunks": [{"tokens": [1, 2, 3]}]}
+    return {"sampling_session_id": sampler, "seq_id": seq_id, "prompt": prompt, "sampling_params": {}} | more
+
+
+def running(test: Callable[..., Any]) -> Callable[..., None]:
+    def run(tmp_path: Path) -> None:
+        async def inside() -> None:
+            await test(Server(tmp_path))
+
+        asyncio.run(inside())
+
+    run.__name__ = test.__name__
+    return run
+
+
+@running
+async def test_calls_wait_for_their_predecessors(server: Server) -> None:
+    name = await model(server, session(server))
+    late = [asyncio.ensure_future(server.service.submit(*call)) for call in (step(name, 3), learn(name, 2))]
+    await asyncio.sleep(0.01)
+    assert server.run.made == ["save"] and not any(task.done() for task in late)
+    await server.service.submit(*learn(name, 1, 2.0))
+    await asyncio.gather(*late)
+    assert server.run.made[1:] == ["forward_backward", "forward_backward", "step"]
+    assert server.run.weight == pytest.approx(-0.3)
+
+
+@running
+async def test_a_call_that_is_sent_again_is_made_once(server: Server) -> None:
+    name = await model(server, session(server))
+    calls = [learn(name, 1), step(name, 2), step(name, 2), learn(name, 1)]
+    futures = await asyncio.gather(*(server.service.submit(*call) for call in calls))
+    assert futures[0] == futures[3] and futures[1] == futures[2]
+    assert server.run.made == ["save", "forward_backward", "step"]
+    assert [await server.answer(futures[1]["request_id"]) for _ in range(2)] == [{"metrics": {"grad_norm": 1.0}}] * 2
+
+
+@running
+async def test_a_refused_call_has_had_its_turn(server: Server) -> None:
+    name = await model(server, session(server))
+    wrong = "forward_backward", passes([], model_id=name, seq_id=1).SerializeToString()
+    for _ in range(2):
+        with pytest.raises(RefusedError):
+            await server.service.submit(*wrong)
+    await server.service.submit(*step(name, 2))
+    assert server.run.steps == 1
+
+
+async def _without_predecessor(server: Server) -> None:
+    name = await model(server, session(server))
+    with refused("seq_id=5", RefusedError):
+        await server.service.submit(*step(name, 5))
+    await server.service.submit(*step(name, 6))
+    assert server.run.steps == 1
+
+
+def test_a_predecessor_that_never_comes_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "TURN_SECONDS", 0.01)
+    running(_without_predecessor)(tmp_path)
+
+
+@running
+async def test_an_error_of_a_call_is_its_answer_and_a_lost_worker_ends_the_server(server: Server) -> None:
+    name = await model(server, session(server))
+    server.run.forward_backward = lambda rows, loss: server.run._later("fb", raising(ValueError("too long")))
+    future = await server.service.submit(*learn(name, 1))
+    assert await server.answer(future["request_id"]) == {"error": "too long", "category": "user"}
+    assert not server.stopped
+    server.run.forward_backward = lambda rows, loss: server.run._later("fb", raising(LostError("a rank")))
+    await server.service.submit(*learn(name, 2))
+    assert [str(error) for error in server.stopped] == ["a rank"]
+    server.start()
+    assert server.run.made[-1] == "forward_backward"
+
+
+def raising(error: Exception) -> Callable[[], None]:
+    def call() -> None:
+        raise error
+
+    return call
+
+
+@running
+async def test_samplers_serve_the_newest_weights_alone(server: Server) -> None:
+    of = session(server)
+    name, base = await model(server, of), server.service.create_sampler({"session_id": of, "base_model": "tiny"})
+    first = server.service.sample(asked(base, 0, num_samples=3, prompt_logprobs=True))
+    assert server.service.sample(asked(base, 0, num_samples=3)) == first
+    assert len(set(first["sample_sequence_ids"])) == 3
+    assert await server.answer(first["request_id"])
+    with refused("request_id", RefusedError):
+        await server.answer(first["request_id"])
+    calls = [publish(name, 1), step(name, 2), publish(name, 3), publish(name, 4)]
+    answers = [await server.answer((await server.service.submit(*call))["request_id"]) for call in calls]
+    assert server.run.made.count("publish") == 1
+    unchanged, _, newest, again = (answer.get("sampling_session_id") for answer in answers)
+    for sampler in (base, unchanged):
+        with refused("sampling_session_id", RefusedError):
+            server.service.sample(asked(sampler, 1))
+    for sampler in (newest, again):
+        assert await server.answer(server.service.sample(asked(sampler, 1))["request_id"])
+    await server.service.submit(*step(name, 5))
+    with refused("prompt_logprobs", RefusedError):
+        server.service.sample(asked(newest, 2, prompt_logprobs=True))
+    for wrong in ({"topk_prompt_logprobs": 3}, {"num_samples": 0}, {"sampling_params": {"max_tokens": 30}}):
+        with refused(next(iter(wrong)) if "params" not in str(wrong) else "max_tokens", RefusedError):
+            server.service.sample(asked(newest, 9, **wrong))
+
+
+@running
+async def test_states_come_back_and_other_paths_are_refused(server: Server) -> None:
+    name = await model(server, session(server))
+    await server.service.submit(*step(name, 1))
+    await server.service.submit(*learn(name, 2))
+    await server.service.submit(*step(name, 3))
+    known = server.run.weight
+    path = (await server.answer((await server.service.submit(*save(name, 4)))["request_id"]))["path"]
+    assert path == f"tinker://{name}/weights/at-4"
+    await server.service.submit(*learn(name, 5))
+    await server.service.submit(*step(name, 6))
+    assert server.run.weight != known
+    await server.service.submit("load_weights", body(model_id=name, seq_id=7, path=path, optimizer=True))
+    assert server.run.weight == known
+    again = "save_weights", body(model_id=name, seq_id=8, path="at-4")
+    with refused("name=at-4", RefusedError):
+        await server.service.submit(*again)
+    for number, wrong in enumerate(("../x", "a/b", "", ".hidden", "x" * 200)):
+        with pytest.raises(RefusedError):
+            await server.service.submit("save_weights", body(model_id=name, seq_id=9 + number, path=wrong))
+    for number, wrong in enumerate(("tinker://../weights/x", "/etc/passwd", f"tinker://{name}/weights/../initial")):
+        with refused("path=", RefusedError):
+            await server.service.submit("load_weights", body(model_id=name, seq_id=14 + number, path=wrong))
+
+
+@running
+async def test_a_new_model_starts_from_the_base_and_replaces_the_last(server: Server) -> None:
+    of, other = session(server), session(server)
+    name = await model(server, of)
+    await server.service.submit(*learn(name, 1))
+    await server.service.submit(*step(name, 2))
+    with refused("create_model", RefusedError):
+        await model(server, other)
+    server.service.ended(of)
+    newer = await model(server, other)
+    assert server.run.weight == server.run.served == 0.0
+    with refused("model_id", RefusedError):
+        await server.service.submit(*step(name, 3))
+    await server.service.submit(*learn(newer, 1))
+    newest = await model(server, other, 1)
+    await server.service.submit(*step(newest, 1))
+    assert server.run.weight == 0.0  # the gradient was the last model's
+    for wrong in ({"base_model": "another"}, {"session_id": "unknown"}):
+        with refused(next(iter(wrong)), RefusedError):
+            await model(server, other, 2, **wrong)
+
+
+def test_another_rank_than_the_configured_is_refused(tmp_path: Path) -> None:
+    async def ask() -> None:
+        server = Server(tmp_path, "model.lora.rank=8")
+        of = session(server)
+        await model(server, of, lora_config={"rank": 8})
+        with refused("rank=32", RefusedError):
+            await model(server, of, 1, lora_config={"rank": 32})
+
+    asyncio.run(ask())
+
+
+KINDS = {"learn": learn, "look": look, "step": step, "publish": publish, "save": save}
+
+
+async def _play(folder: Path, calls: list[str], kills: dict[int, int], every: int) -> tuple[float, float, list[Any]]:
+    """Make calls as a client does that sends again what has no answer. kills: before a call, once so many are made."""
+    server = Server(folder, f"run.checkpoint_every={every}")
+    name = await model(server, session(server))
+    sent = [KINDS[kind](name, number) for number, kind in enumerate(calls, start=1)]
+    answers: dict[int, Any] = {}
+    for place, call in enumerate(sent):
+        server.run.paused = place in kills
+        await server.service.submit(*call)
+        if place in kills:
+            server.run.work(kills[place])
+            server.start(paused=True)
+            server.run.work(kills[place])
+            server.start()
+        future = await server.service.submit(*call)
+        if calls[place] not in (
+            "learn",
+            "look",
+        ):  # a client often sends a step before it asks for the gradient's answer
+            answers[place] = await server.answer(future["request_id"])
+    for place, call in enumerate(sent[-3:], start=max(0, len(sent) - 3)):
+        answers[place] = await server.answer((await server.service.submit(*call))["request_id"])
+    return server.run.weight, float(server.run.steps), [answers[place] for place in sorted(answers)]
+
+
+@settings(max_examples=40, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(
+    st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=14),
+    st.dictionaries(st.integers(0, 13), st.integers(0, 6), max_size=4),
+    st.integers(0, 3),
+)
+def test_whenever_the_server_is_killed_each_step_is_made_once(
+    calls: list[str], kills: dict[int, int], every: int
+) -> None:
+    with TemporaryDirectory() as known, TemporaryDirectory() as killed:
+        expected = asyncio.run(_play(Path(known), calls, {}, every))
+        found = asyncio.run(_play(Path(killed), calls, kills, every))
+    assert found[:2] == expected[:2]
+    assert found[1] == calls.count("step")
+    names = [{**answer, "metrics": None} if isinstance(answer, dict) else answer for answer in found[2]]
+    assert len(names) == len(expected[2]) and None not in found[2]
+
+
+@running
+async def test_calls_before_the_oldest_checkpoint_are_forgotten(server: Server) -> None:
+    server.run.config.run.checkpoint_every, folder = 2, server.run.folder / "serve"
+    name = await model(server, session(server))
+    for number in range(1, 41, 2):
+        await server.service.submit(*learn(name, number))
+        await server.service.submit(*step(name, number + 1))
+    assert server.run.steps == 20
+    assert {path.parent.name for path in folder.glob("*/0*")} == {"calls", "answers"}
+    assert len(list((folder / "calls").iterdir())) <= 2 * (2 * 2 + 1) + 1
+    server.start()
+    with refused("seq_id=2", RefusedError):
+        await server.service.submit(*step(name, 2))
+    await server.service.submit(*step(name, 41))
+    assert (server.run.steps, server.run.weight) == (21, pytest.approx(server.run.weight))
+    assert np.isfinite(server.run.weight)

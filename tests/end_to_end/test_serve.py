@@ -1,0 +1,266 @@
+"""The stock SDK of Tinker, its cookbook's arithmetic recipe, and kills, against `ballast serve` with real engines."""
+
+import json
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tinker
+from tinker import types
+
+from examples.addition import warm_start
+from examples.addition.warm_start import CACHE, create_model
+from tests.end_to_end.conftest import SETTINGS
+from tests.end_to_end.served import KEY, Served
+
+pytestmark = pytest.mark.slow
+OWN = [each for each in SETTINGS if not each.startswith(("reward.", "policy.data_parallel", "run.steps"))]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("served model")
+    create_model(folder, seed=0, deviation=0.1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("served")
+    found = Served([*OWN, f"model.path={model}", f"run.dir={folder}", "run.name=one", "policy.data_parallel=2"], folder)
+    yield found
+    assert found.stop() == 1  # interrupted
+
+
+@pytest.fixture(scope="module")
+def service(server: Served) -> tinker.ServiceClient:
+    return tinker.ServiceClient(base_url=server.url, api_key=KEY)
+
+
+def started(service: tinker.ServiceClient, model: Path) -> tinker.TrainingClient:
+    return service.create_lora_training_client(base_model=str(model), rank=32).result()
+
+
+def datum(ids: list[int], **inputs: Any) -> types.Datum:
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs={"target_tokens": ids[1:]} | inputs
+    )
+
+
+def problem(client: tinker.TrainingClient, prompt: str = "21+43=", response: str = "246.134.#64") -> types.Datum:
+    tokenizer = client.get_tokenizer()
+    first, rest = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in (prompt, response))
+    weights = [0.0] * (len(first) - 1) + [1.0] * (len(rest) + 1)
+    return datum([*first, *rest, tokenizer.eos_token_id], weights=weights)
+
+
+def log_probs(found: types.ForwardBackwardOutput) -> list[np.ndarray]:
+    return [output["logprobs"].to_numpy() for output in found.loss_fn_outputs]
+
+
+def test_the_stock_client_trains_and_samples(service: tinker.ServiceClient, model: Path) -> None:
+    training = started(service, model)
+    assert service.get_server_capabilities().supported_models[0].model_name == str(model)
+    assert training.get_info().model_data.tokenizer_id == str(model)
+    data = [problem(training), problem(training, "5+7=", "572^#21")]
+    losses = []
+    for _ in range(4):
+        passed, stepped = (
+            training.forward_backward(data, "cross_entropy"),
+            training.optim_step(types.AdamParams(learning_rate=1e-3)),
+        )
+        losses.append(passed.result().metrics["loss:sum"])
+        assert stepped.result().metrics["grad_norm"] > 0
+    assert losses[-1] < losses[0], losses
+    sampler = training.save_weights_and_get_sampling_client().result()
+    prompt = types.ModelInput.from_ints(data[0].model_input.to_ints()[:6])
+    parameters = types.SamplingParams(max_tokens=8, temperature=1.0)
+    found = sampler.sample(prompt, num_samples=4, sampling_params=parameters).result()
+    assert len({each.sequence_id for each in found.sequences}) == 4
+    for each in found.sequences:
+        whole = [*prompt.to_ints(), *each.tokens]
+        again = sampler.compute_logprobs(types.ModelInput.from_ints(whole)).result()
+        assert again[0] is None
+        np.testing.assert_allclose(again[6:], each.logprobs, atol=3e-5)
+    for loss, config in (
+        ("importance_sampling", None),
+        ("ppo", {"clip_low_threshold": 0.8, "clip_high_threshold": 1.28}),
+        ("cispo", {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}),
+        ("dro", {"beta": 0.05}),
+    ):
+        rows = [
+            datum(
+                [*prompt.to_ints(), *each.tokens],
+                logprobs=[0.0] * 5 + list(each.logprobs),
+                advantages=[0.0] * 5 + [sign] * len(each.tokens),
+            )
+            for each, sign in zip(found.sequences, (1.0, -1.0, 0.5, -0.5), strict=True)
+        ]
+        outputs = training.forward_backward(rows, loss, loss_fn_config=config).result()
+        for output, each in zip(log_probs(outputs), found.sequences, strict=True):
+            np.testing.assert_allclose(output[5:], each.logprobs, atol=3e-5)
+        assert np.isfinite(outputs.metrics["loss:sum"])
+    assert training.optim_step(types.AdamParams(learning_rate=1e-4)).result().metrics["grad_norm"] > 0
+
+
+def test_a_custom_loss_equals_the_built_in_one(service: tinker.ServiceClient, model: Path) -> None:
+    training = started(service, model)
+    data = [problem(training), problem(training, "5+7=", "572^#21")]
+
+    def cross_entropy(data: list[types.Datum], found: list[Any]) -> tuple[Any, dict[str, float]]:
+        weights = [each.loss_fn_inputs["weights"].to_torch() for each in data]
+        loss = sum(-(row * weight).sum() for row, weight in zip(found, weights, strict=True))
+        return loss, {"mine": float(loss)}
+
+    known = training.forward_backward(data, "cross_entropy").result()
+    norm = training.optim_step(types.AdamParams(learning_rate=1e-12)).result().metrics["grad_norm"]
+    found = training.forward_backward_custom(data, cross_entropy).result()
+    assert found.metrics["mine"] == pytest.approx(known.metrics["loss:sum"], rel=1e-5)
+    assert training.optim_step(types.AdamParams(learning_rate=1e-12)).result().metrics["grad_norm"] == pytest.approx(
+        norm, rel=1e-4
+    )
+    for first, second in zip(log_probs(found), log_probs(known), strict=True):
+        np.testing.assert_allclose(first, second, atol=1e-5)
+
+
+def test_a_state_comes_back_to_this_client_and_to_a_new_one(service: tinker.ServiceClient, model: Path) -> None:
+    training = started(service, model)
+    data = [problem(training)]
+    first = training.forward_backward(data, "cross_entropy")
+    training.optim_step(types.AdamParams(learning_rate=1e-3))
+    path = training.save_state("one").result().path
+    saved = log_probs(training.forward(data, "cross_entropy").result())
+    assert not np.allclose(saved, log_probs(first.result()))
+    training.forward_backward(data, "cross_entropy")
+    training.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+    training.load_state(path).result()
+    np.testing.assert_array_equal(log_probs(training.forward(data, "cross_entropy").result()), saved)
+    for again in (service.create_training_client_from_state, service.create_training_client_from_state_with_optimizer):
+        newer = again(path).result()
+        np.testing.assert_array_equal(log_probs(newer.forward(data, "cross_entropy").result()), saved)
+    with pytest.raises(Exception, match="replaced"):
+        training.forward(data, "cross_entropy").result()
+
+
+def test_samples_have_stops_seeds_and_log_probs_of_their_prompt(service: tinker.ServiceClient, model: Path) -> None:
+    training = started(service, model)
+    sampler, tokenizer = service.create_sampling_client(base_model=str(model)).result(), training.get_tokenizer()
+    prompt = types.ModelInput.from_ints(tokenizer("21+43=", add_special_tokens=False)["input_ids"])
+
+    def sample(n: int = 1, **changed: Any) -> list[list[int]]:
+        parameters = types.SamplingParams(**({"temperature": 1.0, "max_tokens": 12, "seed": 42} | changed))
+        return [list(each.tokens) for each in sampler.sample(prompt, n, parameters).result().sequences]
+
+    assert sample(3) == sample(3) and len({tuple(each) for each in sample(3)}) > 1
+    assert sample(3, seed=999) != sample(3)
+    (whole,) = sample(temperature=0.0)
+    text = tokenizer.decode(whole)
+    stopped = (
+        sampler.sample(prompt, 1, types.SamplingParams(temperature=0.0, max_tokens=12, stop=[text[4:6]]))
+        .result()
+        .sequences[0]
+    )
+    assert stopped.stop_reason == "stop" and tokenizer.decode(stopped.tokens) == text[: text.index(text[4:6]) + 2]
+    (by_id,) = sample(temperature=0.0, stop=[whole[2]])
+    assert by_id == whole[: whole.index(whole[2]) + 1]
+    found = sampler.sample(prompt, 1, types.SamplingParams(max_tokens=1), include_prompt_logprobs=True).result()
+    assert found.prompt_logprobs[0] is None and all(value < 0 for value in found.prompt_logprobs[1:])
+    with pytest.raises(Exception, match="topk_prompt_logprobs"):
+        sampler.sample(
+            prompt, 1, types.SamplingParams(max_tokens=1), include_prompt_logprobs=True, topk_prompt_logprobs=4
+        ).result()
+    training.forward_backward([problem(training)], "cross_entropy")
+    training.optim_step(types.AdamParams(learning_rate=1e-3))
+    newest = training.save_weights_for_sampler("new").result().path
+    with pytest.raises(Exception, match="newer weights"):
+        sample()
+    again = service.create_sampling_client(model_path=newest).result()
+    assert again.sample(prompt, 2, types.SamplingParams(max_tokens=4)).result().sequences
+
+
+def test_what_is_not_supported_is_said_in_a_sentence(service: tinker.ServiceClient, model: Path) -> None:
+    training = started(service, model)
+    for wrong, message in (
+        (datum([3, 4, 99]), "vocabulary"),
+        (
+            types.Datum(model_input=types.ModelInput.from_ints([3, 4]), loss_fn_inputs={"target_tokens": [5, 6]}),
+            "target_tokens",
+        ),
+    ):
+        with pytest.raises(Exception, match=message):
+            training.forward_backward([wrong], "cross_entropy").result()
+    assert training.forward([problem(training)], "cross_entropy").result()
+    with pytest.raises(Exception, match="base_model"):
+        service.create_lora_training_client(base_model="Qwen/Qwen3-8B").result()
+
+
+def test_a_killed_server_makes_each_step_once(model: Path, tmp_path: Path) -> None:
+    def steps(server: Served, kills: list[float]) -> list[np.ndarray]:
+        service = tinker.ServiceClient(base_url=server.url, api_key=KEY)
+        training = started(service, model)
+        data, found = [problem(training), problem(training, "5+7=", "572^#21")], []
+        for number in range(12):
+            if number == 4 and kills:
+                killer.start()
+            passed = training.forward_backward(data, "cross_entropy")
+            stepped = training.optim_step(types.AdamParams(learning_rate=1e-3))
+            found += log_probs(passed.result())
+            assert stepped.result() is not None
+        return [*found, *log_probs(training.forward(data, "cross_entropy").result())]
+
+    def kill() -> None:
+        for _ in range(2):
+            server.kill()
+            server.start()
+            time.sleep(3)
+
+    killer = threading.Thread(target=kill)
+    usual = [*OWN, f"model.path={model}", f"run.dir={tmp_path}", "policy.data_parallel=1", "run.checkpoint_every=3"]
+    (tmp_path / "a").mkdir()
+    server = Served([*usual, "run.name=known"], tmp_path / "a")
+    known = steps(server, [])
+    server.stop()
+    server = Served([*usual, "run.name=killed"], tmp_path)
+    found = steps(server, [1.0])
+    killer.join()
+    server.stop()
+    metrics = [json.loads(line) for line in (tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()]
+    assert [each["step"] for each in metrics][-1] == 12
+    for first, second in zip(found, known, strict=True):
+        np.testing.assert_allclose(first, second, atol=1e-5)
+
+
+def test_the_cookbooks_arithmetic_recipe_learns(tmp_path: Path) -> None:
+    assert warm_start.main() == 0
+    server = Served(
+        [
+            *("data.max_prompt_tokens=26", "rollout.sampling.max_new_tokens=32", "rollout.cpu_kv_cache_gib=0.5"),
+            *(f"model.path={CACHE / 'model'}", f"run.dir={tmp_path}", "run.name=recipe"),
+            *("policy.max_tokens_per_micro_batch=2048", "resources.dashboard=false"),
+        ],
+        tmp_path,
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "tests.end_to_end.arithmetic_recipe",
+        server.url,
+        str(CACHE / "model"),
+        str(tmp_path),
+    ]
+    found = subprocess.run(
+        command, capture_output=True, text=True, timeout=1800, env={**__import__("os").environ, "TINKER_API_KEY": KEY}
+    )
+    server.stop()
+    assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-3000:]
+    rows = [json.loads(line) for line in (tmp_path / "recipe-log" / "metrics.jsonl").read_text().splitlines()]
+    rewards = [row["env/all/reward/total"] for row in rows if "env/all/reward/total" in row]
+    assert np.mean(rewards[-3:]) - np.mean(rewards[:1]) >= 0.2, rewards
+    assert re.fullmatch(r"tml-.*", KEY)
