@@ -18,7 +18,7 @@ CUDA_KERNELS = ("varlen", "flash3", "flash")
 class LoraConfig:
     """Low-rank adapters (Hu et al. 2021): W + alpha / rank * B A. Only A and B are trained."""
 
-    only_with = ((".rank above 0", "alpha, target_modules"),)
+    only_with = ((".rank above 0", "alpha, target_modules, policies"),)
 
     rank: int = setting(0, "Rank of the adapters. 0 trains the whole model.", minimum=0, maximum=100_000)
     alpha: float = setting(32.0, "Adapters are scaled by alpha / rank.", above=0)
@@ -26,6 +26,13 @@ class LoraConfig:
         "all-linear",
         "Modules that get an adapter, by the last part of their names, such as `q_proj,v_proj`. `all-linear` is every "
         "linear module except the output layer.",
+    )
+    policies: int = setting(
+        1,
+        "LoRA policies that are trained from one base model, each by its name (see docs/lora.md). Engines then take "
+        "adapters, not merged weights. Above 1 only in a loop of your own (`ballast.open`) and in `ballast serve`.",
+        minimum=1,
+        maximum=1_000,
     )
 
 

@@ -69,6 +69,7 @@ class WorkerGroups:
     weight_deltas: bool = False
     transfer_timeout_s: float = math.inf
     judge: Judge | None = None
+    lora_policies: int = 1
 
     @property
     def policy(self) -> WorkerGroup:
@@ -103,12 +104,17 @@ class WorkerGroups:
         found: GroupMethod = getattr(self.reference or self.policy, method if self.reference else f"reference_{method}")
         return found
 
-    def send_weights(self, version: int) -> dict[str, float]:
+    def send_weights(self, version: int, adapter: str = "") -> dict[str, float]:
         """Send the policy's weights to every engine as `version`: through the object store, or between GPUs.
 
-        Wakes sleeping engines. Returns metrics. Raises LostError if an engine or a rank is lost meanwhile.
+        adapter: one of several LoRA policies, whose adapters alone are sent, or empty for none. Wakes sleeping engines. Returns metrics. Raises LostError if an engine or a rank is lost meanwhile.
         """
         if not self.rollouts.actors:
+            return {}
+        if self.lora_policies > 1:
+            if adapter:
+                self.policy.use_adapters(adapter)
+            self.rollouts.update_adapters({adapter: self.policy.export_adapters()[0]} if adapter else {}, version)
             return {}
         if self.device_to_device:
             self.rollouts.receive_weights(lambda: self._with_engines("send_weights", version), version)
@@ -206,7 +212,8 @@ def launch(
             return
         colocated, timeout_s = config.rollout_placement == "colocated", config.resources.start_timeout_s
         deltas = config.rollout.weight_sync == "delta"
-        between_gpus = config.uses_gpus and "policy" in config.training_roles and not deltas
+        several = config.model.lora.policies
+        between_gpus = config.uses_gpus and "policy" in config.training_roles and not deltas and several == 1
         # Engines take longest to start: unless they share GPUs, they start while the training roles load.
         devices = shared_devices(start.group("policy").facts(), *config.colocated_engines) if colocated else []
         front = session_front(config, console, stack) if config.rollout.agent == HTTP else None
@@ -250,7 +257,7 @@ def launch(
             rollouts.wait_started(timeout_s)
             judging.wait_started(timeout_s)
         timeout_s = config.resources.collective_timeout_s
-        found = WorkerGroups(groups, rollouts, reward_pool, between_gpus, deltas, timeout_s, judge)
+        found = WorkerGroups(groups, rollouts, reward_pool, between_gpus, deltas, timeout_s, judge, several)
         if between_gpus:
             with start.waiting("ranks and engines that meet", "resources.collective_timeout_s"):
                 found.connect_engines(config.rollout_placement, config.rollout.tensor_parallel)

@@ -10,7 +10,7 @@ decides which engine may serve.
 
 import re
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -67,6 +67,7 @@ class RolloutEngines:
         self._calls: dict[ray.ObjectRef, _Call] = {}
         self._last_sign: dict[int, float] = {}
         self._weights: list[tuple[int, ray.ObjectRef]] = []  # a whole file, and what each later version changed
+        self._adapters: dict[str, tuple[int, ray.ObjectRef]] | None = None  # of LoRA policies, if there are several
         self._deltas = config.weight_sync == "delta"
         self._restarted = False
         self._stopped = False
@@ -168,6 +169,18 @@ class RolloutEngines:
         because it would keep old weights.
         """
         self._weights = [*([] if whole else self._weights), (version, payload)]
+        self._load_all(version)
+
+    def update_adapters(self, adapters: Mapping[str, ray.ObjectRef], version: int) -> None:
+        """Load adapters of LoRA policies, by name, as `version` into every engine, including engines that start later.
+
+        Policies that are left out keep theirs. None of the given ones may be sampled meanwhile. Raises as
+        `update_weights`.
+        """
+        self._adapters = (self._adapters or {}) | {name: (version, files) for name, files in adapters.items()}
+        self._load_all(version)
+
+    def _load_all(self, version: int) -> None:
         self.fleet.new_version(version)
         for replica in self.fleet.in_state(State.STALE):
             self._load(replica)
@@ -236,7 +249,9 @@ class RolloutEngines:
         loading = any(call.replica == replica and call.doing == doing for call in self._calls.values())
         if self.fleet.state(replica) is State.STALE and not loading:
             actor = self.actors[replica]
-            if self._deltas:
+            if self._adapters is not None:
+                ref = actor.load_adapters.remote(self._adapters, version)
+            elif self._deltas:
                 ref = actor.follow_weights.remote(self._weights)
             else:
                 ref = actor.update_weights.remote(self._weights[-1][1], version)

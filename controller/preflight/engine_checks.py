@@ -7,6 +7,7 @@ from controller.config.functions import check_command, check_function, check_sou
 from controller.preflight.training_checks import check_caps
 from workers.config import GATEWAY_KEY, HTTP, SamplingConfig
 from workers.errors import ConfigError
+from workers.rollout.adapters import RANKS
 from workers.rollout.parser_names import known_parsers
 from workers.user_code.task_sources import package_of
 
@@ -33,6 +34,21 @@ def check_engine_count(config: Config) -> None:
             "rollout.replicas=0: the number of GPUs for engines is unknown. Set the number of "
             "engines, or describe the cluster of a dry run (--cluster)."
         )
+
+
+def check_lora_policies(config: Config) -> None:
+    """Raise ConfigError where engines cannot take the adapters of several LoRA policies."""
+    several, lora = f"model.lora.policies={config.model.lora.policies}", config.model.lora
+    if lora.policies == 1:
+        return
+    if lora.rank > RANKS[-1]:
+        raise ConfigError(f"model.lora.rank={lora.rank}: with {several}, vLLM takes ranks up to {RANKS[-1]}. Lower it.")
+    if config.rollout_placement == "colocated":
+        raise ConfigError(
+            f"rollout.placement=colocated: engines that sleep lose their adapters, with {several}. Set apart."
+        )
+    if config.rollout.runs_agent:
+        raise ConfigError(f"{several}: the requests of an agent name no policy. Use rollout.environment or tools.")
 
 
 def check_weight_sync(config: Config) -> None:

@@ -10,6 +10,7 @@ from controller.preflight.training_checks import (
     check_caps,
     check_micro_batches,
     check_model_files,
+    check_one_policy,
     check_optimizer,
     check_parallel,
     check_run,
@@ -22,6 +23,7 @@ def check_offline(config: OfflineConfig) -> None:
     """Raise ConfigError at the first thing that cannot work or has no effect, in well under a second."""
     check_settings_have_effect(config)
     check_run(config)
+    check_one_policy(config)
     _check_batch(config)
     # Without either number it follows from the data.
     check_optimizer(config, "policy", config.policy.optimizer.total_steps or config.run.steps, "run.steps")

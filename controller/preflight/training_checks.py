@@ -21,6 +21,15 @@ from workers.rendering import RESERVED, read_template
 LONGEST_FILE_NAME = 255  # NAME_MAX of common file systems
 
 
+def check_one_policy(config: TrainingConfig) -> None:
+    """Raise ConfigError if a run whose loop is configured has several policies."""
+    if config.model.lora.policies > 1:
+        raise ConfigError(
+            f"model.lora.policies={config.model.lora.policies}: a configured run trains one policy. Set 1, or write the "
+            "loop with ballast.open."
+        )
+
+
 def check_run(config: TrainingConfig) -> None:
     if not re.fullmatch(r"\w[\w.=+-]*", config.run.name):
         raise ConfigError(f"run.name={config.run.name!r}: it names a folder. Use letters, digits and any of _ . = + -.")

@@ -31,7 +31,14 @@ from workers.model.checkpoint.checkpoint import Checkpointer
 from workers.model.checkpoint.checkpoint_weights import CheckpointWeights, Shard
 from workers.model.checkpoint.export import FILE_BYTES, stored_dtype, write_folder, write_model
 from workers.model.checkpoint.loading import Source
-from workers.model.checkpoint.lora import adapter_weights, add_adapters, merged_shards, without_adapters, write_adapters
+from workers.model.checkpoint.lora import (
+    adapter_files,
+    adapter_weights,
+    add_adapters,
+    merged_shards,
+    without_adapters,
+    write_adapters,
+)
 from workers.model.distillation import WholeLayer, as_numpy, distilled
 from workers.model.forward_backward import EnginePass, MicroBatchRunner, TokenOutputs
 from workers.model.layout import RowLayout
@@ -69,6 +76,7 @@ from workers.model.sharding.stage_layers import Part, Passing
 from workers.model.sharding.tensor_parallel import share_model
 from workers.model.stages.stage_pipeline import Stage, clip_over_stages
 from workers.model.timing import MicroStepClock
+from workers.model.training_states import TrainingState, TrainingStates
 from workers.model.value_head import LOADERS, name_pad_token
 from workers.model_config import RECOMPUTED
 from workers.optimizer_config import StepSettings
@@ -148,10 +156,9 @@ class TrainingEngine:
         )
         self.stored_dtype = stored_dtype(model_config.path, parameter_dtype)
         if optimizer is not None:
-            named, sets = self.module.named_parameters(), (self.module.layer_matrices, self.module.tower)
-            self.optimizer = make_optimizer(named, optimizer, *sets, offload=optimizer_offload)
-            self.schedule = make_schedule(self.optimizer, optimizer, total_steps)
-            self.nonfinite_guard = NonfiniteGuard(optimizer.max_skipped_steps)
+            begin = partial(self._begin_state, optimizer, total_steps, offload=optimizer_offload)
+            trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+            self.states = TrainingStates(trained, begin, model_config.lora.policies)
         if check_numerics:
             sequences = self.routing.with_own_choices(probe.sequences)
             for degree in self.parallel.config.context_degrees:
@@ -165,6 +172,12 @@ class TrainingEngine:
         layout = self.model_config.attention_layout(shared=shared)
         loaded = replace(self.model_config, layout=layout, forward_layout="same")
         return Source(partial(LOADERS[self.head], loaded, parameter_dtype))
+
+    def _begin_state(self, config: OptimizerConfig, total_steps: int, *, offload: bool) -> TrainingState:
+        named, sets = self.module.named_parameters(), (self.module.layer_matrices, self.module.tower)
+        optimizer = make_optimizer(named, config, *sets, offload=offload)
+        schedule = make_schedule(optimizer, config, total_steps)
+        return TrainingState(optimizer, schedule, NonfiniteGuard(config.max_skipped_steps))
 
     def _check_model(self) -> None:
         cuda, half = self.device.type == "cuda", self.dtype.itemsize == 2
@@ -193,6 +206,10 @@ class TrainingEngine:
             uncast=tower,
             whole=self.module.frozen_tower,
         )
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.states.current.optimizer
 
     @property
     def data_parallel_groups(self) -> list[dist.ProcessGroup]:
@@ -410,7 +427,7 @@ class TrainingEngine:
             loss, measured = loss_function(predictions, denominators)
             if tokens is not None:
                 tokens.add(int(sequences.offsets[micro_batches[index][0]]), rows, [predictions.log_probs])
-            self.nonfinite_guard.watch(sequences, *micro_batches[index], loss)
+            self.states.current.nonfinite_guard.watch(sequences, *micro_batches[index], loss)
             statistics.append(measured if rows.counts else {"loss": total(torch.zeros_like(loss))})
             return loss
 
@@ -427,17 +444,17 @@ class TrainingEngine:
         (before clipping). Raises NonFiniteError, naming the sequences, after `optimizer.max_skipped_steps` skipped
         steps in a row, and ConfigError for a setting that the optimiser does not have.
         """
-        config = self._check_trained()
+        config, state = self._check_trained(), self.states.current
         longest = config.max_grad_norm if given.max_grad_norm is None else given.max_grad_norm
         norm = clip_over_stages(self.stage, self.module, longest)
-        finite = self.nonfinite_guard.takes_step(norm, self.device)
-        with changed_groups(self.optimizer, config, given):
-            learning_rate = float(self.optimizer.param_groups[0]["lr"])  # own optimisers may keep a tensor
+        finite = state.nonfinite_guard.takes_step(norm, self.device)
+        with changed_groups(state.optimizer, config, given):
+            learning_rate = float(state.optimizer.param_groups[0]["lr"])  # own optimisers may keep a tensor
             if finite:
-                self.optimizer.step()
+                state.optimizer.step()
         if finite:
-            self.schedule.step()
-        self.optimizer.zero_grad(set_to_none=True)
+            state.schedule.step()
+        state.optimizer.zero_grad(set_to_none=True)
         metrics = {
             "learning_rate": Metric.mean(learning_rate, 1),
             "skipped_steps": Metric.sum(0 if finite else 1 / self.parallel.counted_ranks),
@@ -474,16 +491,34 @@ class TrainingEngine:
         with without_adapters(self.module.model):
             yield
 
+    def use_adapters(self, name: str) -> None:
+        """Train and evaluate another LoRA policy from here on. A new one begins as the base model.
+
+        Raises ConfigError for an engine without adapters, and for one policy more than model.lora.policies.
+        """
+        self._check_adapters("have several policies")
+        reshard(self.module)
+        self.states.use(name)
+
     def save_adapters(self, path: str | Path) -> None:
         """Write only the adapters, in peft's format. Collective. Raises OutputError, on every rank, if rank 0 cannot
         write.
         """
-        self._check_adapters("save adapters")
+        weights = self._adapter_weights("save adapters")
+        write_folder(Path(path), lambda folder: write_adapters(self.module.model, weights, folder))
+
+    def adapter_files(self) -> dict[str, np.ndarray]:
+        """Return the files of `save_adapters` by name, uint8 [bytes], empty except on rank 0. Collective."""
+        weights = self._adapter_weights("give adapters to engines")
+        return {} if dist.get_rank() else adapter_files(self.module.model, weights)
+
+    def _adapter_weights(self, what: str) -> dict[str, Tensor]:
+        """Return whole A and B by peft's names, on the host of the ranks at place zero."""
+        self._check_adapters(what)
         reshard(self.module)
         every, keep = adapter_weights(self.module.model, self.device), self.parallel.is_place_zero
         parts = self.stage.of_all({name: weight.cpu() for name, weight in every if keep})
-        weights = {name: weight for part in parts for name, weight in part.items()}
-        write_folder(Path(path), lambda folder: write_adapters(self.module.model, weights, folder))
+        return {name: weight for part in parts for name, weight in part.items()}
 
     def _check_adapters(self, what: str) -> None:
         if not self.has_adapters:
@@ -492,24 +527,20 @@ class TrainingEngine:
     @cached_property
     def checkpointer(self) -> Checkpointer:
         self._check_trained()
-        return Checkpointer(self.module, self.optimizer, self.schedule, self.device, self.stage)
+        return Checkpointer(self.module, self.states, self.device, self.stage)
 
     def save_checkpoint(self, path: str | Path, *, step: int, extra: dict[str, Any] | None = None) -> None:
         """Start to save the training state in the background, with the caller's `extra`. See `Checkpointer.save`.
         Collective.
         """
-        checkpointer = self.checkpointer  # first: a frozen engine has no guard
-        checkpointer.save(path, step=step, engine={"skipped_in_a_row": self.nonfinite_guard.in_a_row}, extra=extra)
+        self.checkpointer.save(path, step=step, extra=extra)
 
     def wait_for_checkpoint(self) -> None:
         self.checkpointer.wait()
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
         """Resume from a checkpoint, see `Checkpointer.load`. Returns the caller's `extra`. Collective."""
-        manifest = self.checkpointer.load(path)
-        self.optimizer.zero_grad(set_to_none=True)
-        self.nonfinite_guard.in_a_row = manifest.engine["skipped_in_a_row"]
-        return manifest.extra
+        return self.checkpointer.load(path).extra
 
     def save_pretrained(self, path: str | Path, file_bytes: int = FILE_BYTES) -> None:
         """Write the model in Hugging Face format, in its files' dtype, with the source's other files. Collective.

@@ -73,6 +73,16 @@ class PolicyWorker(TrainedWorker, TeacherWorker):
         self.engine.save_adapters(path)
         self.free_cached_memory()
 
+    @dispatch(Split.ALL)
+    def use_adapters(self, name: str) -> None:
+        """Let the following calls be of another LoRA policy. Raises as `TrainingEngine.use_adapters`."""
+        self.engine.use_adapters(name)
+
+    @dispatch(Split.ALL, Join.RANK_ZERO_REFERENCE)
+    def export_adapters(self) -> tuple[dict[str, np.ndarray], Metrics]:
+        """Return the adapters as `EngineAdapters.load` takes them, on rank zero. Collective."""
+        return self.engine.adapter_files(), {}
+
     @dispatch(Split.ALL, Join.RANK_ZERO_REFERENCE)
     def export_weights(self) -> tuple[np.ndarray | None, Metrics]:
         """Return all weights as safetensors bytes, uint8, on rank zero. Collective."""

@@ -13,7 +13,7 @@ import asyncio
 import itertools
 import time
 from asyncio import sleep
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
@@ -28,6 +28,7 @@ from workers.images import Pictures
 from workers.model.processor import load_placeholders
 from workers.network import LOOPBACK, use_rays_interface
 from workers.rendering import Renderer, with_urls
+from workers.rollout.adapters import EngineAdapters
 from workers.rollout.conversation import Conversation
 from workers.rollout.episode import Episode, play
 from workers.rollout.front import Taken
@@ -141,7 +142,7 @@ class VllmEngineActor:
         check_placement(self._placement, has_gpu=torch.cuda.is_available())
         # In a thread, so that `stop` and `pids` answer while the engine loads.
         engine = await asyncio.to_thread(self._build)
-        self._images = ImageInputs(engine)
+        self._images, self._adapters = ImageInputs(engine), EngineAdapters(engine)
         if self.config.runs_agent:
             import ray
 
@@ -357,7 +358,10 @@ class VllmEngineActor:
         try:
             with self._caches.request(request.seed) as salt:
                 prompt = await self._images.prompt(ids, episode.images, salt)
-                outputs = self.engine.generate(prompt, parameters, name, priority=request.priority)
+                adapters = self._adapters.of(request.adapter)
+                outputs = self.engine.generate(
+                    prompt, parameters, name, lora_request=adapters, priority=request.priority
+                )
                 (output,) = [output async for output in outputs]
         finally:
             self._under_way.pop(name, None)
@@ -401,6 +405,22 @@ class VllmEngineActor:
             raise RolloutError(
                 f"rollout replica {self.index} could not load the weights of version {version}: {error.__cause__}"
             ) from error
+
+    async def load_adapters(
+        self, adapters: Mapping[str, tuple[int, Awaitable[dict[str, np.ndarray]]]], version: int
+    ) -> None:
+        """Load adapters of LoRA policies that are newer than the engine's, as `version` of the weights.
+
+        adapters: by policy, a version and a reference to `export_adapters`. Requests in flight keep theirs. Raises as
+        `update_weights`.
+        """
+        began = time.time()
+        for name, (newest, files) in adapters.items():
+            if newest > self._adapters.version(name):
+                await self._answer(f"load the adapters {name}", self._adapters.load(name, newest, await files))
+        await self.engine.update_weight_version(str(version))
+        self._version = version
+        self._loads.append(WeightLoad(version, began, time.time() - began))
 
     async def init_transfer(self, init_info: dict[str, Any]) -> None:
         """Join the trainer's transfer group. See `gpu_transfer`. Needs GPUs."""

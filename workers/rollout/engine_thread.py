@@ -162,6 +162,12 @@ class EngineThread(EngineCoreClient):
     async def reset_mm_cache_async(self) -> None:
         await self._call(self._core.reset_mm_cache)
 
+    async def add_lora_async(self, lora_request: Any) -> Any:
+        return await self._call(self._core.add_lora, lora_request)
+
+    async def remove_lora_async(self, lora_id: int) -> Any:
+        return await self._call(self._core.remove_lora, lora_id)
+
     async def collective_rpc_async(
         self, method: Any, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:

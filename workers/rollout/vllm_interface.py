@@ -8,6 +8,7 @@ import numpy as np
 
 from workers.config import ModelConfig, RolloutConfig, SamplingConfig
 from workers.errors import DataError, RolloutError
+from workers.rollout.adapters import adapter_arguments
 from workers.rollout.engine_options import check_engine_options
 from workers.rollout.placement import BACKENDS
 from workers.rollout.requests import LENGTH, STOP, Response
@@ -89,6 +90,7 @@ def engine_arguments(
         additional_config={FROZEN_VISION: not model.train_vision},
         # By default vLLM would choose Ray here, and look for its placement groups.
         distributed_executor_backend="uni" if config.tensor_parallel == 1 else "mp",
+        **adapter_arguments(model.lora),
         **device,
     )
     check_engine_options(config.engine)

@@ -14,7 +14,7 @@ from controller.engines.fleet import RestartBudget
 from tests.controller.engines.generation import generate
 from tests.workers.rollout import tiny
 from tests.workers.rollout.probed_actor import ProbedActor
-from workers.config import ModelConfig, RolloutConfig, SamplingConfig
+from workers.config import LoraConfig, ModelConfig, RolloutConfig, SamplingConfig
 from workers.rollout.requests import (
     EpisodeStart,
     SampleRequest,
@@ -56,10 +56,11 @@ class Engines:
         environment: bytes = b"",
         variables: dict[str, str] | None = None,
         train_vision: bool = False,
+        lora: LoraConfig = LoraConfig(),
         **settings: Any,
     ) -> None:
         config = RolloutConfig(replicas=replicas, threads=1, cpu_kv_cache_gib=0.125, max_retries=1, **settings)
-        policy = ModelConfig(path=str(model), train_vision=train_vision)
+        policy = ModelConfig(path=str(model), train_vision=train_vision, lora=lora)
         options = {"environment": environment, "environment_timeout_s": 5.0}
         self.pool = EnginePool(
             lambda replica, attempt: actor_of(replica, policy, config, variables or {}, **options),

@@ -7,8 +7,8 @@
 Tensors are stored as safetensors and everything else as JSON, so that loading runs no code. DCP's own metadata is a
 pickle. `HuggingFaceStorageReader` derives it from the files' headers.
 
-A checkpoint holds the trained parameters, persistent buffers, the optimiser's state, the schedule, and every rank's
-random states (torch's, on CPU and GPU). Settings of the optimiser come from the run's configuration.
+A checkpoint holds the trained parameters, persistent buffers, the optimiser's state, the schedule (of every LoRA policy,
+by name), and every rank's random states (torch's, on CPU and GPU). Settings of the optimiser come from the run's configuration.
 """
 
 import logging
@@ -27,8 +27,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 from workers.errors import CheckpointError
 from workers.model.checkpoint.checkpoint_folder import (
@@ -42,10 +40,11 @@ from workers.model.checkpoint.checkpoint_folder import (
     unfinished_folder,
     verify_files,
 )
-from workers.model.optimizer import optimizer_state, resume_schedule
+from workers.model.optimizer import optimizer_state
 from workers.model.sharding.parallel import reshard
 from workers.model.sharding.raise_on_all_ranks import raise_on_all_ranks
 from workers.model.stages.stage_pipeline import Stage
+from workers.model.training_states import TrainingStates
 
 log = logging.getLogger(__name__)
 
@@ -56,32 +55,22 @@ SHARD_BYTES = 2**30
 class Checkpointer:
     """Save and load the state of one engine, in a folder that all its ranks see. Every method is collective."""
 
-    def __init__(
-        self, module: nn.Module, optimizer: Optimizer, schedule: LambdaLR, device: torch.device, stage: Stage
-    ) -> None:
-        self._module, self._optimizer, self._schedule = module, optimizer, schedule
-        self._device, self._stage = device, stage
+    def __init__(self, module: nn.Module, states: TrainingStates, device: torch.device, stage: Stage) -> None:
+        self._module, self._states, self._device, self._stage = module, states, device, stage
         # A separate process group: the background thread's messages must not mix with training's.
         self._group = dist.new_group(backend="gloo")
         self._saving: tuple[Path, Future] | None = None
 
-    def save(
-        self,
-        path: str | Path,
-        *,
-        step: int,
-        engine: dict[str, Any] | None = None,
-        extra: dict[str, Any] | None = None,
-    ) -> None:
+    def save(self, path: str | Path, *, step: int, extra: dict[str, Any] | None = None) -> None:
         """Start to save as `path`. Returns when the state is copied, while files are still being written.
 
-        step, engine, extra: see `Manifest`. Raises CheckpointError if the previous save failed or `path` holds a
+        step, extra: see `Manifest`. Raises CheckpointError if the previous save failed or `path` holds a
         complete checkpoint, DataError if `extra` is not JSON.
         """
         self.wait()
         path, extra = Path(path), check_json(extra or {})
         unfinished = self._from_rank_zero(lambda: _prepare(path))
-        numbers = {"schedule_steps": self._schedule.last_epoch, **(engine or {})}
+        numbers = {"policies": self._states.numbers()}
 
         def finish(files: dict[str, StoredFile]) -> None:
             commit(unfinished, path, Manifest(step, dist.get_world_size(), numbers, extra, files))
@@ -118,6 +107,8 @@ class Checkpointer:
         rank, size = dist.get_rank(), dist.get_world_size()
         self._on_all_ranks(lambda: verify_files(path, manifest, sorted(manifest.files)[rank::size]))
         reader = dcp.HuggingFaceStorageReader(str(path))
+        numbers = manifest.engine.get("policies", {"": manifest.engine})  # earlier versions had one, without a name
+        self._states.hold(numbers)
         state = self._trained_state(copies=True)
         metadata = self._on_all_ranks(lambda: _read_metadata(path, reader))
         shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
@@ -134,11 +125,13 @@ class Checkpointer:
         if not random_state:
             told = "%s was saved by %d ranks and is loaded by %d: random states are not restored"
             log.warning(told, path, manifest.world_size, size)
-        resume_schedule(self._schedule, manifest.engine["schedule_steps"])
+        self._states.resume(numbers)
         return manifest
 
     def _trained_state(self, *, copies: bool) -> dict[str, Tensor]:
-        """Return the engine's own tensors, a tied one once. copies: include those that another stage holds, too."""
+        """Return the engine's own tensors, a tied one once, by policy. copies: include those that another stage holds,
+        too.
+        """
         reshard(self._module)
         names: dict[Tensor, str] = {}
         for name, tensor in self._module.state_dict(keep_vars=True).items():
@@ -147,10 +140,13 @@ class Checkpointer:
         if not copies:
             for tensor in self._stage.copies(self._module.model):
                 names.pop(tensor, None)
-        state = {f"model.{name}": tensor.detach() for tensor, name in names.items()}
-        for parameter, parts in optimizer_state(self._optimizer).items():
-            if parameter in names:
-                state |= {f"optimizer.{names[parameter]}.{part}": value for part, value in parts.items()}
+        state: dict[str, Tensor] = {}
+        for policy, trained in self._states.all.items():
+            first, weights = f"policies.{policy}." if policy else "", self._states.weights_of(policy)
+            state |= {f"{first}model.{name}": weights.get(tensor, tensor).detach() for tensor, name in names.items()}
+            for parameter, parts in optimizer_state(trained.optimizer).items():
+                if parameter in names:
+                    state |= {f"{first}optimizer.{names[parameter]}.{part}": value for part, value in parts.items()}
         return state
 
     def _from_rank_zero(self, make: Callable[[], Any]) -> Any:

@@ -5,6 +5,7 @@
     load_model --add_adapters--> shard_model --> train A and B
                                       |--without_adapters--> the reference: the same weights, no second model
                                       |--merged_shards--> W + alpha / rank * B A under W's own name: vLLM, export
+                                      |--adapter_files--> A and B as vLLM reads them, of one of several policies
 
 The adapters' input has no dropout: the trained policy must be the sampled policy.
 """
@@ -13,8 +14,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
@@ -107,6 +110,13 @@ def write_adapters(model: PreTrainedModel, weights: dict[str, Tensor], path: Pat
     write_weights(weights, path / "adapter_model.safetensors")
     settings: Any = model.peft_config[ADAPTER]
     settings.save_pretrained(str(path))
+
+
+def adapter_files(model: PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, np.ndarray]:
+    """Return the files of `write_adapters` by name, uint8 [bytes]."""
+    with TemporaryDirectory() as folder:
+        write_adapters(model, weights, Path(folder))
+        return {file.name: np.fromfile(file, np.uint8) for file in Path(folder).iterdir()}
 
 
 def _merged(layer: Any, device: torch.device, weight: Tensor) -> Tensor:

@@ -1,0 +1,97 @@
+"""Two LoRA policies of one base model: trained side by side, and one after the other. Steps an hour on 2 CPU cores.
+
+    python -m tests.benchmarks.lora_policies [--steps 12] [--rounds 3]
+
+The quickstart's model and prompts. Each step of a policy samples, makes one update and publishes. Side by side, engines
+sample for one policy while the other learns. The engine and the trainer have one thread each, in both ways. Medians of
+rounds, in turn.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from controller.open_run import OpenRun
+
+import ballast
+from controller.algorithm.advantages import sequence_advantages
+
+WARM_UP = 2
+PROMPTS, SAMPLES = 16, 8
+POLICIES = ("a", "b")
+SETTINGS: dict[str, Any] = {
+    "data.validation": "",
+    "rollout.replicas": 1,
+    "rollout.sampling.max_new_tokens": 64,
+    "policy.data_parallel": 1,
+    "policy.optimizer.learning_rate": 1e-3,
+    "model.lora": {"rank": 16, "policies": len(POLICIES)},
+    "run.checkpoint_every": 0,
+}
+
+
+def learn(run: OpenRun, policy: str, samples: Any) -> Future[int]:
+    batch = samples.batch
+    advantages = sequence_advantages(run.config.algorithm, batch, batch["reward"])
+    run.forward_backward(batch, columns={"advantages": advantages}, adapter=policy)
+    run.step(adapter=policy)
+    return run.publish(adapter=policy)
+
+
+def sample(run: OpenRun, policy: str) -> Future[Any]:
+    return run.sample(run.prompts(PROMPTS), n=SAMPLES, adapter=policy)
+
+
+def one_after_the_other(run: OpenRun, steps: int) -> None:
+    for policy in POLICIES:
+        for _ in range(steps):
+            learn(run, policy, sample(run, policy).result()).result()
+
+
+def side_by_side(run: OpenRun, steps: int) -> None:
+    asked = {POLICIES[0]: sample(run, POLICIES[0])}
+    for number in range(steps * len(POLICIES)):
+        policy, following = (POLICIES[(number + i) % len(POLICIES)] for i in (0, 1))
+        samples = asked.pop(policy).result()
+        if number + 1 < steps * len(POLICIES):
+            asked[following] = sample(run, following)
+        published = learn(run, policy, samples)
+    published.result()
+
+
+WAYS: tuple[Callable[[OpenRun, int], None], ...] = (one_after_the_other, side_by_side)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=12, help="of each policy, in each round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--config", default="examples/addition/config.yaml")
+    arguments = parser.parse_args(argv)
+    seconds: dict[str, list[float]] = {way.__name__: [] for way in WAYS}
+    with tempfile.TemporaryDirectory() as folder:
+        overrides = SETTINGS | {"run.dir": folder, "run.name": "policies"}
+        with ballast.open(arguments.config, overrides=overrides) as run:
+            for policy in POLICIES:
+                run.publish(adapter=policy).result()
+            side_by_side(run, WARM_UP)
+            for _ in range(arguments.rounds):
+                for way in WAYS:
+                    began = time.monotonic()
+                    way(run, arguments.steps)
+                    seconds[way.__name__].append(time.monotonic() - began)
+    print("| way | seconds | steps an hour |\n| --- | ---: | ---: |")
+    medians = {name: statistics.median(found) for name, found in seconds.items()}
+    for name, median in medians.items():
+        steps = arguments.steps * len(POLICIES)
+        print(f"| {name.replace('_', ' ')} | {median:.1f} | {steps / median * 3600:.0f} |")
+    one, both = (medians[way.__name__] for way in WAYS)
+    print(f"\n{one / both:.2f} times the steps an hour")
+
+
+if __name__ == "__main__":
+    main()

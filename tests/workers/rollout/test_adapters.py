@@ -1,0 +1,119 @@
+"""LoRA policies in a real engine: each request is of its policy, by the trainer's log-probs, after every update."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import pytest
+import ray
+import torch
+from vllm.config.lora import MaxLoRARanks
+
+from controller.engines.engine_pool import Sample
+from tests.controller.engines.generation import generate
+from tests.workers.rollout.engines import LOG_PROB_TOLERANCE, Engines, requests_for, rows_of
+from workers.config import LoraConfig, ModelConfig, OptimizerConfig, SamplingConfig
+from workers.dataproto import DataProto
+from workers.model.engine import TrainingEngine
+from workers.rollout.adapters import RANKS
+from workers.rollout.requests import SampleRequest
+
+pytestmark = pytest.mark.slow
+LORA = LoraConfig(rank=4, policies=2)
+PROMPT = np.arange(2, 102, dtype=np.int32)  # of three blocks of the prefix cache
+
+
+@pytest.fixture(scope="module")
+def engines(ray_session: None, tiny_model_path: Path) -> Iterator[Engines]:
+    found = Engines(tiny_model_path, lora=LORA, restarts=1)
+    yield found
+    found.pool.stop()
+
+
+@pytest.fixture(scope="module")
+def trainer(tiny_model_path: Path) -> TrainingEngine:
+    model = ModelConfig(path=str(tiny_model_path), dtype="float32", lora=LORA)
+    return TrainingEngine(model, optimizer=OptimizerConfig(), total_steps=1, device="cpu")
+
+
+def publish(trainer: TrainingEngine, engines: Engines, policy: str, seed: int) -> None:
+    """Give the policy other adapters, and send them."""
+    trainer.use_adapters(policy)
+    torch.manual_seed(seed)
+    for parameter in trainer.module.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.05)
+    engines.version += 1
+    engines.pool.update_adapters({policy: ray.put(trainer.adapter_files())}, engines.version)
+
+
+def of_policies(policies: list[str], count: int = 6) -> list[SampleRequest]:
+    """The same prompts and seeds for every policy, in turn."""
+    return [
+        replace(request, uid=f"{policy}/{request.uid}", adapter=policy)
+        for request in requests_for(count, samples=2)
+        for policy in policies
+    ]
+
+
+def check_log_probs(trainer: TrainingEngine, finished: list[Sample], policies: list[str]) -> None:
+    responses = {}
+    for policy in policies:
+        rows = [row for result, row in rows_of(finished) if result.uid.startswith(f"{policy}/")]
+        columns = [{name: row[name] for name in ("input_ids", "loss_mask")} for row in rows]
+        batch = DataProto.from_rows(columns).as_tensors()
+        if policy:
+            trainer.use_adapters(policy)
+            expected = trainer.log_probs(batch, [(0, len(batch))])[0]
+        else:
+            with trainer.without_adapters():
+                expected = trainer.log_probs(batch, [(0, len(batch))])[0]
+        found = np.concatenate([row["rollout_log_probs"] for row in rows])
+        np.testing.assert_allclose(found, expected.numpy(), rtol=0, atol=LOG_PROB_TOLERANCE)
+        responses[policy] = np.concatenate([row["input_ids"] for row in rows]).tobytes()
+    assert len(set(responses.values())) == len(policies)
+
+
+def test_policies_and_the_base_model_are_sampled_side_by_side_and_a_new_engine_has_all(
+    trainer: TrainingEngine, engines: Engines
+) -> None:
+    policies = ["a", "b", ""]
+    for seed, policy in enumerate("ab"):
+        publish(trainer, engines, policy, seed)
+    check_log_probs(trainer, engines.sample(of_policies(policies)), policies)
+    publish(trainer, engines, "a", seed=2)
+    finished = engines.sample(of_policies(policies))
+    assert {result.weight_version for result, _ in finished} == {engines.version}
+    check_log_probs(trainer, finished, policies)
+    ray.kill(engines.pool.actors[0])
+    finished = engines.sample(of_policies(policies))
+    assert {result.weight_version for result, _ in finished} == {engines.version}
+    check_log_probs(trainer, finished, policies)
+
+
+def test_prefixes_are_of_one_policy_and_one_version(trainer: TrainingEngine, engines: Engines) -> None:
+    def cached() -> dict[str, int]:
+        requests = [SampleRequest(f"{policy}/", 0, PROMPT, seed=1, adapter=policy) for policy in ("a", "b", "")]
+        finished = engines.sample(requests)
+        check_log_probs(trainer, finished, ["a", "b", ""])
+        return {result.uid[:-1]: result.cached_tokens for result, _ in finished}
+
+    for seed, policy in enumerate("ab"):
+        publish(trainer, engines, policy, seed)
+    assert cached() == {"a": 0, "b": 0, "": 0}
+    assert cached() == {"a": 96, "b": 96, "": 96}
+    publish(trainer, engines, "a", seed=3)
+    assert cached() == {"a": 0, "b": 96, "": 96}
+
+
+def test_a_policy_that_was_not_published_fails_its_requests_alone(engines: Engines) -> None:
+    good, bad = of_policies(["", "unknown"], count=1)[:2]
+    finished, router = generate(engines.pool, [good, bad], SamplingConfig(max_new_tokens=4))
+    assert [result.key for result, _ in finished] == [good.key]
+    assert "adapter='unknown'" in router.dropped[0].error
+
+
+def test_ranks_are_those_that_vllm_takes() -> None:
+    assert get_args(MaxLoRARanks) == RANKS
