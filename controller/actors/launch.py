@@ -107,7 +107,8 @@ class WorkerGroups:
     def send_weights(self, version: int, adapter: str = "") -> dict[str, float]:
         """Send the policy's weights to every engine as `version`: through the object store, or between GPUs.
 
-        adapter: one of several LoRA policies, whose adapters alone are sent, or empty for none. Wakes sleeping engines. Returns metrics. Raises LostError if an engine or a rank is lost meanwhile.
+        adapter: one of several LoRA policies, whose adapters alone are sent, or empty for none. Wakes sleeping engines.
+        Returns metrics. Raises LostError if an engine or a rank is lost meanwhile.
         """
         if not self.rollouts.actors:
             return {}

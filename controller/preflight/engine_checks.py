@@ -7,7 +7,7 @@ from controller.config.functions import check_command, check_function, check_sou
 from controller.preflight.training_checks import check_caps
 from workers.config import GATEWAY_KEY, HTTP, SamplingConfig
 from workers.errors import ConfigError
-from workers.rollout.adapters import RANKS
+from workers.rollout.engine_options import LORA_RANKS
 from workers.rollout.parser_names import known_parsers
 from workers.user_code.task_sources import package_of
 
@@ -41,8 +41,8 @@ def check_lora_policies(config: Config) -> None:
     several, lora = f"model.lora.policies={config.model.lora.policies}", config.model.lora
     if lora.policies == 1:
         return
-    if lora.rank > RANKS[-1]:
-        raise ConfigError(f"model.lora.rank={lora.rank}: with {several}, vLLM takes ranks up to {RANKS[-1]}. Lower it.")
+    if lora.rank > LORA_RANKS[-1]:
+        raise ConfigError(f"model.lora.rank={lora.rank}: with {several}, the limit is {LORA_RANKS[-1]}. Lower it.")
     if config.rollout_placement == "colocated":
         raise ConfigError(
             f"rollout.placement=colocated: engines that sleep lose their adapters, with {several}. Set apart."

@@ -25,8 +25,8 @@ def check_one_policy(config: TrainingConfig) -> None:
     """Raise ConfigError if a run whose loop is configured has several policies."""
     if config.model.lora.policies > 1:
         raise ConfigError(
-            f"model.lora.policies={config.model.lora.policies}: a configured run trains one policy. Set 1, or write the "
-            "loop with ballast.open."
+            f"model.lora.policies={config.model.lora.policies}: a configured run trains one policy. Set 1, or write "
+            "the loop with ballast.open."
         )
 
 

@@ -12,20 +12,18 @@ import numpy as np
 
 from workers.errors import RolloutError
 from workers.model_config import LoraConfig
+from workers.rollout.engine_options import LORA_RANKS
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Values of vLLM's `max_lora_rank`, which adapters of lower ranks fit into."""
-
 
 def adapter_arguments(lora: LoraConfig) -> dict[str, Any]:
-    """Return engine arguments. Raises StopIteration for a rank above the highest of `RANKS`."""
+    """Return engine arguments. Raises StopIteration for a rank above the highest of `LORA_RANKS`."""
     if lora.policies == 1:
         return {}
-    rank = next(rank for rank in RANKS if rank >= lora.rank)
+    rank = next(rank for rank in LORA_RANKS if rank >= lora.rank)
     # One more than policies. Beside requests with adapters, vLLM 0.32 on CPUs takes the last place for those without.
     return {"enable_lora": True, "max_loras": lora.policies + 1, "max_lora_rank": rank}
 

@@ -76,6 +76,9 @@ ONLINE_QUANTIZATION = (
 )
 """Methods that quantize plain weights as vLLM loads them, and again with every update."""
 
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of vLLM's `max_lora_rank`, which adapters of lower ranks fit into."""
+
 DRAFTS_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 
 

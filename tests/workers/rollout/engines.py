@@ -26,6 +26,7 @@ from workers.rollout.weight_transfer import pack_weights
 LOG_PROB_TOLERANCE = 3e-5  # float32, two implementations
 PREFILL_TOKENS = 512  # of one forward pass: the prompts of most rounds take several
 LONG = SamplingConfig(max_new_tokens=200)
+NO_ADAPTERS = LoraConfig()
 Row = dict[str, np.ndarray]
 
 
@@ -56,7 +57,7 @@ class Engines:
         environment: bytes = b"",
         variables: dict[str, str] | None = None,
         train_vision: bool = False,
-        lora: LoraConfig = LoraConfig(),
+        lora: LoraConfig = NO_ADAPTERS,
         **settings: Any,
     ) -> None:
         config = RolloutConfig(replicas=replicas, threads=1, cpu_kv_cache_gib=0.125, max_retries=1, **settings)

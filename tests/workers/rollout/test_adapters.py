@@ -17,7 +17,7 @@ from tests.workers.rollout.engines import LOG_PROB_TOLERANCE, Engines, requests_
 from workers.config import LoraConfig, ModelConfig, OptimizerConfig, SamplingConfig
 from workers.dataproto import DataProto
 from workers.model.engine import TrainingEngine
-from workers.rollout.adapters import RANKS
+from workers.rollout.engine_options import LORA_RANKS
 from workers.rollout.requests import SampleRequest
 
 pytestmark = pytest.mark.slow
@@ -116,4 +116,4 @@ def test_a_policy_that_was_not_published_fails_its_requests_alone(engines: Engin
 
 
 def test_ranks_are_those_that_vllm_takes() -> None:
-    assert get_args(MaxLoRARanks) == RANKS
+    assert get_args(MaxLoRARanks) == LORA_RANKS

@@ -7,8 +7,9 @@
 Tensors are stored as safetensors and everything else as JSON, so that loading runs no code. DCP's own metadata is a
 pickle. `HuggingFaceStorageReader` derives it from the files' headers.
 
-A checkpoint holds the trained parameters, persistent buffers, the optimiser's state, the schedule (of every LoRA policy,
-by name), and every rank's random states (torch's, on CPU and GPU). Settings of the optimiser come from the run's configuration.
+A checkpoint holds the trained parameters, persistent buffers, the optimiser's state, the schedule (of every LoRA
+policy, by name), and every rank's random states (torch's, on CPU and GPU). Settings of the optimiser come from the
+run's configuration.
 """
 
 import logging
