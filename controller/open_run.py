@@ -86,7 +86,7 @@ class OpenRun:
         self._lanes = Lanes(run.roles.rollouts, colocated=run.config.rollout_placement == "colocated")
         self._own = itertools.count(-2, -1)  # uids of own prompts, apart from places in the stream
         self._means, self._since, self._step = dict[str, _Mean](), _Open(), ExitStack()
-        self._rows = list[dict[str, float]]()
+        self._rows, self._published = list[dict[str, float]](), set[str]()
         self._begin_step()
 
     @property
@@ -122,22 +122,29 @@ class OpenRun:
         *,
         seed: int | None = None,
         record: bool = True,
+        adapter: str = "",
     ) -> Future[Samples]:
         """Sample each prompt `n` times, and score the samples by the configured rewards.
 
         prompts: from `prompts`, token ids, or texts, chat messages and records as in data.train. sampling: replaces
         rollout.sampling. seed: replaces run.seed, and gives equal prompts equal samples. record: whether the step's
-        record has them. Raises DataError for a prompt above data.max_prompt_tokens.
+        record has them. adapter: a published LoRA policy, or empty for the base model of several. Raises DataError for
+        a prompt above data.max_prompt_tokens.
         """
+        if adapter and adapter not in self._published:
+            raise ConfigError(f"adapter={adapter!r}: the engines do not have it. Call publish(adapter=...) first.")
         asked, run, step = [self._prompt(prompt) for prompt in prompts], self._run, self.steps + 1
         by_uid = {prompt.uid: prompt for prompt in asked}
         settings = sampling or self.config.rollout.sampling
-        found = self._lanes.sample(partial(SamplingRound, run.buffer, asked, n, settings, step, seed))
+        found = self._lanes.sample(partial(SamplingRound, run.buffer, asked, n, settings, step, seed, adapter))
         return _then(found, partial(self._sampled, by_uid, record))
 
-    def forward(self, batch: RemoteBatch, role: str = "policy") -> Future[Passed]:
-        """Compute log-probs of tokens with `loss_mask`, or the values of the `critic`, before them."""
-        method = self._role(role, "reference")
+    def forward(self, batch: RemoteBatch, role: str = "policy", *, adapter: str = "") -> Future[Passed]:
+        """Compute log-probs of tokens with `loss_mask`, or the values of the `critic`, before them.
+
+        adapter: name of the policy, with model.lora.policies above 1, here and below.
+        """
+        method = self._role(role, "reference", adapter=adapter)
         return self._lanes.train(lambda: self._forward(method(OUTPUTS[role]), batch, role))
 
     def forward_backward(
@@ -148,6 +155,7 @@ class OpenRun:
         rows: np.ndarray | None = None,
         columns: Mapping[str, Any] | None = None,
         role: str = "policy",
+        adapter: str = "",
     ) -> Future[Passed]:
         """Add the gradient of a loss to those since the last `step`, and return log-probs of the policy.
 
@@ -157,28 +165,30 @@ class OpenRun:
 
         Raises ConfigError for means of two batches, whose common denominator no call could know.
         """
-        method = self._role(role)
+        method = self._role(role, adapter=adapter)
         settings = self._loss(loss, role)
         chosen = np.arange(len(batch)) if rows is None else np.asarray(rows)
         if not isinstance(settings, SUMS):
-            self._count(batch, chosen, settings, role)
+            self._count(batch, chosen, settings, f"{role} {adapter}")
         whole = with_columns(batch, columns or {})
         return self._lanes.train(lambda: self._backward(method, whole, chosen, settings, role))
 
-    def step(self, role: str = "policy", **settings: float | None) -> Future[dict[str, float]]:
+    def step(self, role: str = "policy", *, adapter: str = "", **settings: float | None) -> Future[dict[str, float]]:
         """Take an optimiser step along the gradients, and record a policy's. settings: see `StepSettings`.
 
         Returns `grad_norm`, `learning_rate`, and `skipped_steps`, 1 if a gradient was not finite.
         """
-        method, given = self._role(role), StepSettings(**settings)
-        self._means.pop(role, None)
+        method, given = self._role(role, adapter=adapter), StepSettings(**settings)
+        self._means.pop(f"{role} {adapter}", None)
         return self._lanes.train(lambda: self._take_step(method, given, role))
 
-    def publish(self) -> Future[int]:
+    def publish(self, *, adapter: str = "") -> Future[int]:
         """Send the policy's weights to the engines, between earlier and later samples. Returns their version."""
+        self._role("policy", adapter=adapter)
+        self._published.add(adapter)
 
         def send() -> int:
-            publish(self._run)
+            publish(self._run, adapter)
             return self._run.weight_version
 
         return self._lanes.both(send)
@@ -200,10 +210,10 @@ class OpenRun:
         folder = self._state(name)
         return self._lanes.train(lambda: self._load(folder, optimizer=optimizer))
 
-    def export(self, name: str = "model") -> Future[Path]:
+    def export(self, name: str = "model", *, adapter: str = "") -> Future[Path]:
         """Write the policy in Hugging Face format as runs/NAME/`name`."""
-        folder = self.folder / _checked(name)
-        return self._lanes.train(lambda: self._export(folder))
+        folder, method = self.folder / _checked(name), self._role("policy", adapter=adapter)
+        return self._lanes.train(lambda: self._export(method, folder))
 
     def plan(self, batch: RemoteBatch) -> Plan:
         """Assign the batch's sequences to ranks and micro-batches, as `forward_backward` does."""
@@ -220,23 +230,29 @@ class OpenRun:
         outcome = Outcome(self._run.progress.before, self._run.progress.latest, tuple(self._rows), self.steps)
         self._run.record.writer.summary(outcome.summary())
 
-    def _role(self, role: str, *others: str) -> Callable[[str], Any]:
-        """Return a function that finds a role's methods by name. Raises ConfigError for a role that the run lacks."""
-        roles = self._run.roles
+    def _role(self, role: str, *others: str, adapter: str = "") -> Callable[[str], Any]:
+        """Return a function that finds a role's methods by name, of the LoRA policy `adapter` if there are several.
+
+        Raises ConfigError for a role that the run lacks, and for a policy that has no name or should not.
+        """
+        roles, policies = self._run.roles, self.config.model.lora.policies
+        if bool(adapter) != (role == "policy" and policies > 1):
+            fix = "Leave it out" if adapter else "Name the policy"
+            raise ConfigError(f"adapter={adapter!r}: model.lora.policies={policies}, role={role!r}. {fix}.")
         if role == "reference" and role in others:
             return roles.of_reference
         if role not in OUTPUTS or role not in roles.trained:
             raise ConfigError(f"role={role!r}: this run trains {', '.join(roles.trained)}. Name one of them.")
-        return partial(getattr, roles.trained[role])
+        return partial(_method, roles.trained[role], adapter and _checked(adapter))
 
     def _loss(self, loss: Any, role: str) -> Any:
         if loss is None:
             return self.config.critic.loss if role == "critic" else self.config.policy_loss
         return SumLossConfig(loss) if isinstance(loss, str) else loss
 
-    def _count(self, batch: RemoteBatch, rows: np.ndarray, loss: Any, role: str) -> None:
-        """Remember the batch of a mean. Raises ConfigError for a second batch, or rows that were computed."""
-        mean = self._means.setdefault(role, _Mean(batch, np.zeros(len(batch), bool)))
+    def _count(self, batch: RemoteBatch, rows: np.ndarray, loss: Any, key: str) -> None:
+        """Remember the batch of a mean by `key`. Raises ConfigError for a second batch, or rows that were computed."""
+        mean = self._means.setdefault(key, _Mean(batch, np.zeros(len(batch), bool)))
         if mean.batch is not batch:
             raise ConfigError(
                 f"loss={type(loss).__name__}: it is a mean over the batch of an earlier call of this step, and this is "
@@ -345,11 +361,17 @@ class OpenRun:
         for role, group in self._run.roles.trained.items():
             group.load_checkpoint(str(folder / role), optimizer=optimizer)
 
-    def _export(self, folder: Path) -> Path:
+    def _export(self, method: Callable[[str], Any], folder: Path) -> Path:
         with on_training_roles(self._run, "save"):
-            self._run.roles.policy.save_pretrained(str(folder))
+            method("save_pretrained")(str(folder))
         write_card(self.config, folder)
         return folder
+
+
+def _method(group: Any, adapter: str, name: str) -> Any:
+    if adapter:
+        group.use_adapters(adapter)
+    return getattr(group, name)
 
 
 def _checked(name: str) -> str:

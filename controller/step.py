@@ -306,14 +306,14 @@ def _update(
     return merge(parts)
 
 
-def send_weights(run: Run) -> None:
-    """Send the policy's weights to every engine, under the next version.
+def send_weights(run: Run, adapter: str = "") -> None:
+    """Send the policy's weights to every engine, under the next version. adapter: see `WorkerGroups.send_weights`.
 
     With samples of older weights, compares engines and trainer after the first update, and may raise MismatchError.
     """
     with run.record.phase("weights"):
         run.weight_version += 1
-        run.record.add(prefixed("rollout", run.roles.send_weights(run.weight_version)))
+        run.record.add(prefixed("rollout", run.roles.send_weights(run.weight_version, adapter)))
         if run.config.older_samples and run.logprob_check.awaits(AtEqualWeights.CHANGED):
             _check_changed_weights(run)
 

@@ -26,6 +26,7 @@ from controller.preflight.data_checks import check_data
 from controller.preflight.engine_checks import (
     check_engine_count,
     check_lengths,
+    check_lora_policies,
     check_samplings,
     check_turns,
     check_weight_sync,
@@ -37,6 +38,7 @@ from controller.preflight.training_checks import (
     check_attention,
     check_counts,
     check_model_files,
+    check_one_policy,
     check_parallel,
     check_run,
     check_writable,
@@ -53,6 +55,8 @@ def check(config: Config, given: GivenFunctions = NONE_GIVEN, *, needs_data: boo
     needs_data: False for a loop that may bring its own prompts and rewards.
     """
     check_settings(config)
+    if needs_data:
+        check_one_policy(config)
     check_parallel(config)
     check_critic(config)
     model = check_model_files(config)
@@ -86,6 +90,7 @@ def check_settings(config: Config) -> None:
     check_validation(config)
     check_engine_count(config)
     check_weight_sync(config)
+    check_lora_policies(config)
     check_engine_options(config.rollout.engine)
     check_samplings(config)
     check_turns(config)

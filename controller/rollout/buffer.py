@@ -232,9 +232,13 @@ class SamplingRound:
         sampling: SamplingConfig,
         step: int,
         seed: int | None = None,
+        adapter: str = "",
     ) -> None:
-        """seed: gives equal prompts equal samples, or None for those of the run's seed, the step and the uid."""
-        self.requests = sample_requests(buffer.config, prompts, samples, step)
+        """seed: gives equal prompts equal samples, or None for those of the run's seed, the step and the uid. adapter:
+        see `SampleRequest`.
+        """
+        requests = sample_requests(buffer.config, prompts, samples, step)
+        self.requests = [replace(request, adapter=adapter) for request in requests] if adapter else requests
         if seed is not None:
             names = {prompt.uid: prompt.ids.tobytes().hex() for prompt in prompts}
             self.requests = [replace(r, seed=sample_seed(seed, 0, names[r.uid], r.sample)) for r in self.requests]

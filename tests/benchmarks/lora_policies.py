@@ -15,10 +15,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from controller.open_run import OpenRun
-
 import ballast
 from controller.algorithm.advantages import sequence_advantages
+from controller.open_run import OpenRun
 
 WARM_UP = 2
 PROMPTS, SAMPLES = 16, 8

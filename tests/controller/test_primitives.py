@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import ballast
 from controller.algorithm.advantages import sequence_advantages
@@ -157,6 +158,65 @@ def test_a_saved_state_comes_back_with_or_without_its_optimiser(stand_ins: Stand
         for name in ("../one", "", ".hidden"):
             with refused("name="):
                 run.save(name)
+
+
+POLICIES = ("model.lora.rank=2", "model.lora.policies=2", LEARNING)
+
+
+def learn_in_turns(run: OpenRun, policies: str) -> None:
+    """A step of each policy: all samples, then all gradients, then all steps."""
+    for policy in policies:
+        run.publish(adapter=policy)
+    for number in range(2):
+        prompts = ["1+1=", f"1+{number}="]
+        asked = {policy: run.sample(prompts, n=2, seed=number, adapter=policy) for policy in policies}
+        for policy, samples in asked.items():
+            batch = samples.result().batch
+            advantages = {"advantages": np.linspace(-1, ord(policy) - ord("a"), len(batch))}
+            run.forward_backward(batch, columns=advantages, adapter=policy)
+        for policy in policies:
+            run.step(adapter=policy)
+            run.publish(adapter=policy)
+
+
+def test_lora_policies_in_turns_equal_each_alone_and_all_are_saved(
+    stand_ins: StandIns, opened: Open, tmp_path: Path
+) -> None:
+    def exported(run: OpenRun, name: str, policy: str) -> dict[str, torch.Tensor]:
+        folder = run.export(f"{name}-{policy}", adapter=policy).result()
+        return load_file(folder / "model.safetensors")
+
+    alone = {}
+    for policy in "ab":
+        with opened(*POLICIES, f"run.name={policy}") as run:
+            learn_in_turns(run, policy)
+            alone[policy] = exported(run, "alone", policy)
+    with opened(*POLICIES, "run.name=both") as run:
+        learn_in_turns(run, "ab")
+        for policy, known in alone.items():
+            found = exported(run, "both", policy)
+            assert all(torch.equal(found[name], weight) for name, weight in known.items())
+        assert not all(torch.equal(alone["b"][name], weight) for name, weight in alone["a"].items())
+        run.save("both")
+        learn_in_turns(run, "ba")
+        run.load("both")
+        for policy, known in alone.items():
+            found = exported(run, "loaded", policy)
+            assert all(torch.equal(found[name], weight) for name, weight in known.items())
+
+
+def test_a_policy_of_several_is_named_and_published_before_it_is_sampled(opened: Open) -> None:
+    with opened(*POLICIES) as run:
+        batch = run.sample(["1+1="]).result().batch  # of the base model
+        with refused("adapter='a'"):
+            run.sample(["1+1="], adapter="a")
+        for call in (run.step, run.publish, run.export, lambda: run.forward_backward(batch, "gspo")):
+            with refused("adapter=''"):
+                call()
+        with refused("name="):
+            run.publish(adapter="../a")
+    with opened("run.name=one") as run, refused("model.lora.policies=1"):
+        run.step(adapter="a")
 
 
 def test_what_an_open_run_cannot_do_is_refused(opened: Open) -> None:

@@ -175,7 +175,8 @@ class TrainedWorker(ModelWorker):
         """
         extra = self.engine.load_checkpoint(path)
         if not optimizer:
-            clear_state(self.engine.optimizer)
+            for state in self.engine.states.all.values():
+                clear_state(state.optimizer)
         return extra
 
     @dispatch(Split.ALL)

@@ -108,7 +108,8 @@ class StandInVllm:
     def __init__(self, world: World) -> None:
         self._world, self.version, self._name, self._updating = world, 0, "0", False
         self._sleeps, self._log_prob = False, FIRST_LOG_PROB
-        self._cached: dict[str, int] = {}  # versions of keys and values, by salt
+        self._cached: dict[tuple[str, str], int] = {}  # versions of keys and values, by salt and adapters
+        self._adapters: dict[int, str] = {}
         world.event("start")
         world.ledger.take(world.gpus, world.actor, "weights", beside=())
         world.ledger.take(world.gpus, world.actor, "kv_cache", beside=())
@@ -156,18 +157,32 @@ class StandInVllm:
     async def get_weight_version(self) -> str:
         return self._name
 
+    async def add_lora(self, adapters: Any) -> None:
+        assert adapters.lora_int_id not in self._adapters
+        self._adapters[adapters.lora_int_id] = adapters.lora_name
+
+    async def remove_lora(self, number: int) -> None:
+        del self._adapters[number]
+
     async def resume_generation(self) -> None:
         self._world.event("resume")
 
     async def init_weight_transfer_engine(self, request: Any) -> None:
         self._world.event("meet")
 
-    async def generate(self, prompt: Any, parameters: Any, name: str, *, priority: int) -> Any:
+    async def generate(
+        self, prompt: Any, parameters: Any, name: str, *, priority: int, lora_request: Any = None
+    ) -> Any:
         del priority
         self._world.event("generate")
         assert self._owned() >= {"weights", "kv_cache"} and not self._sleeps, "the engine sleeps"
-        assert self.version == int(self._name), f"weights {self.version} serve as version {self._name}"
-        assert self._cached.setdefault(prompt["cache_salt"], self.version) == self.version, "keys of older weights"
+        version, adapters = self.version, ""
+        if lora_request is not None:
+            version, adapters = lora_request.lora_int_id, lora_request.lora_name
+            assert self._adapters[version] == adapters
+        elif not self._adapters:
+            assert version == int(self._name), f"weights {version} serve as version {self._name}"
+        assert self._cached.setdefault((prompt["cache_salt"], adapters), version) == version, "keys of older weights"
         self._world.prompt = prompt["prompt_token_ids"]
         answer, reason = self._world.answer(parameters.seed)
         if isinstance(answer, int):
