@@ -154,6 +154,9 @@ policy.parallel.context_parallel_method=ring policy.parallel.context_parallel=2 
 model.attention=eager policy.parallel.tensor_parallel=2 model.layout=padded
 adapters policy.parallel.tensor_parallel=2 model.lora.rank=8
 model.compile=always policy.parallel.tensor_parallel=2 resources.device=cuda
+model.lora.policies=2 model.lora.rank=8
+model.lora.rank=513 model.lora.policies=2
+rollout.placement=colocated model.lora.policies=2 model.lora.rank=8 resources.device=cuda
 policy.forward_max_tokens_per_micro_batch=95
 policy.forward_max_tokens_per_micro_batch model.forward_length_multiple=64 policy.max_tokens_per_micro_batch=96
 reference.forward_max_tokens_per_micro_batch=95 KL
