@@ -27,7 +27,7 @@ OWN = [each for each in SETTINGS if not each.startswith(("reward.", "policy.data
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("served model")
-    create_model(folder, seed=0, deviation=0.1)
+    create_model(folder, seed=0, deviation=0.1, vocabulary=18)  # each id has a text
     return folder
 
 
