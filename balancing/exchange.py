@@ -22,7 +22,7 @@ Bundles = tuple[Floats, Floats, Integers, Integers]
 
 TOLERANCE = 1e-5
 """Groups are even if they are within this share of the mean."""
-MANY, TOLERANCE_OF_MANY = 65_536, 3e-3
+MANY, TOLERANCE_OF_MANY = 32_768, 3e-3
 """More sequences are even within this share, a fifth of the error of a fitted cost model (1.4 %)."""
 PARTNERS = 12
 """A heavy group tries so many of the lightest groups, or all if only the heaviest group counts."""

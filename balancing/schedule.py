@@ -30,7 +30,7 @@ from balancing.assignment import (
     from_longest_first,
     repair_caps,
 )
-from balancing.exchange import TOLERANCE, tolerance_of
+from balancing.exchange import MANY, TOLERANCE
 from balancing.filling import fill_to_level
 from balancing.grouping import Floats, Grouping, Integers
 from balancing.lower_bounds import StepTimeBound, step_time_bound
@@ -39,6 +39,8 @@ from balancing.pipeline_time import small_ends
 
 AT_THE_BOUND = 5e-5
 """A first schedule within this share of workload / ranks is final."""
+ENOUGH_OF_MANY = 1e-2
+"""The same for more than MANY sequences, below the error of a fitted cost model (1.4 %)."""
 
 
 def schedule_evenly(sizes: Integers, weights: Floats, request: Request) -> Schedule:
@@ -116,10 +118,10 @@ MOST_LONG_TOGETHER = 4
 
 def fill_long_steps_first(sizes: Integers, weights: Floats, request: Request, dealt: Schedule) -> Schedule:
     """Return the best of `dealt` and of schedules whose first steps are filled before the rest is dealt."""
-    best, lowest, even = dealt, dealt.time(weights), tolerance_of(len(sizes))
-    if lowest <= float(weights.sum()) / request.ranks * (1 + max(AT_THE_BOUND, even)):
+    best, lowest, many = dealt, dealt.time(weights), len(sizes) > MANY
+    if lowest <= float(weights.sum()) / request.ranks * (1 + (ENOUGH_OF_MANY if many else AT_THE_BOUND)):
         return dealt
-    enough = time_bound(sizes, weights, request, dealt.steps).time * (1 + max(GOOD_ENOUGH, even))
+    enough = time_bound(sizes, weights, request, dealt.steps).time * (1 + (ENOUGH_OF_MANY if many else GOOD_ENOUGH))
     for moves in _VARIANTS:
         if lowest <= enough:
             break

@@ -13,6 +13,7 @@ holds more than `max_concurrent`. No request fails more than `1 + max_retries` t
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from heapq import heapify, heappop, heappush
 
 from workers.errors import DataError
 from workers.rollout.requests import Response, SampleRequest, SampleResult
@@ -91,18 +92,23 @@ class Router:
         """
         assigned: dict[int, list[SampleRequest]] = {}
         kept: deque[_Ticket] = deque()
-        open_replicas = {index for index in serving if self.outstanding(index) < self.max_concurrent}
-        while self._waiting and open_replicas:
-            ticket = self._waiting.popleft()
-            allowed = open_replicas & _allowed(ticket, set(serving))
-            if not allowed:
+        heap = [(*self._replicas[i].load(), i) for i in serving if self.outstanding(i) < self.max_concurrent]
+        heapify(heap)
+        while self._waiting and heap:
+            ticket, passed = self._waiting.popleft(), []
+            allowed = _allowed(ticket, set(serving)) if ticket.failed_on else serving
+            while heap and heap[0][-1] not in allowed:
+                passed.append(heappop(heap))
+            if heap:
+                index = heappop(heap)[-1]
+                self._replicas[index].put(ticket)
+                assigned.setdefault(index, []).append(ticket.request)
+                if self.outstanding(index) < self.max_concurrent:
+                    heappush(heap, (*self._replicas[index].load(), index))
+            else:
                 kept.append(ticket)
-                continue
-            index = min(allowed, key=lambda i: (self._replicas[i].load(), i))
-            self._replicas[index].put(ticket)
-            assigned.setdefault(index, []).append(ticket.request)
-            if self.outstanding(index) == self.max_concurrent:
-                open_replicas.remove(index)
+            for each in passed:
+                heappush(heap, each)
         self._waiting.extendleft(reversed(kept))
         return assigned
 
