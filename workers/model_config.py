@@ -30,7 +30,7 @@ class LoraConfig:
     policies: int = setting(
         1,
         "LoRA policies that are trained from one base model, each by its name (see docs/lora.md). Engines then take "
-        "adapters, not merged weights. Above 1 only in a loop of your own (`ballast.open`) and in `ballast serve`.",
+        "adapters, not merged weights. Above 1 only in a loop of your own (`ballast.open`).",
         minimum=1,
         maximum=1_000,
     )
