@@ -88,7 +88,7 @@ def test_a_sample_keeps_its_tokens_and_log_probs_through_every_form(
     laid_out.clear()
     predictions.clear()
     ((arguments, _),) = split_arguments(by_tokens, ranks, (batch, plan), {}, put=lambda share: share)
-    updated = worker.update(*arguments, LossConfig(name="reinforce"))
+    updated = worker.forward_backward(*arguments, LossConfig(name="reinforce")) | worker.optimizer_step()
     (found,), (read,) = laid_out, predictions
     assert found.targets.tolist() == predicted
     assert found.input_ids[0, found.predicting].tolist() == [

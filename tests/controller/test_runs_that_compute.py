@@ -299,7 +299,7 @@ def test_the_learning_rate_falls_over_the_optimiser_steps_of_all_epochs(run: Run
     finished = run(*TWO_EPOCHS, "policy.optimizer.schedule=linear")
     rates = [step["policy/learning_rate"] for step in finished.outcome.steps]
     assert rates == pytest.approx([1e-3 / 8 * np.mean(part) for part in ([8, 7, 6, 5], [4, 3, 2, 1])])
-    assert engine_of(finished).schedule.get_last_lr()[0] == pytest.approx(0.0, abs=1e-12)
+    assert engine_of(finished).states.current.schedule.get_last_lr()[0] == pytest.approx(0.0, abs=1e-12)
 
 
 @pytest.fixture(scope="module")

@@ -29,6 +29,7 @@ from tests.controller.config_workspace import write_workspace
 from tests.workers.model.exact import CountedCalls
 from tests.workers.model.ranks import RankPool
 from tests.workers.model.tiny import random_sequences, save_tiny_model
+from tests.workers.roles.updates import update
 from workers.dataproto import DataProto
 from workers.dispatch import RankCoordinates
 from workers.metrics import Metrics, merge, results
@@ -156,8 +157,8 @@ def _on_a_rank(file: str, overrides: tuple[str, ...], sequences: DataProto | Non
     forward = planner.forward_plan(batch, "policy.log_probs").for_rank(worker.coordinates.dp)
     with recorded_cells(worker.engine.module) as cells, CountedCalls() as counted:
         block, _ = worker.log_probs(whole.select_idxs(forward.rows.tolist()), forward)
-    update = planner.plan(batch, drawn, "policy.update").for_rank(worker.coordinates.dp)
-    metrics = worker.update(whole.select_idxs(update.rows.tolist()), update, config.algorithm.loss)
+    plan = planner.plan(batch, drawn, "policy.update")
+    metrics = update(worker, whole, plan, worker.coordinates.dp, config.algorithm.loss)
     return {
         "leads": worker.coordinates.leads_dp_group,
         "log_probs": {row: block.row(i)["log_probs"] for i, row in enumerate(forward.rows.tolist())},

@@ -143,7 +143,7 @@ def test_m3_caps_are_separate_for_update_log_probs_and_reference(run: Run, calls
     )
     run(*caps, "algorithm.loss.kl_coefficient=0.1", "batch.mini_batches=2", "run.steps=1")
     used = {method: plan.max_tokens for method, plan in calls if plan}
-    assert used == {"policy.update": 16, "policy.log_probs": 32, "reference.log_probs": 64}
+    assert used == {"policy.forward_backward": 16, "policy.log_probs": 32, "reference.log_probs": 64}
 
 
 def test_m7_the_cap_s_advice_stands_beside_the_setting(capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,7 +157,8 @@ def test_m10_a_step_of_ppo_is_in_order(run: Run, calls: Calls) -> None:
     run(
         "algorithm.advantage=gae", "algorithm.gae.whiten=false", "algorithm.kl_in_reward.coefficient=0.1", "run.steps=1"
     )
-    wanted = ("policy.log_probs", "reference.log_probs", "critic.advantages", "critic.update", "policy.update")
+    wanted = ("policy.log_probs", "reference.log_probs", "critic.advantages", "critic.forward_backward")
+    wanted += ("policy.forward_backward",)
     assert [method for method, _ in calls if method in wanted] == list(wanted)
 
 
@@ -165,7 +166,7 @@ def test_v1_the_plan_is_made_on_the_driver_after_generation_and_before_log_probs
     run("batch.mini_batches=2", "run.steps=1")
     methods = [method for method, _ in calls]
     (passed,) = [plan for method, plan in calls if method == "policy.log_probs"]
-    assert passed is not None and methods.index("policy.log_probs") < methods.index("policy.update")
+    assert passed is not None and methods.index("policy.log_probs") < methods.index("policy.forward_backward")
 
 
 def test_v3_spread_of_tokens_over_ranks_is_logged_before_and_after(run: Run, tmp_path: Path) -> None:
@@ -206,10 +207,10 @@ def test_m4_caps_on_sequences_are_separate_for_every_pass(run: Run, calls: Calls
     )
     used = {method: plan.settings.max_sequences for method, plan in calls if plan}
     assert used == {
-        "policy.update": 2,
+        "policy.forward_backward": 2,
         "policy.log_probs": 3,
         "reference.log_probs": 4,
-        "critic.update": 5,
+        "critic.forward_backward": 5,
         "critic.advantages": 6,
         "reward_model.score": 7,
     }

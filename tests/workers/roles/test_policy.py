@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,10 @@ from tests.controller.stand_ins.gpus import StandInEngine
 from tests.controller.stand_ins.run import StandIns, write_stand_in_workspace
 from tests.workers.model.tiny import random_sequences, save_tiny_model, unpacked_log_probs
 from tests.workers.roles.test_critic import scored_sequences, share_of_this_rank, worker_on_this_rank
+from tests.workers.roles.updates import update
 from workers.config import LossConfig, OptimizerConfig
 from workers.dataproto import DataProto
-from workers.metrics import Metric, Metrics, merge, results
+from workers.metrics import Metrics, merge, results
 from workers.model.losses.returns import KlPenalty, discounted_returns
 from workers.remote_batch import RemoteBatch
 from workers.roles.policy import PolicyWorker
@@ -61,15 +61,9 @@ def update_on_a_rank(path: str, cap: int, algorithm: str) -> Metrics:
     """This rank's part of one update of two mini-batches."""
     worker = worker_on_this_rank(PolicyWorker, path, 1, OPTIMIZER)
     batch, plan = planned(dist.get_world_size(), cap, algorithm)
-    whole, parts = sequences(), list[Metrics]()
+    whole = sequences()
     columns = whole.columns | {"group_tokens": torch.from_numpy(batch["group_tokens"])}
-    for mini_batch in plan.mini_batches:
-        share = replace(plan, mini_batches=(mini_batch,)).for_rank(dist.get_rank())
-        mine = DataProto(whole.lengths, whole.tokens, columns).select_idxs(share.rows.tolist())
-        found = worker.forward_backward(mine, share, LOSS)
-        found["loss"] = Metric.sum(found["loss"].value / len(plan.mini_batches))
-        parts += [found, worker.optimizer_step()]
-    return merge(parts)
+    return update(worker, DataProto(whole.lengths, whole.tokens, columns), plan, dist.get_rank(), LOSS)
 
 
 @cache
