@@ -9,9 +9,8 @@ over the steps after the first three, and over rounds.
 import argparse
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import ballast
 from controller.algorithm.advantages import sequence_advantages
@@ -22,12 +21,12 @@ WARM_UP = 3
 SIZES = ("1M", "5M")
 
 
-def configured(settings: Mapping[str, Any]) -> Path:
-    return ballast.fit(settings).folder
+def configured(settings: list[str]) -> Path:
+    return ballast.fit(overrides=settings).folder
 
 
-def own(settings: Mapping[str, Any]) -> Path:
-    with ballast.open(settings) as run:
+def own(settings: list[str]) -> Path:
+    with ballast.open(overrides=settings) as run:
         for _ in range(run.config.run.steps):
             batch = run.sample(run.prompts(8), n=8).result().batch
             advantages = sequence_advantages(run.config.algorithm, batch, batch["reward"])
@@ -37,7 +36,7 @@ def own(settings: Mapping[str, Any]) -> Path:
         return run.folder
 
 
-def seconds(loop: Callable[[Mapping[str, Any]], Path], settings: Mapping[str, Any]) -> float:
+def seconds(loop: Callable[[list[str]], Path], settings: list[str]) -> float:
     """From the end of a step to the end of the next, by metrics.jsonl's clock."""
     rows = [row for row in RunFolder(loop(settings)).metrics if row["step"] > WARM_UP]
     return statistics.median(row["time/step_s"] for row in rows)
@@ -52,13 +51,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         for size in SIZES:
             options = make_inputs(Path(temporary), Setting(size))
-            settings: dict[str, Any] = dict(option.split("=", 1) for option in options)
-            settings |= {"run.dir": f"{temporary}/runs", "run.steps": arguments.steps}
+            settings = [*options, f"run.dir={temporary}/runs", f"run.steps={arguments.steps}"]
             found: dict[Callable[..., Path], list[float]] = {configured: [], own: []}
             for number in range(arguments.rounds):
                 for loop in found:
-                    name = {"run.name": f"{size}-{loop.__name__}-{number}"}
-                    found[loop].append(seconds(loop, settings | name))
+                    name = f"run.name={size}-{loop.__name__}-{number}"
+                    found[loop].append(seconds(loop, [*settings, name]))
             usual, mine = (statistics.median(each) for each in found.values())
             print(f"| {size} | {usual:.3f} | {mine:.3f} | {mine / usual:.3f} |", flush=True)
 
