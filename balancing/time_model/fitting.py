@@ -17,7 +17,7 @@ from balancing.grouping import Floats
 from balancing.time_model.generation import batches, engine_step, prefill_flops, slots_of
 from balancing.time_model.inputs import Layout, ModelShape, Workload
 from balancing.time_model.machine import Efficiency, Machine
-from balancing.time_model.step_time import transfer_bytes
+from balancing.time_model.step_time import transfer_terms
 from balancing.time_model.training import micro_step_terms, sharding_seconds, training
 
 PRIOR = 0.003
@@ -44,19 +44,31 @@ class Measured:
 
 
 def fit(runs: Sequence[Measured], machine: Machine, efficiency: Efficiency | None = None) -> tuple[Machine, Efficiency]:
-    """Fit to all runs together. Different model sizes tell products from overheads."""
+    """Fit to all runs together. Different model sizes tell products from overheads.
+
+    Roles that had a CPU's memory for themselves show how fast they are, and the others `Machine.contention`.
+    """
     efficiency = efficiency or Efficiency()
     spread = dict(efficiency.spread)
-    for kind, rows_of, names in KINDS:
-        rows = [row for run in runs if len((row := rows_of(run, machine, efficiency))[1])]
-        if rows:
-            values, spread[kind] = _fitted(rows, [_value(name, machine, efficiency) for name in names])
+    crowds: list[float] = []
+    for kind, processes, rows_of, names in KINDS:
+        rows: dict[bool, list[Rows]] = {True: [], False: []}
+        for run in runs:
+            terms, seconds = rows_of(run, machine, efficiency)
+            crowded = run.layout.crowded(processes(run.layout))
+            rows[crowded] += [(terms, seconds / machine.contention**crowded)] * (len(seconds) > 0)
+        if found_rows := rows[False] or rows[True]:
+            values, spread[kind] = _fitted(found_rows, [_value(name, machine, efficiency) for name in names])
+            if rows[False]:
+                crowds += [float(np.median(seconds / (terms @ values))) for terms, seconds in rows[True]]
             found: dict[str, Any] = {
                 name: 1 / value if name in INVERSE else value for name, value in zip(names, values, strict=True)
             }
             shares = {name: value for name, value in found.items() if hasattr(efficiency, name)}
             efficiency = replace(efficiency, **shares)
             machine = replace(machine, **{name: value for name, value in found.items() if name not in shares})
+    if crowds:
+        machine = replace(machine, contention=max(1.0, machine.contention * float(np.mean(crowds))))
     if rest := [_rest(run, machine, efficiency) for run in runs if len(run.rest)]:
         machine, spread["overheads"] = replace(machine, phase=float(np.mean(rest))), REST_SPREAD
     return machine, replace(efficiency, spread=spread)
@@ -79,14 +91,14 @@ def _fitted(rows: Sequence[Rows], prior: Sequence[float]) -> tuple[list[float], 
     return values.tolist(), max(LEAST_SPREAD, error)
 
 
-def _micro_steps(run: Measured, machine: Machine, _: Efficiency) -> Rows:
-    """On CPUs micro-steps wait for collectives, whose latencies are deducted."""
-    tokens, squared, seconds = run.micro_steps.T
-    terms, layout, waits = micro_step_terms(run.shape, run.layout, machine, tokens, squared), run.layout, (0.0, 0.0)
+def _micro_steps(run: Measured, machine: Machine, efficiency: Efficiency) -> Rows:
+    """On CPUs micro-steps wait for collectives, which are deducted."""
+    (tokens, squared, seconds), layout = run.micro_steps.T, run.layout
     if not machine.launches_ahead:
         gathers, reductions = 2.0 * layout.reshard_after_forward, 1.0 - layout.defer_gradient_reduction
-        waits = sharding_seconds(run.shape, layout, machine, gathers, reductions)
-    return np.stack([*terms, np.full(len(tokens), waits[0])], axis=1), np.maximum(seconds / 3, seconds - waits[1])
+        sent, waits = sharding_seconds(run.shape, layout, machine, gathers, reductions)
+        seconds = np.maximum(seconds / 3, seconds - sent / efficiency.link - waits)
+    return np.stack(micro_step_terms(run.shape, layout, machine, tokens, squared), axis=1), seconds
 
 
 def _generations(run: Measured, machine: Machine, efficiency: Efficiency) -> Rows:
@@ -106,9 +118,10 @@ def _generations(run: Measured, machine: Machine, efficiency: Efficiency) -> Row
     return np.array(rows), np.array([seconds for _, seconds in run.generations])
 
 
-def _transfers(run: Measured, _: Machine, efficiency: Efficiency) -> Rows:
-    size = transfer_bytes(run.shape, run.layout) / 1e9 / efficiency.decode
-    return np.tile([1.0, size], (len(run.transfers), 1)), np.asarray(run.transfers, np.float64)
+def _transfers(run: Measured, machine: Machine, efficiency: Efficiency) -> Rows:
+    once, moved, *gathered = transfer_terms(run.shape, run.layout, machine)
+    terms = [once, moved / efficiency.decode, *gathered]
+    return np.tile(terms, (len(run.transfers), 1)), np.asarray(run.transfers, np.float64)
 
 
 def _rest(run: Measured, machine: Machine, efficiency: Efficiency) -> float:
@@ -120,9 +133,12 @@ def _rest(run: Measured, machine: Machine, efficiency: Efficiency) -> float:
 
 INVERSE = ("matmul", "attention", "elementwise", "decode", "prefill", "link", "host")
 """What seconds are in inverse proportion to."""
-KINDS: tuple[tuple[str, Callable[[Measured, Machine, Efficiency], Rows], tuple[str, ...]], ...] = (
-    ("training", _micro_steps, ("matmul", "attention", "elementwise", "kernel", "micro_batch", "link")),
-    ("generation", _generations, ("engine_step", "engine_layer", "engine_sequence", "decode", "prefill")),
-    ("overheads", _transfers, ("transfer", "host")),
+Kind = tuple[str, Callable[[Layout], int], Callable[[Measured, Machine, Efficiency], Rows], tuple[str, ...]]
+OF_ENGINES = ("engine_step", "engine_layer", "engine_sequence", "decode", "prefill")
+OF_TRAINING = ("matmul", "attention", "elementwise", "kernel", "micro_batch")
+KINDS: tuple[Kind, ...] = (
+    ("generation", lambda layout: layout.engines * layout.engine_tp, _generations, OF_ENGINES),
+    ("overheads", lambda layout: 1, _transfers, ("transfer", "host", "latency", "link")),
+    ("training", lambda layout: layout.ranks, _micro_steps, OF_TRAINING),
 )
-"""Kinds of work, their terms, and the fields of Machine and Efficiency that the terms are multiplied by."""
+"""Kinds of work, their processes, terms, and the fields of Machine and Efficiency that terms are multiplied by."""

@@ -114,13 +114,14 @@ def generation(
     model, slots = (shape, layout, machine, efficiency), slots_of(shape, layout, workload)
     steps, running, tokens = batches(workload, layout.engines, slots)
     weights, read, flops, host = engine_step(*model, running, tokens)
-    decode = float(steps @ (np.maximum(weights + read, flops) + host))
+    crowd = machine.contention ** layout.crowded(layout.engines * layout.engine_tp)
+    decode = crowd * float(steps @ (np.maximum(weights + read, flops) + host))
     rate = machine.flops(layout.dtype) * efficiency.prefill * layout.engines * layout.engine_tp
-    prefill = prefill_flops(shape, workload, machine) / rate
+    prefill = crowd * prefill_flops(shape, workload, machine) / rate
     # Engines that never drain run as many requests as the schedule keeps in flight.
     flight = min(slots, (layout.staleness + 1) * workload.samples / layout.engines)
     full = engine_step(*model, np.array([flight]), np.array([flight * (workload.prompts.mean() + half_way(workload))]))
-    each = float((np.maximum(full[0] + full[1], full[2]) + full[3])[0])
+    each = crowd * float((np.maximum(full[0] + full[1], full[2]) + full[3])[0])
     steady = each * float(workload.responses.sum()) / layout.engines / flight
     parts = {"weights": weights, "keys and values": read, "host": host, "FLOPs": np.maximum(flops - weights - read, 0)}
     bound = max(parts, key=lambda name: float(steps @ parts[name]))

@@ -111,6 +111,10 @@ class Layout:
         """Return the bytes of a weight in passes and engines."""
         return 4 if self.dtype == "float32" else 2
 
+    def crowded(self, processes: int) -> bool:
+        """Return whether a role of so many processes shares its memory with others that compute at the same time."""
+        return self.placement == "shared_memory" and (processes > 1 or self.staleness > 0)
+
 
 @dataclass(frozen=True, eq=False)
 class Workload:

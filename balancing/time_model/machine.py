@@ -16,7 +16,8 @@ class Machine:
     host (PCIe). source: of the figures. kv_block: tokens by which engines find shared prompts. In seconds: kernel
     (launch, which a GPU hides if `launches_ahead`), latency (of a collective), engine_step, engine_layer and
     engine_sequence (what a decoding step adds to bytes and FLOPs), micro_batch (host), phase (start and end), transfer
-    (of weights, besides bytes), sleep (and wake).
+    (of weights, besides bytes), sleep (and wake). contention: factor of a role's seconds while others compute on the
+    same CPU.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Machine:
     phase: float = 0.1
     transfer: float = 1.0
     sleep: float = 1.0
+    contention: float = 1.0
 
     def flops(self, dtype: str) -> float:
         """Return the peak in FLOP/s."""

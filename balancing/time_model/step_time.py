@@ -23,6 +23,9 @@ TRAINER |= {"other": "overheads"}
 BOTH = {"transfer": "overheads", "sleep_wake": "overheads"}
 """Phases by where they run, with what their error follows, see `Efficiency.spread`."""
 
+WEIGHTS = 12
+"""Weights of a layer, without experts: seven products, norms and biases."""
+
 
 class Interval(NamedTuple):
     """Seconds, and the lowest and highest that measurements may show."""
@@ -109,15 +112,21 @@ def _scheduled(seconds: Mapping[str, float], made: Generation, layout: Layout, w
 
 def _transfer(shape: ModelShape, layout: Layout, machine: Machine, efficiency: Efficiency) -> float:
     """Gather all weights, then send them to the engines: on the same GPU, over the network, or through host memory."""
-    size, ranks = shape.parameters * layout.bytes, layout.dp * layout.cp * layout.tp
-    gathered = size / (machine.bus(ranks, layout.gpus_per_node) * efficiency.link) if ranks > 1 else 0.0
-    if layout.placement == "apart":
-        nodes = 1e9 * (machine.network if layout.nodes > 1 else machine.link)
-        return machine.transfer + gathered + size / (nodes * efficiency.link)
+    _, moved, collectives, sent = transfer_terms(shape, layout, machine)
     near = machine.bandwidth if layout.placement == "colocated" else machine.host
-    return machine.transfer + gathered + transfer_bytes(shape, layout) / (1e9 * near * efficiency.decode)
+    loaded = 0.0 if layout.placement == "apart" else moved / (near * efficiency.decode)
+    return machine.transfer + loaded + collectives * machine.latency + sent / efficiency.link
 
 
-def transfer_bytes(shape: ModelShape, layout: Layout) -> float:
-    """Return the bytes that a GPU or host writes and reads to load an engine's weights."""
-    return 2 * shape.parameters * layout.bytes / layout.engine_tp
+def transfer_terms(shape: ModelShape, layout: Layout, machine: Machine) -> tuple[float, float, float, float]:
+    """Return what a transfer's seconds are linear in.
+
+    1, GB that a GPU or host writes and reads to load an engine's weights, collectives (one gathers each weight), and
+    seconds at peak of links.
+    """
+    size, ranks, sent = shape.parameters * layout.bytes, layout.dp * layout.cp * layout.tp, 0.0
+    if ranks > 1:
+        sent = size / machine.bus(ranks, layout.gpus_per_node)
+    if layout.placement == "apart":
+        sent += size / (1e9 * (machine.network if layout.nodes > 1 else machine.link))
+    return 1.0, 2 * size / layout.engine_tp / 1e9, WEIGHTS * shape.layers * (ranks > 1), sent

@@ -86,8 +86,9 @@ def training(
     optimizer = workload.updates * states * OF_OPTIMIZER / memory
     exposed = _collectives(shape, layout, workload, machine, efficiency, part, computed)
     bound = "collectives" if exposed > computed else max(device, key=lambda name: device[name])
-    models = workload.trained_models
-    return Training(update * models, forward * workload.forward_passes, exposed * models, optimizer * models, bound)
+    crowd = machine.contention ** layout.crowded(layout.ranks)
+    models, passes = workload.trained_models * crowd, workload.forward_passes * crowd
+    return Training(update * models, forward * passes, exposed * workload.trained_models, optimizer * models, bound)
 
 
 def micro_step_terms(

@@ -3,9 +3,9 @@
     python -m tests.benchmarks.step_time --predict     calibration runs, then tests/benchmarks/step_time.json: commit it
     python -m tests.benchmarks.step_time --measure     12 runs, compared with the file: docs/step-time-benchmark.md
 
-The calibration runs have other model sizes, prompts and batches than the 12 configurations. Models are random and end a
-response one time in 64, so that lengths are geometric: 64 tokens on average, at most 192. Every rank and engine has one
-thread.
+The calibration runs have other depths, prompts and batches than the 12 configurations, and the same widths. Models are
+random and end a response one time in 64, so that lengths are geometric: 64 tokens on average, at most 192. Every rank
+and engine has one thread.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from examples.addition.warm_start import create_model
 
 PREDICTIONS, PAGE = Path("tests/benchmarks/step_time.json"), Path("docs/step-time-benchmark.md")
 VOCABULARY, LONGEST, PROMPT, PROMPTS, STEPS = 64, 192, 96, 8, 6
-SIZES = {"1M": (128, 6), "2M": (128, 12), "5M": (256, 7), "13M": (384, 8), "20M": (512, 7)}
+SIZES = {"1M": (128, 6), "2M": (128, 12), "5M": (256, 7), "8M": (256, 12), "11M": (512, 4), "20M": (512, 7)}
 """Width and layers."""
 TWO_CORES = Cluster(nodes=1, cpus=2)
 
@@ -56,8 +56,9 @@ class Setting:
 
 CALIBRATION = (
     Setting("2M", prompts=12, prompt=48),
-    Setting("13M", prompts=6, prompt=48),
-    Setting("2M", ranks=2, engines=2, prompts=12, prompt=48),
+    Setting("8M", prompts=6, prompt=48),
+    Setting("11M", prompts=6, prompt=48),
+    Setting("8M", ranks=2, engines=2, prompts=12, prompt=48),
 )
 SETTINGS = (
     Setting("1M"),
@@ -76,10 +77,10 @@ SETTINGS = (
 HEADER = """# Predicted and measured steps
 
 Written by `python -m tests.benchmarks.step_time` on 2 CPU cores. The time model (`balancing/time_model`) was fitted to
-{calibration} runs of other sizes, prompts and batches. It predicted these {count} runs before they were made: random
-models, {prompts} prompts x 8 samples a step, prompts of {prompt} tokens, responses of 64 on average and {longest} at
-most. Seconds are medians over {steps} steps. Goals: phases within 25 %, steps within 15 %, and the right order of any
-two runs that differ by more than 15 %.
+{calibration} runs of the same widths and other depths, prompts and batches. It predicted these {count} runs before
+they were made: random models, {prompts} prompts x 8 samples a step, prompts of {prompt} tokens, responses of 64 on
+average and {longest} at most. Seconds are medians over {steps} steps. Goals: phases within 25 %, steps within 15 %,
+and the right order of any two runs that differ by more than 15 %.
 
 """
 

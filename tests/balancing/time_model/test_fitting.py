@@ -9,6 +9,7 @@ from balancing.time_model import MACHINES, Efficiency, Layout, ModelShape, Workl
 from balancing.time_model.fitting import Measured, fit
 from balancing.time_model.generation import generation
 from balancing.time_model.machine import SPREADS
+from balancing.time_model.step_time import transfer_terms
 from balancing.time_model.training import micro_step_terms, sharding_seconds
 
 LAYOUT = Layout(dp=1, engines=1, gpus_per_node=2, placement="shared_memory", dtype="float32", compiled=False)
@@ -80,14 +81,30 @@ def test_what_no_run_shows_stays_as_stated() -> None:
     assert fit([nothing], STATED) == (STATED, Efficiency())
 
 
-def test_two_ranks_show_the_links_of_cpus() -> None:
-    shape, two, link = model(256, 6), replace(LAYOUT, dp=2), 0.35
+def test_two_ranks_show_the_links_and_the_contention_of_cpus() -> None:
+    """Transfers show links, because micro-steps are slower for several reasons."""
+    shape, two = model(256, 6), replace(LAYOUT, dp=2)
+    real, reached = replace(REAL, contention=1.4, latency=1e-3), replace(REACHED, link=0.35)
     alone = run_of(shape)
-    sent, latency = sharding_seconds(shape, two, REAL, 2, 1)
-    slower = alone.micro_steps + np.array([0.0, 0.0, sent / link + latency])
-    machine, efficiency = fit([alone, Measured(shape, two, slower)], STATED)
-    said, real = (
-        step_time(shape, two, work(5), *each).phases["collectives"].seconds
-        for each in ((machine, efficiency), (REAL, replace(REACHED, link=link)))
-    )
-    assert said == pytest.approx(real, rel=0.15)
+    sent, latency = sharding_seconds(shape, two, real, 2, 1)
+    seconds = alone.micro_steps[:, 2] * real.contention + sent / reached.link + latency
+    slower = np.stack([*alone.micro_steps.T[:2], seconds], axis=1)
+    transfers = [0.3 + float(np.dot(transfer_terms(shape, two, real)[2:], (real.latency, 1 / reached.link)))] * 5
+    machine, efficiency = fit([alone, Measured(shape, two, slower, (), transfers)], STATED)
+    assert machine.contention == pytest.approx(real.contention, rel=0.05)
+    said, expected = (step_time(shape, two, work(5), *each).phases for each in ((machine, efficiency), (real, reached)))
+    for name in ("update", "collectives"):
+        assert said[name].seconds == pytest.approx(expected[name].seconds, rel=0.15)
+    assert said["transfer"].seconds == pytest.approx(transfers[0], rel=0.05)
+
+
+def test_a_run_without_a_quiet_role_keeps_the_stated_contention() -> None:
+    shape, two = model(256, 6), replace(LAYOUT, dp=2)
+    found = run_of(shape)
+    machine, efficiency = fit([Measured(shape, two, found.micro_steps)], STATED)
+    assert machine.contention == STATED.contention
+    terms = np.stack(micro_step_terms(shape, two, machine, *found.micro_steps.T[:2]), axis=1)
+    values = [1 / efficiency.matmul, 1 / efficiency.attention, 1 / efficiency.elementwise, machine.kernel]
+    waits = sharding_seconds(shape, two, machine, 2, 1)
+    said = machine.contention * (terms @ [*values, machine.micro_batch]) + waits[0] / efficiency.link + waits[1]
+    assert np.median(said / found.micro_steps[:, 2]) == pytest.approx(1, rel=0.1)
