@@ -131,6 +131,11 @@ def labelled(found: Sequence[Cell], width: int | None = None) -> str:
     return GAP.join(map(form, shown))
 
 
+def _of(step: int, steps: int) -> str:
+    """Write a step and their number, which a loop of one's own may exceed."""
+    return f"{step:>{len(str(steps))}}/{steps}" if step <= steps else str(step)
+
+
 class StepTable:
     """The terminal's table, a row per step. Columns keep their width, and stay once shown."""
 
@@ -246,7 +251,7 @@ class Console:
 
     def begin_step(self, step: int, steps: int) -> None:
         """Name the step in the live line."""
-        self._status.step = f"{step}/{steps}"
+        self._status.step = _of(step, steps).lstrip()
         self._first = self._first or (step, time.monotonic())
 
     @contextmanager
@@ -316,9 +321,10 @@ class Console:
         now, status = time.monotonic(), self._status
         if self._first:
             first, began = self._first
-            status.ends = now + (now - began) / max(step - first + 1, 1) * (steps - step)
+            left = (now - began) / max(step - first + 1, 1) * (steps - step)
+            status.ends = now + left if left >= 0 else None
         times = [
-            Cell("step", f"{step:>{len(str(steps))}}/{steps}", 0),
+            Cell("step", _of(step, steps), 0),
             Cell("elapsed", clock(now - status.began), 5),
             *([Cell("left", clock(status.ends - now), 1)] if status.ends is not None else []),
         ]

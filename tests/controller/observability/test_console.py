@@ -146,9 +146,11 @@ def test_the_time_left_follows_from_the_steps_so_far(monkeypatch: pytest.MonkeyP
         console.begin_step(step, 100)
         now += lasts
         console.step(step, 100, METRICS)
-    assert [line.split()[2:6] for line in output.export_text().splitlines()] == [
-        ["elapsed", "0:41", "left", "1:02:40"],
-        ["elapsed", "1:02", "left", "47:16"],
+    console.step(101, 100, METRICS)  # of a loop of one's own
+    assert [line.split()[1:6] for line in output.export_text().splitlines()] == [
+        ["6/100", "elapsed", "0:41", "left", "1:02:40"],
+        ["7/100", "elapsed", "1:02", "left", "47:16"],
+        ["101", "elapsed", "1:02", "reward", "0.500"],
     ]
 
 
