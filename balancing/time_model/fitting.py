@@ -52,15 +52,13 @@ def fit(runs: Sequence[Measured], machine: Machine, efficiency: Efficiency | Non
     spread = dict(efficiency.spread)
     crowds: list[float] = []
     for kind, processes, rows_of, names in KINDS:
-        rows: dict[bool, list[Rows]] = {True: [], False: []}
-        for run in runs:
-            terms, seconds = rows_of(run, machine, efficiency)
-            crowded = run.layout.crowded(processes(run.layout))
-            rows[crowded] += [(terms, seconds / machine.contention**crowded)] * (len(seconds) > 0)
-        if found_rows := rows[False] or rows[True]:
-            values, spread[kind] = _fitted(found_rows, [_value(name, machine, efficiency) for name in names])
-            if rows[False]:
-                crowds += [float(np.median(seconds / (terms @ values))) for terms, seconds in rows[True]]
+        found_rows = [(run.layout.crowded(processes(run.layout)), rows_of(run, machine, efficiency)) for run in runs]
+        rows = [(crowded, (x, y / machine.contention**crowded)) for crowded, (x, y) in found_rows if len(y)]
+        if rows:
+            alone = [row for crowded, row in rows if not crowded]
+            prior = [_value(name, machine, efficiency) for name in names]
+            values, spread[kind] = _fitted(alone or [row for _, row in rows], prior)
+            crowds += [float(np.median(y / (x @ values))) for crowded, (x, y) in rows if crowded and alone]
             found: dict[str, Any] = {
                 name: 1 / value if name in INVERSE else value for name, value in zip(names, values, strict=True)
             }
