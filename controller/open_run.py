@@ -197,18 +197,24 @@ class OpenRun:
         """Sample and score data.validation with the weights published last. Returns and records the metrics."""
         return self._lanes.both(lambda: self._run.validate(self.steps))
 
-    def save(self, name: str) -> Future[Path]:
-        """Save weights and optimiser state of all trained roles as runs/NAME/states/`name`."""
-        folder = self._state(name)
-        return self._lanes.train(lambda: self._save(folder))
+    def save(self, name: str, *, adapter: str = "") -> Future[Path]:
+        """Save weights and optimiser state as runs/NAME/states/`name`, of `adapter` or else of all trained roles."""
+        folder, methods = self.folder / STATES / _checked(name), self._methods(adapter)
+        return self._lanes.train(lambda: self._save(folder, methods, adapter))
 
-    def load(self, name: str, *, optimizer: bool = True) -> Future[None]:
+    def load(self, name: str, *, optimizer: bool = True, adapter: str = "") -> Future[None]:
         """Load what `save` has saved. optimizer: False begins with a fresh optimiser state.
 
-        The count of steps and the place in the data stay. Engines follow at the next `publish`.
+        adapter: the LoRA policy that takes the state of one, whichever that was, while others stay as they are. The
+        count of steps and the place in the data stay. Engines follow at the next `publish`.
         """
-        folder = self._state(name)
-        return self._lanes.train(lambda: self._load(folder, optimizer=optimizer))
+        folder, methods = self.folder / STATES / _checked(name), self._methods(adapter)
+
+        def load() -> None:
+            for role, method in methods.items():
+                method("load_checkpoint")(str(folder / role), optimizer=optimizer, policy=adapter)
+
+        return self._lanes.train(load)
 
     def export(self, name: str = "model", *, adapter: str = "") -> Future[Path]:
         """Write the policy in Hugging Face format as runs/NAME/`name`."""
@@ -292,7 +298,8 @@ class OpenRun:
         return {"prompt": shown_prompt(columns[key], prompts[uid].image_names), "record": other_columns(columns, key)}
 
     def _forward(self, method: Any, batch: RemoteBatch, role: str) -> Passed:
-        plan = self._run.planner.forward_plan(batch, f"{role}.{OUTPUTS[role]}")
+        of = f"{role}.{OUTPUTS[role]}"  # without a KL, a LoRA policy's reference has no limits
+        plan = self._run.planner.forward_plan(batch, of if of in self.config.limits else "policy.log_probs")
         with on_training_roles(self._run, "log_probs"):
             found = method(batch, plan)
         return Passed(results(found.metrics), found.tokens)
@@ -346,20 +353,19 @@ class OpenRun:
         record.write_timeline(number)
         self._begin_step()
 
-    def _state(self, name: str) -> Path:
-        return self.folder / STATES / _checked(name)
+    def _methods(self, adapter: str) -> dict[str, Callable[[str], Any]]:
+        """Return functions as of `_role`, of one policy or of all trained roles."""
+        if adapter:
+            return {"policy": self._role("policy", adapter=adapter)}
+        return {role: partial(_method, group, "") for role, group in self._run.roles.trained.items()}
 
-    def _save(self, folder: Path) -> Path:
+    def _save(self, folder: Path, methods: Mapping[str, Callable[[str], Any]], adapter: str) -> Path:
         run = self._run
         state = replace(run.progress, **run.state()).to_json()
-        for role, group in run.roles.trained.items():
-            group.save_checkpoint(str(folder / role), self.steps, state)
-            group.wait_for_checkpoint()
+        for role, method in methods.items():
+            method("save_checkpoint")(str(folder / role), self.steps, state, policy=adapter)
+            method("wait_for_checkpoint")()
         return folder
-
-    def _load(self, folder: Path, *, optimizer: bool) -> None:
-        for role, group in self._run.roles.trained.items():
-            group.load_checkpoint(str(folder / role), optimizer=optimizer)
 
     def _export(self, method: Callable[[str], Any], folder: Path) -> Path:
         with on_training_roles(self._run, "save"):

@@ -20,6 +20,7 @@ from tests.documentation.blocks import ROOT, blocks_of
 from tests.refusals import refused
 from tests.workers.model.cases import Case
 from tests.workers.model.reference import keep_float64
+from workers.errors import CheckpointError
 
 Open = Callable[..., AbstractContextManager[OpenRun]]
 ONE_RANK = ["policy.data_parallel=1", "data.validation=''", "rollout.placement=apart"]
@@ -198,7 +199,17 @@ def test_lora_policies_in_turns_equal_each_alone_and_all_are_saved(
             assert all(torch.equal(found[name], weight) for name, weight in known.items())
         assert not all(torch.equal(alone["b"][name], weight) for name, weight in alone["a"].items())
         run.save("both")
+        run.save("one", adapter="a")
+        with pytest.raises(CheckpointError):
+            run.load("both", adapter="a").result()
         learn_in_turns(run, "ba")
+        second = exported(run, "second", "b")
+        run.load("one", adapter="a")  # of one alone
+        for policy, known in (("a", alone["a"]), ("b", second)):
+            found = exported(run, "one", policy)
+            assert all(torch.equal(found[name], weight) for name, weight in known.items())
+        run.load("one", adapter="b")
+        assert all(torch.equal(exported(run, "taken", "b")[name], weight) for name, weight in alone["a"].items())
         run.load("both")
         for policy, known in alone.items():
             found = exported(run, "loaded", policy)

@@ -529,18 +529,20 @@ class TrainingEngine:
         self._check_trained()
         return Checkpointer(self.module, self.states, self.device, self.stage)
 
-    def save_checkpoint(self, path: str | Path, *, step: int, extra: dict[str, Any] | None = None) -> None:
+    def save_checkpoint(
+        self, path: str | Path, *, step: int, extra: dict[str, Any] | None = None, policy: str = ""
+    ) -> None:
         """Start to save the training state in the background, with the caller's `extra`. See `Checkpointer.save`.
         Collective.
         """
-        self.checkpointer.save(path, step=step, extra=extra)
+        self.checkpointer.save(path, step=step, extra=extra, policy=policy)
 
     def wait_for_checkpoint(self) -> None:
         self.checkpointer.wait()
 
-    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
+    def load_checkpoint(self, path: str | Path, *, policy: str = "") -> dict[str, Any]:
         """Resume from a checkpoint, see `Checkpointer.load`. Returns the caller's `extra`. Collective."""
-        return self.checkpointer.load(path).extra
+        return self.checkpointer.load(path, policy=policy).extra
 
     def save_pretrained(self, path: str | Path, file_bytes: int = FILE_BYTES) -> None:
         """Write the model in Hugging Face format, in its files' dtype, with the source's other files. Collective.

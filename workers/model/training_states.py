@@ -72,12 +72,10 @@ class TrainingStates:
         """Return what a policy has for each trained parameter. Empty for the one in use: the parameters themselves."""
         return dict(zip(self._parameters, self.all[name].weights, strict=False))
 
-    def numbers(self) -> dict[str, dict[str, int]]:
-        """Return what a checkpoint holds besides tensors, by name."""
-        return {
-            name: {"schedule_steps": state.schedule.last_epoch, "skipped_in_a_row": state.nonfinite_guard.in_a_row}
-            for name, state in self.all.items()
-        }
+    def numbers(self, name: str) -> dict[str, int]:
+        """Return what a checkpoint holds of a policy besides tensors."""
+        state = self.all[name]
+        return {"schedule_steps": state.schedule.last_epoch, "skipped_in_a_row": state.nonfinite_guard.in_a_row}
 
     def hold(self, names: Collection[str]) -> None:
         """Have exactly these policies, for values that are loaded next. Raises as `use`."""
@@ -87,10 +85,11 @@ class TrainingStates:
                 self.use(name)
 
     def resume(self, numbers: Mapping[str, Mapping[str, Any]]) -> None:
-        """Set `numbers`, and clear gradients."""
-        for name, state in self.all.items():
-            resume_schedule(state.schedule, numbers[name]["schedule_steps"])
-            state.nonfinite_guard.in_a_row = numbers[name]["skipped_in_a_row"]
+        """Set `numbers`, by name, and clear these policies' gradients. The one in use must be among them."""
+        for name, values in numbers.items():
+            state = self.all[name]
+            resume_schedule(state.schedule, values["schedule_steps"])
+            state.nonfinite_guard.in_a_row = values["skipped_in_a_row"]
             state.gradients = [None] * len(state.weights)
         self.current.optimizer.zero_grad(set_to_none=True)
 

@@ -159,23 +159,22 @@ class TrainedWorker(ModelWorker):
         return metrics
 
     @dispatch(Split.ALL)
-    def save_checkpoint(self, path: str, step: int, extra: dict[str, Any]) -> None:
+    def save_checkpoint(self, path: str, step: int, extra: dict[str, Any], *, policy: str = "") -> None:
         """Start to save with the driver's `extra`. Raises CheckpointError if the previous save failed."""
-        self.engine.save_checkpoint(path, step=step, extra=extra)
+        self.engine.save_checkpoint(path, step=step, extra=extra, policy=policy)
 
     @dispatch(Split.ALL)
     def wait_for_checkpoint(self) -> None:
         self.engine.wait_for_checkpoint()
 
     @dispatch(Split.ALL, Join.RANK_ZERO)
-    def load_checkpoint(self, path: str, *, optimizer: bool = True) -> dict[str, Any]:
-        """Resume, and return the driver's `extra`. optimizer: False begins with a fresh optimiser state.
-
-        Raises CheckpointError for a broken or foreign checkpoint.
+    def load_checkpoint(self, path: str, *, optimizer: bool = True, policy: str = "") -> dict[str, Any]:
+        """Resume, and return the driver's `extra`. optimizer: False begins with a fresh optimiser state. policy: the
+        only one to load, or empty for all. Raises CheckpointError for a broken or foreign checkpoint.
         """
-        extra = self.engine.load_checkpoint(path)
+        extra, states = self.engine.load_checkpoint(path, policy=policy), self.engine.states
         if not optimizer:
-            for state in self.engine.states.all.values():
+            for state in [states.current] if policy else states.all.values():
                 clear_state(state.optimizer)
         return extra
 

@@ -8,12 +8,12 @@ Tensors are stored as safetensors and everything else as JSON, so that loading r
 pickle. `HuggingFaceStorageReader` derives it from the files' headers.
 
 A checkpoint holds the trained parameters, persistent buffers, the optimiser's state, the schedule (of every LoRA
-policy, by name), and every rank's random states (torch's, on CPU and GPU). Settings of the optimiser come from the
-run's configuration.
+policy, by name, or of one, without), and every rank's random states (torch's, on CPU and GPU). Settings of the
+optimiser come from the run's configuration.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -62,21 +62,23 @@ class Checkpointer:
         self._group = dist.new_group(backend="gloo")
         self._saving: tuple[Path, Future] | None = None
 
-    def save(self, path: str | Path, *, step: int, extra: dict[str, Any] | None = None) -> None:
+    def save(self, path: str | Path, *, step: int, extra: dict[str, Any] | None = None, policy: str = "") -> None:
         """Start to save as `path`. Returns when the state is copied, while files are still being written.
 
-        step, extra: see `Manifest`. Raises CheckpointError if the previous save failed or `path` holds a
-        complete checkpoint, DataError if `extra` is not JSON.
+        step, extra: see `Manifest`. policy: one of several, which any can load, or empty for all. Raises
+        CheckpointError if the previous save failed or `path` holds a complete checkpoint, DataError if `extra` is not
+        JSON.
         """
         self.wait()
         path, extra = Path(path), check_json(extra or {})
         unfinished = self._from_rank_zero(lambda: _prepare(path))
-        numbers = {"policies": self._states.numbers()}
+        names = {policy: ""} if policy else {name: name for name in self._states.all}
+        numbers = {"policies": {stored: self._states.numbers(name) for name, stored in names.items()}}
 
         def finish(files: dict[str, StoredFile]) -> None:
             commit(unfinished, path, Manifest(step, dist.get_world_size(), numbers, extra, files))
 
-        state = self._trained_state(copies=False)
+        state = self._trained_state(names, copies=False)
         sizes = {name: tensor.nbytes for name, tensor in state.items()}
         files = _files_of({name: size for part in self._stage.of_all(sizes) for name, size in part.items()})
         state |= _random_state(self._device)
@@ -95,9 +97,10 @@ class Checkpointer:
             clear_unfinished(path.parent)
             raise CheckpointError(f"{path} could not be saved: {_cause(error)}.") from error
 
-    def load(self, path: str | Path) -> Manifest:
+    def load(self, path: str | Path, *, policy: str = "") -> Manifest:
         """Load the state at `path`, saved by any number of ranks. Returns its manifest.
 
+        policy: the only one that changes, by a state of one, or empty for all. Others keep weights and gradients.
         Random states are restored if as many ranks load as saved. Otherwise they are kept, with a warning. Raises
         CheckpointError if the checkpoint is torn, foreign or of another model. The engine is then unchanged, unless a
         file changed during the read.
@@ -109,8 +112,14 @@ class Checkpointer:
         self._on_all_ranks(lambda: verify_files(path, manifest, sorted(manifest.files)[rank::size]))
         reader = dcp.HuggingFaceStorageReader(str(path))
         numbers = manifest.engine.get("policies", {"": manifest.engine})  # earlier versions had one, without a name
-        self._states.hold(numbers)
-        state = self._trained_state(copies=True)
+        if policy and "" not in numbers:
+            raise CheckpointError(f"{path} holds the policies {', '.join(numbers)}. Load all, or save {policy} alone.")
+        names = {policy: ""} if policy else {name: name for name in numbers}
+        if policy:
+            self._states.use(policy)
+        else:
+            self._states.hold(names)
+        state = self._trained_state(names, copies=True)
         metadata = self._on_all_ranks(lambda: _read_metadata(path, reader))
         shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
         every = {name: shape for part in self._stage.of_all(shapes) for name, shape in part.items()}
@@ -126,12 +135,12 @@ class Checkpointer:
         if not random_state:
             told = "%s was saved by %d ranks and is loaded by %d: random states are not restored"
             log.warning(told, path, manifest.world_size, size)
-        self._states.resume(numbers)
+        self._states.resume({name: numbers[stored] for name, stored in names.items()})
         return manifest
 
-    def _trained_state(self, *, copies: bool) -> dict[str, Tensor]:
-        """Return the engine's own tensors, a tied one once, by policy. copies: include those that another stage holds,
-        too.
+    def _trained_state(self, policies: Mapping[str, str], *, copies: bool) -> dict[str, Tensor]:
+        """Return the engine's own tensors, a tied one once. policies: their names in a file. copies: include those that
+        another stage holds, too.
         """
         reshard(self._module)
         names: dict[Tensor, str] = {}
@@ -142,10 +151,10 @@ class Checkpointer:
             for tensor in self._stage.copies(self._module.model):
                 names.pop(tensor, None)
         state: dict[str, Tensor] = {}
-        for policy, trained in self._states.all.items():
-            first, weights = f"policies.{policy}." if policy else "", self._states.weights_of(policy)
+        for policy, stored in policies.items():
+            first, weights = f"policies.{stored}." if stored else "", self._states.weights_of(policy)
             state |= {f"{first}model.{name}": weights.get(tensor, tensor).detach() for tensor, name in names.items()}
-            for parameter, parts in optimizer_state(trained.optimizer).items():
+            for parameter, parts in optimizer_state(self._states.all[policy].optimizer).items():
                 if parameter in names:
                     state |= {f"{first}optimizer.{names[parameter]}.{part}": value for part, value in parts.items()}
         return state
