@@ -48,10 +48,6 @@ def served(config: Config) -> Config:
     """Leave out prompts and rewards, which clients have, and resume. Raises ConfigError for what clients cannot set."""
     if config.policy.optimizer.name != "adamw":
         raise ConfigError(f"policy.optimizer.name={config.policy.optimizer.name}: clients set AdamW's. Choose adamw.")
-    if config.model.lora.policies > 1:
-        raise ConfigError(
-            f"model.lora.policies={config.model.lora.policies}: the server trains one policy. Set it to 1."
-        )
     if config.rollout.plays_episodes:
         raise ConfigError("rollout: clients play their episodes. Remove environment, tools and agent.")
     config.data.train, config.data.sources, config.data.validation = "", {}, ""

@@ -75,11 +75,9 @@ class CallLog:
         content = path.read_bytes()
         return Answer(content[1:], content[:1] == b"1")
 
-    def forget_before(self, number: int) -> None:
+    def forget(self, number: int) -> None:
         for folder in (self._answers, self._calls):
-            for path in folder.glob("[0-9]*"):
-                if int(path.name.partition(".")[0]) < number:
-                    path.unlink(missing_ok=True)
+            (folder / f"{number:08}").unlink(missing_ok=True)
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -1,9 +1,10 @@
-"""Service: one policy behind Tinker's calls. Accepts each call once, makes them in order, and keeps their answers.
+"""Service: policies behind Tinker's calls. Accepts each call once, makes them in order, and keeps their answers.
 
     POST call --its turn by (model_id, seq_id)--> log --> OpenRun --> answer on disk <--retrieve_future
     kill --> run.resume=auto: the last checkpoint, of step k --> the log's calls after step k are made again
 
-Weights are named by the call that made them: a step or a load, 0 for the base model.
+Each model has a policy of the run until another model takes it. Weights are named by the call that made them: a step or
+a load, 0 for the base model.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +28,29 @@ from workers.model.checkpoint.checkpoint_folder import MANIFEST
 
 POLL_SECONDS = 20.0  # that a request for an answer waits: clients give up after 45
 TURN_SECONDS = 30.0  # that a call waits for the call before it
-SILENT_SECONDS = 60.0  # without a heartbeat (one in 10 s), after which another session may take the model
+SILENT_SECONDS = 60.0  # without a heartbeat (one in 10 s), after which another session may take the policy
 MOST_ANSWERS = 4096  # samples that nobody has fetched
 INITIAL = "initial"
-NEWEST = -1  # in place of a call's number: of a sampler that follows the weights
+NEWEST, NOWHERE = -1, -2  # in place of a call's number: of a sampler that follows the weights, and of no weights
 UNSUPPORTED = ["topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k"]
 UNSUPPORTED += ["record_stability_info"]
 STOPS = (LostError, RolloutError)
 
 Begin = Callable[[int], Future[Answer]]
+
+
+@dataclass
+class _Policy:
+    """adapter: its name in the run, empty for the only one. model, owner: whom it serves, and its session. weights,
+    published: of trainer and engines. since: call that changed the weights last, or began with them.
+    """
+
+    adapter: str
+    model: str = ""
+    owner: str = ""
+    weights: int = 0
+    published: int = 0
+    since: int = 0
 
 
 class Service:
@@ -44,11 +60,14 @@ class Service:
         self.config = run.config
         path = Path(self.config.model.path)
         self.base_model = str(path.resolve()) if path.is_dir() else self.config.model.path
-        self._sessions, self._model, self._owner = dict[str, float](), "", ""
+        self._sessions, count = dict[str, float](), self.config.model.lora.policies
+        names = [f"policy-{number}" for number in range(1, count + 1)] if count > 1 else [""]
+        self._policies = {name: _Policy(name, published=NOWHERE if name else 0) for name in names}
+        self._base = _Policy("") if count > 1 else self._policies[""]  # which engines with adapters always have
+        self._models = dict[str, _Policy]()  # also replaced ones
         self._numbers, self._next = dict[tuple[str, int], int](), dict[str, int]()
         self._pending, self._samples = dict[str, asyncio.Future[Any]](), dict[str, Answer]()
-        self._samplers, self._snapshots = dict[str, int](), dict[str, int]()
-        self._weights = self._published = 0
+        self._samplers, self._snapshots = dict[str, tuple[str, int]](), dict[str, tuple[str, int]]()
         self._steps, self._moved = run.steps, asyncio.Event()
         self._kinds = {
             "create_model": self._create,
@@ -63,26 +82,44 @@ class Service:
 
     def restore(self) -> None:
         """Make the calls again that no checkpoint holds. Call in the event loop."""
-        for fact in self._log.facts():
-            self._take(**fact)
-        calls, steps = list(self._log.calls()), self._run.steps
+        facts, calls, steps = list(self._log.facts()), list(self._log.calls()), self._run.steps
         last = max((number for number, call in calls if steps and call.step == steps), default=0)
-        if steps and calls and not last:
-            self._stop(
-                ConfigError(f"run.name={self._run.folder.name}: serve/calls lacks step {steps}. Choose another.")
-            )
+        known = all(fact.get("adapter", "") in self._policies for fact in facts if fact["kind"] == "model")
+        if not known or (steps and calls and not last):
+            lacks = f"serve/calls lacks step {steps}" if known else "it had another model.lora.policies"
+            self._stop(ConfigError(f"run.name={self._run.folder.name}: {lacks}. Choose another."))
             return
+        for fact in facts:
+            self._take(**fact)
         if last and self._log.answer_of(last) is None:  # killed between the checkpoint and the answer
             self._log.answer(last, json_answer(metrics={}))
         if not self._is_saved(INITIAL):
-            self._run.save(INITIAL)
-        self._weights = last
+            self._run.save(INITIAL, adapter=next(iter(self._policies)))
+        self._resume([each for each in calls if each[0] <= last], last)
         for number, call in calls:
             self._numbers[call.model_id, call.seq_id] = number
             self._next[call.model_id] = max(self._next.get(call.model_id, 0), call.seq_id + 1)
             self._steps = max(self._steps, call.step)
-            if number > last:
+            policy = self._models.get(call.model_id)
+            # A checkpoint at the step of one model lacks gradients of the others since theirs.
+            if number > last or (call.kind == "forward_backward" and policy and number > policy.since):
                 self._again(number, call)
+
+    def _resume(self, calls: list[tuple[int, Call]], last: int) -> None:
+        """Follow calls up to the checkpoint's, and send engines its weights, for samplers of weights before it."""
+        for number, call in calls:
+            policy = self._models.get(call.model_id)
+            if policy and call.kind in ("create_model", "optim_step", "load_weights"):
+                policy.weights, policy.since = 0 if call.kind == "create_model" else number, number
+        for policy in self._policies.values():
+            if policy.adapter and not policy.model:
+                continue
+            if policy.adapter:
+                self._run.publish(adapter=policy.adapter)
+            before, policy.published = policy.published, policy.weights
+            for name, sampler in self._samplers.items():
+                if before <= last and sampler == (policy.model, before):
+                    self._samplers[name] = policy.model, policy.published
 
     def _again(self, number: int, call: Call) -> None:
         try:
@@ -100,13 +137,14 @@ class Service:
         if kind == "session":
             self._sessions[name] = time.monotonic()
         elif kind == "model":
-            self._model, self._owner = name, values["session"]
+            policy = self._models[name] = self._policies[values.get("adapter", "")]
+            policy.model, policy.owner = name, values["session"]
             self._next.setdefault(name, 1)
         elif kind == "sampler":
-            self._samplers[name] = values["weights"]
-            self._snapshots |= {values["path"]: values["weights"]} if values["path"] else {}
+            self._samplers[name] = values.get("model", ""), values["weights"]
+            self._snapshots |= {values["path"]: self._samplers[name]} if values["path"] else {}
         else:
-            self._published = values["weights"]
+            self._policies[name].published = values["weights"]
 
     # --- calls in order -----------------------------------------------------------------------------------------------
 
@@ -139,8 +177,8 @@ class Service:
         if seq_id < self._next.get(model_id, 0):
             raise RefusedError(f"seq_id={seq_id}: it was refused, or its answer is no longer kept. Make a new call.")
         try:
-            if seq_id and model_id != self._model:
-                raise RefusedError(f"model_id={model_id}: {self._model} has replaced it. Create a new one.")
+            if seq_id and model_id != (now := self._models[model_id].model):
+                raise RefusedError(f"model_id={model_id}: {now} has replaced it. Create a new one.")
             begin = self._kinds[kind](content, False)
         finally:  # a refused call had its turn, too
             if seq_id:
@@ -198,8 +236,8 @@ class Service:
 
     # --- kinds of calls: read and refuse at once, begin when it is in the log -----------------------------------------
 
-    def _claim(self, request: dict[str, Any], again: bool) -> str:
-        """Return the name of a new model. Raises RefusedError while another client trains one."""
+    def _claim(self, request: dict[str, Any], again: bool) -> tuple[str, _Policy]:
+        """Return the name of a new model, and its policy. Raises RefusedError while clients train all of them."""
         session, rank = wire.text(request, "session_id"), self.config.model.lora.rank
         self.check_base(request.get("base_model") or self.base_model)
         asked = (request.get("lora_config") or {}).get("rank")
@@ -207,41 +245,51 @@ class Service:
             raise RefusedError(f"rank={asked!r:.20}: the server trains model.lora.rank={rank}. Ask for it.")
         if session not in self._sessions:
             raise RefusedError(f"session_id={session!r:.80}: unknown. Create a session.", 404)
-        silent = time.monotonic() - self._sessions.get(self._owner, -SILENT_SECONDS)
-        if not again and session != self._owner and silent < SILENT_SECONDS:
-            raise RefusedError(f"create_model: {self._model} is in training. Wait until its client has ended.")
-        return _name(request)
+        name = _name(request)
+        if again and name in self._models:
+            return name, self._models[name]
+        free = [each for each in self._policies.values() if again or self._may_take(session, each)]
+        if not free:
+            names = ", ".join(each.model for each in self._policies.values())
+            raise RefusedError(f"create_model: {names} in training. Wait until a client has ended.")
+        return name, min(free, key=lambda each: each.model != "")
+
+    def _may_take(self, session: str, policy: _Policy) -> bool:
+        silent = time.monotonic() - self._sessions.get(policy.owner, -SILENT_SECONDS)
+        return silent >= SILENT_SECONDS or (policy is self._base and session == policy.owner)
 
     def _create(self, request: dict[str, Any], again: bool) -> Begin:
-        name = self._claim(request, again)
+        name, policy = self._claim(request, again)
 
         def begin(number: int) -> Future[Answer]:
-            if self._model:  # has left weights, moments and perhaps gradients
-                self._run.load(INITIAL, optimizer=False)
-            self._note(kind="model", name=name, session=request["session_id"])
-            self._weights = 0
+            if policy.model:  # has left weights, moments and perhaps gradients
+                self._run.load(INITIAL, optimizer=False, adapter=policy.adapter)
+            self._note(kind="model", name=name, session=request["session_id"], adapter=policy.adapter)
+            policy.weights = 0
             answer = json_answer(model_id=name, type="create_model")
-            return self._answered(number, self._send(), lambda _: answer)
+            return self._answered(number, self._send(policy), lambda _: answer)
 
         return begin
 
     def _pass(self, message: Any, again: bool) -> Begin:
         limits = {"vocabulary": self._run.vocabulary, "longest": self.config.max_model_tokens}
         rows, loss = wire.read_pass(message, **limits)
+        adapter = self._models[message.model_id].adapter
 
         def make(passed: Any) -> Answer:
             metrics = {} if message.forward_only else {"loss:sum": passed.metrics["loss"]}
             return wire.pass_answer(passed.log_probs, metrics)
 
         def begin(number: int) -> Future[Answer]:
-            batch = self._run.batch(rows)
-            passed = self._run.forward(batch) if message.forward_only else self._run.forward_backward(batch, loss)
-            return self._answered(number, passed, make)
+            batch, run = self._run.batch(rows), self._run
+            if message.forward_only:
+                return self._answered(number, run.forward(batch, adapter=adapter), make)
+            return self._answered(number, run.forward_backward(batch, loss, adapter=adapter), make)
 
         return begin
 
     def _step(self, request: dict[str, Any], again: bool) -> Begin:
-        settings = wire.read_step(request)
+        settings, policy = wire.read_step(request), self._models[request["model_id"]]
 
         def make(metrics: dict[str, float]) -> Answer:
             if self.config.run.checkpoint_every and self._run.steps % self.config.run.checkpoint_every == 0:
@@ -249,17 +297,23 @@ class Service:
             return json_answer(metrics=metrics)
 
         def begin(number: int) -> Future[Answer]:
-            self._weights = number
-            return self._answered(number, self._run.step(**settings), make, step=True)
+            policy.weights = number
+            return self._answered(number, self._run.step(adapter=policy.adapter, **settings), make, step=True)
 
         return begin
 
     def _forget(self) -> None:
-        """Forget calls before the step before the oldest checkpoint, whose answers no client still asks for."""
+        """Forget calls before the step before the oldest checkpoint, and before the last one of their model, whose
+        answers no client still asks for.
+        """
         oldest = min((int(path.name.removeprefix("step-")) for path in checkpoints_at(self._run.folder)), default=0)
-        for number, call in self._log.calls():
-            if call.step and call.step == oldest - 1:
-                self._log.forget_before(number)
+        calls = list(self._log.calls())
+        first = next((number for number, call in calls if call.step and call.step == oldest - 1), 0)
+        steps = {call.model_id: number for number, call in calls if call.step}
+        for number, call in calls:
+            replaced = self._models[call.model_id].model != call.model_id
+            if number < first and (replaced or number < steps.get(call.model_id, 0)):
+                self._log.forget(number)
 
     def check_state(self, path: str) -> str:
         """Return the name of a saved state. Raises RefusedError for a path outside this run."""
@@ -277,7 +331,7 @@ class Service:
         if not wire.NAME.fullmatch(name):
             raise RefusedError(f"name={name!r:.100}: letters, digits, `_`, `.` and `-` make a name. Change it.")
         path, state = f"tinker://{model}/weights/{name}", f"{model}.{name}".replace(":", ".")
-        there = self._is_saved(state)
+        there, adapter = self._is_saved(state), self._models[model].adapter
         if (there or request.get("overwrite")) and not again:
             raise RefusedError(f"name={name}: a name can be saved once. Choose another.")
 
@@ -286,20 +340,21 @@ class Service:
             if there:
                 saved.set_result(None)
             else:
-                saved = self._run.save(state)
+                saved = self._run.save(state, adapter=adapter)
             return self._answered(number, saved, lambda _: json_answer(path=path, type="save_weights"))
 
         return begin
 
     def _load(self, request: dict[str, Any], again: bool) -> Begin:
         path, session, optimizer = wire.text(request, "path"), request.get("session_id"), bool(request.get("optimizer"))
-        state, model = self.check_state(path), self._claim(request, again) if session else request["model_id"]
+        state, model = self.check_state(path), request.get("model_id", "")
+        model, policy = self._claim(request, again) if session else (model, self._models[model])
 
         def begin(number: int) -> Future[Answer]:
             if session:
-                self._note(kind="model", name=model, session=session)
-            self._weights = number
-            loaded = self._run.load(state, optimizer=optimizer)
+                self._note(kind="model", name=model, session=session, adapter=policy.adapter)
+            policy.weights = number
+            loaded = self._run.load(state, optimizer=optimizer, adapter=policy.adapter)
             return self._answered(number, loaded, lambda _: json_answer(path=path, model_id=model, type="load_weights"))
 
         return begin
@@ -308,32 +363,32 @@ class Service:
         model, name = wire.text(request, "model_id"), request.get("path")
         if name is not None and not wire.NAME.fullmatch(str(name)):
             raise RefusedError(f"name={name!r:.100}: letters, digits, `_`, `.` and `-` make a name. Change it.")
-        path = f"tinker://{model}/sampler_weights/{name}" if name else ""
+        path, policy = f"tinker://{model}/sampler_weights/{name}" if name else "", self._models[model]
 
         def begin(number: int) -> Future[Answer]:
             sampler = f"{model}:sampler:{number}"
-            sent = self._send()
-            weights = NEWEST if request.get("kind") == "inflight" else self._weights
-            self._note(kind="sampler", name=sampler, weights=weights, path=path)
+            sent = self._send(policy)
+            weights = NEWEST if request.get("kind") == "inflight" else policy.weights
+            self._note(kind="sampler", name=sampler, model=model, weights=weights, path=path)
             answer = {"type": "save_weights_for_sampler", "path": path or None, "sampling_session_id": sampler}
             return self._answered(number, sent, lambda _: json_answer(**answer))
 
         return begin
 
-    def _send(self) -> Future[Any]:
+    def _send(self, policy: _Policy) -> Future[Any]:
         """Send the trainer's weights to the engines, unless they have them."""
         sent: Future[Any] = Future()
-        if self._published == self._weights:
+        if policy.published == policy.weights:
             sent.set_result(None)
             return sent
-        sent = self._run.publish()
-        self._note(kind="published", name="", weights=self._weights)
+        sent = self._run.publish(adapter=policy.adapter)
+        self._note(kind="published", name=policy.adapter, weights=policy.weights)
         return sent
 
     # --- samples ------------------------------------------------------------------------------------------------------
 
     def create_sampler(self, request: dict[str, Any]) -> str:
-        """Return the name of a sampler of the base model or of the newest weights. Raises RefusedError."""
+        """Return the name of a sampler of the base model or of a model's newest weights. Raises RefusedError."""
         path, name = request.get("model_path"), f"{wire.text(request, 'session_id')}:sampler:{uuid.uuid4().hex}"
         if not path:
             self.check_base(wire.text(request, "base_model"))
@@ -341,7 +396,8 @@ class Service:
             raise RefusedError(
                 f"model_path={path!r:.200}: no sampler weights. Use what save_weights_for_sampler returned."
             )
-        self._note(kind="sampler", name=name, weights=self._snapshots[path] if path else 0, path="")
+        model, weights = self._snapshots[path] if path else ("", 0)
+        self._note(kind="sampler", name=name, model=model, weights=weights, path="")
         return name
 
     def check_base(self, name: str) -> None:
@@ -355,9 +411,7 @@ class Service:
         future = {"request_id": name, "sample_sequence_ids": [f"{name}-{n}" for n in range(count)]}
         if name in self._pending or name in self._samples:
             return future
-        self.check_sampler(sampler)
-        if self._samplers[sampler] not in (self._published, NEWEST):
-            raise RefusedError("sampling_session_id: newer weights are served. Use the newest sampling client.")
+        policy = self._sampled_policy(sampler)
         if asked := [each for each in UNSUPPORTED if request.get(each)]:
             raise RefusedError(f"{asked[0]}: not supported. Leave it out.")
         longest = self.config.max_model_tokens
@@ -369,17 +423,26 @@ class Service:
             )
         seed = (request.get("sampling_params") or {}).get("seed")
         with_prompt = bool(request.get("prompt_logprobs"))
-        passed = [self._prompt_log_probs(prompt)] if with_prompt and len(prompt) > 1 else []
-        sampled = self._run.sample([prompt], count, settings, seed=seed, record=False)
+        passed = [self._prompt_log_probs(prompt, policy)] if with_prompt and len(prompt) > 1 else []
+        sampled = self._run.sample([prompt], count, settings, seed=seed, record=False, adapter=policy.adapter)
         self._pending[name] = task = asyncio.ensure_future(self._sampled(name, [sampled, *passed], with_prompt))
         task.add_done_callback(lambda done: self._pending.pop(name))
         return future
 
-    def _prompt_log_probs(self, prompt: list[int]) -> Future[Any]:
-        if self._weights != self._published:
+    def _sampled_policy(self, sampler: str) -> _Policy:
+        self.check_sampler(sampler)
+        model, weights = self._samplers[sampler]
+        policy = self._models[model] if model else self._base
+        if weights not in (policy.published, NEWEST) or (model and policy.model != model):
+            raise RefusedError("sampling_session_id: newer weights are served. Use the newest sampling client.")
+        return policy
+
+    def _prompt_log_probs(self, prompt: list[int], policy: _Policy) -> Future[Any]:
+        if policy.weights != policy.published:
             raise RefusedError("prompt_logprobs: the trainer has newer weights. Save them for a sampler first.")
         row = {"input_ids": np.array(prompt, np.int32), "loss_mask": np.arange(len(prompt)) > 0}
-        return self._run.forward(self._run.batch([row]))
+        role = "policy" if policy.adapter in self._policies else "reference"
+        return self._run.forward(self._run.batch([row]), role, adapter=policy.adapter)
 
     async def _sampled(self, name: str, futures: list[Future[Any]], with_prompt: bool) -> None:
         try:
@@ -408,7 +471,7 @@ class Service:
         self._sessions[session] = time.monotonic()
 
     def ended(self, session: str) -> None:
-        """Let another session take the model at once."""
+        """Let another session take the models at once."""
         self._sessions.pop(session, None)
 
     def check_sampler(self, name: str) -> None:

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,53 @@ def test_what_is_not_supported_is_said_in_a_sentence(service: tinker.ServiceClie
     assert training.forward([problem(training)], "cross_entropy").result()
     with pytest.raises(Exception, match="base_model"):
         service.create_lora_training_client(base_model="Qwen/Qwen3-8B").result()
+
+
+def learned(training: tinker.TrainingClient, response: str) -> list[np.ndarray]:
+    """Log-probs of three steps on a response, and after them."""
+    data, found = [problem(training, "21+43=", response)], []
+    for _ in range(3):
+        passed = training.forward_backward(data, "cross_entropy")
+        training.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+        found += log_probs(passed.result())
+    return [*found, *log_probs(training.forward(data, "cross_entropy").result())]
+
+
+def test_two_policies_side_by_side_equal_each_alone_and_are_sampled_by_name(model: Path, tmp_path: Path) -> None:
+    usual = [*OWN, f"model.path={model}", f"run.dir={tmp_path}", "policy.data_parallel=1", "model.lora.rank=8"]
+    responses, alone = ("246.134.#64", "572^#21"), []
+
+    def create(service: tinker.ServiceClient) -> tinker.TrainingClient:
+        return service.create_lora_training_client(base_model=str(model), rank=8).result()
+
+    server = Served([*usual, "run.name=alone"], tmp_path)
+    service = tinker.ServiceClient(base_url=server.url, api_key=KEY)
+    for response in responses:
+        alone.append(learned(create(service), response))
+    server.stop()
+    server = Served([*usual, "run.name=both", "model.lora.policies=2"], tmp_path)
+    service = tinker.ServiceClient(base_url=server.url, api_key=KEY)
+    both = [create(service) for _ in responses]
+    with ThreadPoolExecutor(2) as threads:
+        together = list(threads.map(learned, both, responses))
+    for found, known in zip(together, alone, strict=True):
+        for first, second in zip(found, known, strict=True):
+            np.testing.assert_allclose(first, second, rtol=0, atol=1e-6)
+    assert not np.allclose(together[0][-1][:5], together[1][-1][:5], atol=1e-3)
+    with pytest.raises(Exception, match="in training"):
+        create(service)
+    samplers = [each.save_weights_and_get_sampling_client().result() for each in both]
+    samplers.append(service.create_sampling_client(base_model=str(model)).result())
+    prompt = types.ModelInput.from_ints(problem(both[0]).model_input.to_ints()[:6])
+    asked = [each.sample(prompt, 4, types.SamplingParams(max_tokens=8, seed=1)) for each in samplers]
+    means = []
+    for sampler, future in zip(samplers, asked, strict=True):
+        for each in future.result().sequences:
+            again = sampler.compute_logprobs(types.ModelInput.from_ints([*prompt.to_ints(), *each.tokens])).result()
+            np.testing.assert_allclose(again[6:], each.logprobs, atol=3e-5)
+        means.append(float(np.mean(again[1:6])))
+    assert len({round(mean, 4) for mean in means}) == 3, means
+    assert server.stop() == 1
 
 
 def test_a_killed_server_makes_each_step_once(model: Path, tmp_path: Path) -> None:

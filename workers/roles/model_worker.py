@@ -172,8 +172,9 @@ class TrainedWorker(ModelWorker):
         """Resume, and return the driver's `extra`. optimizer: False begins with a fresh optimiser state. policy: the
         only one to load, or empty for all. Raises CheckpointError for a broken or foreign checkpoint.
         """
-        extra, states = self.engine.load_checkpoint(path, policy=policy), self.engine.states
+        extra = self.engine.load_checkpoint(path, policy=policy)
         if not optimizer:
+            states = self.engine.states
             for state in [states.current] if policy else states.all.values():
                 clear_state(state.optimizer)
         return extra

@@ -144,7 +144,6 @@ def test_settings_that_clients_cannot_have_are_refused_and_rewards_left_out() ->
     for named, override in (
         ("policy.optimizer.name", "sgd"),
         ("rollout", "a.py:f"),
-        ("model.lora.policies", "2 model.lora.rank=8"),
     ):
         key = "rollout.agent" if named == "rollout" else named
         with refused(named, ConfigError):

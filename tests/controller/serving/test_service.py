@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from controller.serving import service as serving
@@ -140,11 +141,11 @@ def test_a_predecessor_that_never_comes_is_given_up(tmp_path: Path, monkeypatch:
 @running
 async def test_an_error_of_a_call_is_its_answer_and_a_lost_worker_ends_the_server(server: Server) -> None:
     name = await model(server, session(server))
-    server.run.forward_backward = lambda rows, loss: server.run._later("fb", raising(ValueError("too long")))
+    server.run.forward_backward = lambda rows, loss, adapter: server.run._later("fb", raising(ValueError("too long")))
     future = await server.service.submit(*learn(name, 1))
     assert await server.answer(future["request_id"]) == {"error": "too long", "category": "user"}
     assert not server.stopped
-    server.run.forward_backward = lambda rows, loss: server.run._later("fb", raising(LostError("a rank")))
+    server.run.forward_backward = lambda rows, loss, adapter: server.run._later("fb", raising(LostError("a rank")))
     await server.service.submit(*learn(name, 2))
     assert [str(error) for error in server.stopped] == ["a rank"]
     server.start()
@@ -220,7 +221,7 @@ async def test_a_new_model_starts_from_the_base_and_replaces_the_last(server: Se
         await model(server, other)
     server.service.ended(of)
     newer = await model(server, other)
-    assert server.run.weight == server.run.served == 0.0
+    assert server.run.weight == server.run.served[""] == 0.0
     with refused("model_id", RefusedError):
         await server.service.submit(*step(name, 3))
     await server.service.submit(*learn(newer, 1))
@@ -243,14 +244,97 @@ def test_another_rank_than_the_configured_is_refused(tmp_path: Path) -> None:
     asyncio.run(ask())
 
 
+SEVERAL = ("model.lora.rank=8", "model.lora.policies=2")
+
+
+def with_several(test: Callable[[Server], Any]) -> Callable[[Path], None]:
+    def run(tmp_path: Path) -> None:
+        async def inside() -> None:
+            await test(Server(tmp_path, *SEVERAL))
+
+        asyncio.run(inside())
+
+    run.__name__ = test.__name__
+    return run
+
+
+async def drawn(server: Server, sampler: str, seq_id: int) -> bytes:
+    found = await server.answer(server.service.sample(asked(sampler, seq_id, prompt_logprobs=True))["request_id"])
+    assert isinstance(found, bytes)
+    return found
+
+
+@with_several
+async def test_models_have_a_policy_each_and_their_samplers_by_name(server: Server) -> None:
+    of, other, third = session(server), session(server), session(server)
+    first, second = await model(server, of), await model(server, other)
+    for refused_to in (third, of):
+        with refused("create_model", RefusedError):
+            await model(server, refused_to, 1)
+    base = server.service.create_sampler({"session_id": of, "base_model": "tiny"})
+    at_first = await drawn(server, base, 0)
+    samplers = []
+    for name, weight in ((first, 1.0), (second, 2.0)):
+        for call in (learn(name, 1, weight), step(name, 2), publish(name, 3)):
+            last = await server.answer((await server.service.submit(*call))["request_id"])
+        samplers.append(last["sampling_session_id"])
+    assert server.run.weights | {"": 0.0} == {"": 0.0, "policy-1": -0.1, "policy-2": -0.2}
+    assert len({await drawn(server, each, 1) for each in (*samplers, base)}) == 3
+    assert await drawn(server, base, 2) == at_first
+    await server.service.submit(*step(second, 4))
+    await server.service.submit(*publish(second, 5))
+    with refused("sampling_session_id", RefusedError):
+        server.service.sample(asked(samplers[1], 3))
+    assert await drawn(server, samplers[0], 3)
+    server.service.ended(of)
+    newer = await model(server, third)
+    assert server.run.weights["policy-1"] == 0.0 and server.run.weights["policy-2"] == pytest.approx(-0.3)
+    for call in (step(first, 4),):
+        with refused("model_id", RefusedError):
+            await server.service.submit(*call)
+    with refused("sampling_session_id", RefusedError):
+        server.service.sample(asked(samplers[0], 4))
+    await server.service.submit(*step(newer, 1))
+
+
+@with_several
+async def test_a_state_of_one_model_is_loaded_into_another_alone(server: Server) -> None:
+    names = [await model(server, session(server)) for _ in range(2)]
+    for name, weight in zip(names, (1.0, 2.0), strict=True):
+        await server.service.submit(*learn(name, 1, weight))
+        await server.service.submit(*step(name, 2))
+    path = (await server.answer((await server.service.submit(*save(names[0], 3)))["request_id"]))["path"]
+    await server.service.submit(*learn(names[0], 4))
+    await server.service.submit("load_weights", body(model_id=names[1], seq_id=3, path=path, optimizer=True))
+    await server.service.submit(*step(names[0], 5))
+    assert server.run.weights["policy-1"] == pytest.approx(-0.25) and server.run.weights["policy-2"] == -0.1
+
+
+def test_other_policies_than_those_of_the_log_are_refused(tmp_path: Path) -> None:
+    async def change() -> None:
+        await model(first := Server(tmp_path, *SEVERAL), session(first))
+        (other,) = Server(tmp_path).stopped
+        assert "model.lora.policies" in str(other)
+
+    asyncio.run(change())
+
+
 KINDS = {"learn": learn, "look": look, "step": step, "publish": publish, "save": save}
 
 
-async def _play(folder: Path, calls: list[str], kills: dict[int, int], every: int) -> tuple[float, float, list[Any]]:
-    """Make calls as a client does that sends again what has no answer. kills: before a call, once so many are made."""
-    server = Server(folder, f"run.checkpoint_every={every}")
-    name = await model(server, session(server))
-    sent = [KINDS[kind](name, number) for number, kind in enumerate(calls, start=1)]
+async def _play(
+    folder: Path, calls: list[str], kills: dict[int, int], every: int, turns: str = ""
+) -> tuple[dict[str, float], float, list[Any]]:
+    """Make calls as a client does that sends again what has no answer. kills: before a call, once so many are made.
+    turns: the model of each call, a or b.
+    """
+    server = Server(folder, f"run.checkpoint_every={every}", *(SEVERAL if turns else ()))
+    names = {turn: await model(server, session(server)) for turn in sorted({*turns} or "a")}
+    counts = Counter[str]()
+    sent = []
+    for turn, kind in zip(turns or "a" * len(calls), calls, strict=True):
+        counts[turn] += 1
+        sent.append(KINDS[kind](names[turn], counts[turn]))
     answers: dict[int, Any] = {}
     for place, call in enumerate(sent):
         server.run.paused = place in kills
@@ -268,7 +352,8 @@ async def _play(folder: Path, calls: list[str], kills: dict[int, int], every: in
             answers[place] = await server.answer(future["request_id"])
     for place, call in enumerate(sent[-3:], start=max(0, len(sent) - 3)):
         answers[place] = await server.answer((await server.service.submit(*call))["request_id"])
-    return server.run.weight, float(server.run.steps), [answers[place] for place in sorted(answers)]
+    assert not server.stopped
+    return server.run.weights, float(server.run.steps), [answers[place] for place in sorted(answers)]
 
 
 @settings(max_examples=40, phases=[Phase.explicit, Phase.reuse, Phase.generate])
@@ -287,6 +372,25 @@ def test_whenever_the_server_is_killed_each_step_is_made_once(
     assert found[1] == calls.count("step")
     names = [{**answer, "metrics": None} if isinstance(answer, dict) else answer for answer in found[2]]
     assert len(names) == len(expected[2]) and None not in found[2]
+
+
+@settings(max_examples=40, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(
+    st.lists(st.tuples(st.sampled_from(sorted(KINDS)), st.sampled_from("ab")), min_size=1, max_size=14),
+    st.dictionaries(st.integers(0, 13), st.integers(0, 6), max_size=4),
+    st.integers(0, 3),
+)
+@example([("learn", "a"), ("step", "b"), ("publish", "a"), ("step", "a")], {3: 0}, 1)  # a gradient beside a checkpoint
+def test_whenever_the_server_is_killed_no_model_loses_a_gradient(
+    calls: list[tuple[str, str]], kills: dict[int, int], every: int
+) -> None:
+    kinds, turns = [kind for kind, _ in calls], "".join(turn for _, turn in calls)
+    with TemporaryDirectory() as known, TemporaryDirectory() as killed:
+        expected = asyncio.run(_play(Path(known), kinds, {}, every, turns))
+        found = asyncio.run(_play(Path(killed), kinds, kills, every, turns))
+    names = expected[0].keys() | found[0].keys()
+    assert {name: found[0].get(name, 0.0) for name in names} == {name: expected[0].get(name, 0.0) for name in names}
+    assert found[1] == kinds.count("step") and None not in found[2]
 
 
 @running

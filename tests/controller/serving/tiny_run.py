@@ -1,4 +1,4 @@
-"""A stand-in for OpenRun: a policy of one weight, with real checkpoints, whose calls wait until `work`."""
+"""A stand-in for OpenRun: policies of one weight each, with real checkpoints, whose calls wait until `work`."""
 
 from collections import deque
 from collections.abc import Callable
@@ -30,12 +30,17 @@ class TinyRun:
 
     def __init__(self, folder: Path, *overrides: str) -> None:
         self.config, self.folder = load([], [*SETTINGS, *overrides]), folder
-        self.weight, self.steps, self.gradient = 0.0, 0, 0.0
+        self.weights, self.gradients, self.served, self.steps = {"": 0.0}, dict[str, float](), {"": 0.0}, 0
         self.paused, self.made = False, list[str]()
         self._queue = deque[tuple[Future[Any], Callable[[], Any]]]()
         if found := complete(folder / "checkpoints" / "policy"):
-            self.steps, self.weight = found[-1][1].step, found[-1][1].extra["weight"]
-        self.served = self.weight
+            self.steps, self.weights = found[-1][1].step, found[-1][1].extra
+            self.served[""] = self.weights.get("", 0.0)
+
+    @property
+    def weight(self) -> float:
+        """Of the only policy, or of the one that a server takes first."""
+        return self.weights.get("policy-1", self.weights[""])
 
     def work(self, calls: int = 10**9) -> None:
         """Make waiting calls, in their order."""
@@ -60,55 +65,63 @@ class TinyRun:
     def batch(self, rows: list[dict[str, np.ndarray]]) -> list[dict[str, np.ndarray]]:
         return rows
 
-    def _pass(self, rows: Any, slope: float) -> Found:
-        log_probs = [np.where(row["loss_mask"], self.weight - row["input_ids"], 0).astype(np.float32) for row in rows]
-        self.gradient += slope * sum(float(row.get("weights", row.get("advantages", np.ones(1))).sum()) for row in rows)
-        return Found(log_probs, {"loss": self.gradient}, [])
+    def _pass(self, rows: Any, slope: float, adapter: str) -> Found:
+        weight = self.weights.get(adapter, 0.0)
+        log_probs = [np.where(row["loss_mask"], weight - row["input_ids"], 0).astype(np.float32) for row in rows]
+        slope *= sum(float(row.get("weights", row.get("advantages", np.ones(1))).sum()) for row in rows)
+        self.gradients[adapter] = self.gradients.get(adapter, 0.0) + slope
+        return Found(log_probs, {"loss": self.gradients[adapter]}, [])
 
-    def forward(self, rows: Any) -> Future[Any]:
-        return self._later("forward", lambda: self._pass(rows, 0.0))
+    def forward(self, rows: Any, role: str = "policy", *, adapter: str) -> Future[Any]:
+        assert role == ("policy" if adapter or self.config.model.lora.policies == 1 else "reference")
+        return self._later("forward", lambda: self._pass(rows, 0.0, adapter))
 
-    def forward_backward(self, rows: Any, loss: Any) -> Future[Any]:
-        return self._later("forward_backward", lambda: self._pass(rows, 1.0))
+    def forward_backward(self, rows: Any, loss: Any, *, adapter: str) -> Future[Any]:
+        return self._later("forward_backward", lambda: self._pass(rows, 1.0, adapter))
 
-    def step(self, learning_rate: float, **settings: float) -> Future[Any]:
-        return self._later("step", lambda: self._step(learning_rate))
+    def step(self, learning_rate: float, *, adapter: str, **settings: float) -> Future[Any]:
+        return self._later("step", lambda: self._step(learning_rate, adapter))
 
-    def _step(self, learning_rate: float) -> dict[str, float]:
-        norm, every = self.gradient, self.config.run.checkpoint_every
-        self.weight, self.gradient, self.steps = self.weight * 1.5 - learning_rate * norm, 0.0, self.steps + 1
+    def _step(self, learning_rate: float, adapter: str) -> dict[str, float]:
+        norm, every = self.gradients.pop(adapter, 0.0), self.config.run.checkpoint_every
+        self.weights = self.weights | {adapter: self.weights.get(adapter, 0.0) * 1.5 - learning_rate * norm}
+        self.steps += 1
         if every and self.steps % every == 0:
-            self._commit(self.folder / "checkpoints" / "policy" / f"step-{self.steps}")
+            self._commit(self.folder / "checkpoints" / "policy" / f"step-{self.steps}", self.weights)
             prune(self.folder / "checkpoints" / "policy", self.config.run.keep_checkpoints)
         return {"grad_norm": norm}
 
-    def _commit(self, path: Path) -> Path:
+    def _commit(self, path: Path, weights: dict[str, float]) -> Path:
         unfinished = unfinished_folder(path)
         unfinished.mkdir(parents=True)
-        commit(unfinished, path, Manifest(self.steps, 1, {}, {"weight": self.weight}, {}))
+        commit(unfinished, path, Manifest(self.steps, 1, {}, weights, {}))
         return path
 
-    def publish(self) -> Future[Any]:
+    def publish(self, *, adapter: str) -> Future[Any]:
         def send() -> None:
-            self.served = self.weight
+            self.served[adapter] = self.weights.get(adapter, 0.0)
 
         return self._later("publish", send)
 
-    def save(self, name: str) -> Future[Any]:
-        return self._later("save", lambda: self._commit(self.folder / "states" / name / "policy"))
+    def save(self, name: str, *, adapter: str) -> Future[Any]:
+        path = self.folder / "states" / name / "policy"
+        return self._later("save", lambda: self._commit(path, {"": self.weights.get(adapter, 0.0)}))
 
-    def load(self, name: str, *, optimizer: bool) -> Future[Any]:
+    def load(self, name: str, *, optimizer: bool, adapter: str) -> Future[Any]:
         def read() -> None:
             ((_, manifest),) = complete(self.folder / "states" / name)
-            self.weight, self.gradient = manifest.extra["weight"], 0.0
+            self.weights = self.weights | {adapter: manifest.extra[""]}
+            self.gradients.pop(adapter, None)
 
         return self._later("load", read)
 
-    def sample(self, prompts: Any, n: int, sampling: Any, *, seed: int | None, record: bool) -> Future[Any]:
+    def sample(
+        self, prompts: Any, n: int, sampling: Any, *, seed: int | None, record: bool, adapter: str
+    ) -> Future[Any]:
         assert not record
 
         def draw() -> Found:
-            ids, log_probs = np.array([7, 1], np.int32), np.full(2, self.served, np.float32)
+            ids, log_probs = np.array([7, 1], np.int32), np.full(2, self.served[adapter], np.float32)
             one = SampledSequence(np.array(prompts[0]), ids, log_probs, "stop", 0.0, "")
             return Found([], {}, [one] * n)
 

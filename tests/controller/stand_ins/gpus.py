@@ -302,7 +302,7 @@ class StandInEngine:
         with self._pass("save adapters"):
             Path(path).mkdir(parents=True, exist_ok=True)
 
-    def save_checkpoint(self, path: str, *, step: int, extra: dict[str, Any]) -> None:
+    def save_checkpoint(self, path: str, *, step: int, extra: dict[str, Any], policy: str = "") -> None:
         self._world.event("checkpoint")
         final = Path(path)
         if final.exists():  # another rank's actor was first
@@ -314,7 +314,7 @@ class StandInEngine:
     def wait_for_checkpoint(self) -> None:
         pass
 
-    def load_checkpoint(self, path: str) -> dict[str, Any]:
+    def load_checkpoint(self, path: str, *, policy: str = "") -> dict[str, Any]:
         self._world.event("load")
         return read_manifest(Path(path)).extra
 
