@@ -27,6 +27,7 @@ SETTINGS: dict[str, Any] = {
     "rollout.replicas": 1,
     "rollout.sampling.max_new_tokens": 64,
     "policy.data_parallel": 1,
+    "policy.threads": 1,
     "policy.optimizer.learning_rate": 1e-3,
     "model.lora": {"rank": 16, "policies": len(POLICIES)},
     "run.checkpoint_every": 0,
