@@ -3,6 +3,7 @@
     python -m tests.benchmarks.step_time --predict     calibration runs, then tests/benchmarks/step_time.json: commit it
     python -m tests.benchmarks.step_time --measure     12 runs, compared with the file: docs/step-time-benchmark.md
 
+Each `--measure` adds a round to tests/benchmarks/step_time_measured.json. The page has the means of the rounds.
 The calibration runs have other depths, prompts and batches than the 12 configurations, and the same widths. Models are
 random and end a response one time in 64, so that lengths are geometric: 64 tokens on average, at most 192. Every rank
 and engine has one thread.
@@ -30,6 +31,7 @@ from controller.preflight.time_inputs import layout_of, shape_of, workload_of
 from examples.addition.warm_start import create_model
 
 PREDICTIONS, PAGE = Path("tests/benchmarks/step_time.json"), Path("docs/step-time-benchmark.md")
+ROUNDS = Path("tests/benchmarks/step_time_measured.json")
 VOCABULARY, LONGEST, PROMPT, PROMPTS, STEPS = 64, 192, 96, 8, 6
 SIZES = {"1M": (128, 6), "2M": (128, 12), "5M": (256, 7), "8M": (256, 12), "11M": (512, 4), "20M": (512, 7)}
 """Width and layers."""
@@ -79,8 +81,8 @@ HEADER = """# Predicted and measured steps
 Written by `python -m tests.benchmarks.step_time` on 2 CPU cores. The time model (`balancing/time_model`) was fitted to
 {calibration} runs of the same widths and other depths, prompts and batches. It predicted these {count} runs before
 they were made: random models, {prompts} prompts x 8 samples a step, prompts of {prompt} tokens, responses of 64 on
-average and {longest} at most. Seconds are medians over {steps} steps. Goals: phases within 25 %, steps within 15 %,
-and the right order of any two runs that differ by more than 15 %.
+average and {longest} at most. Seconds are medians over {steps} steps, and means over the rounds ({rounds}). Goals: phases within
+25 %, steps within 15 %, and the right order of any two runs that differ by more than 15 %.
 
 """
 
@@ -162,8 +164,23 @@ def observed(folder: Path, setting: Setting, number: int) -> dict[str, float]:
     return {name: statistics.median(row[key] for row in counted) for name, key in names.items()}
 
 
-def page(predictions: dict[str, Any], found: dict[str, dict[str, float]]) -> str:
+def means(rounds: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """Means over the rounds, by run and phase."""
+    return {
+        name: {key: statistics.mean(each[name][key] for each in rounds) for key in row}
+        for name, row in rounds[0].items()
+    }
+
+
+def spread(rounds: list[dict[str, dict[str, float]]]) -> float:
+    """By how much a step of a run differs most between rounds, as a share."""
+    steps = [[each[name]["step"] for each in rounds] for name in rounds[0]]
+    return max(max(each) / min(each) - 1 for each in steps)
+
+
+def page(predictions: dict[str, Any], rounds: list[dict[str, dict[str, float]]]) -> str:
     """The table, and how many pairs of runs are in the right order."""
+    found = means(rounds)
     lines = [
         "| run | " + " | ".join(f"{name}, s" for name in ("rollout", "update", "weights", "step")) + " | step off |"
     ]
@@ -180,12 +197,12 @@ def page(predictions: dict[str, Any], found: dict[str, dict[str, float]]) -> str
             abs(said[key] / real[key] - 1) <= 0.25 for key in real if key != "step" and not (stale and key == "rollout")
         ]
     right, pairs = order(predictions, found)
-    text = HEADER.format(
-        calibration=len(CALIBRATION), count=len(found), prompts=PROMPTS, prompt=PROMPT, longest=LONGEST, steps=STEPS
-    )
+    made = {"calibration": len(CALIBRATION), "count": len(found), "rounds": len(rounds), "steps": STEPS}
+    text = HEADER.format(**made, prompts=PROMPTS, prompt=PROMPT, longest=LONGEST)
     met = ", ".join(f"{sum(each)} of {len(each)} {name}" for name, each in near.items())
     goals = f"Within the goals: {met}, and the order of {right} of {pairs} pairs."
-    return text + "\n".join(lines) + f"\n\nPredicted / measured. {goals}\n"
+    noise = f"Steps of the same run differ by up to {spread(rounds):.0%} between rounds." if len(rounds) > 1 else ""
+    return text + "\n".join(lines) + f"\n\nPredicted / measured. {goals} {noise}".rstrip() + "\n"
 
 
 def order(predictions: dict[str, Any], found: dict[str, dict[str, float]]) -> tuple[int, int]:
@@ -215,7 +232,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             for number, setting in enumerate(SETTINGS, start=100):
                 found[setting.name] = observed(folder, setting, number)
                 print(f"{setting.name}: {predictions[setting.name]}, measured {found[setting.name]}", flush=True)
-            PAGE.write_text(page(predictions, found))
+            rounds = [*(json.loads(ROUNDS.read_text()) if ROUNDS.exists() else []), found]
+            ROUNDS.write_text(json.dumps(rounds, indent=1) + "\n")
+            PAGE.write_text(page(predictions, rounds))
             print(PAGE.read_text())
 
 
