@@ -100,11 +100,11 @@ def open(
 
     Neither data nor a reward is needed. Arguments and exceptions are as in `fit`.
     """
-    from controller.open_run import opened
+    from controller.open_run import prepared
 
     settings = load_settings(Config, config, overrides)
     _give_data(settings, train, validation)
-    with handlers_kept(), opened(settings, give_rewards(settings.reward, reward)) as run:
+    with handlers_kept(), prepared(settings, give_rewards(settings.reward, reward))() as run:
         yield run
 
 

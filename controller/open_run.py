@@ -14,7 +14,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -404,11 +404,10 @@ def _then(future: Future[Any], change: Callable[[Any], Any]) -> Future[Any]:
     return changed
 
 
-@contextmanager
-def opened(config: Config, given: GivenFunctions = NONE_GIVEN) -> Iterator[OpenRun]:
-    """Check a configuration, start its roles, and end them after the block. Raises as `controller.fit.prepare`.
+def prepared(config: Config, given: GivenFunctions = NONE_GIVEN) -> Callable[[], AbstractContextManager[OpenRun]]:
+    """Check a configuration, and lock the run's folder. Returns how to start the roles, which end after the block.
 
-    given: functions passed to the call. Neither data nor a reward is needed.
+    given: functions passed to the call. Neither data nor a reward is needed. Raises as `controller.fit.prepare`.
     """
     check(config, given, needs_data=False)
     if config.rollout.max_staleness:
@@ -421,8 +420,13 @@ def opened(config: Config, given: GivenFunctions = NONE_GIVEN) -> Iterator[OpenR
         return read_inputs(config, log, given) if config.has_data else inputs_without_data(config)
 
     inputs, console = ready(config, read)
+    return partial(_started, config, inputs, console, locked(config, lambda: None))
+
+
+@contextmanager
+def _started(config: Config, inputs: Inputs, console: Console, release: Callable[[], None]) -> Iterator[OpenRun]:
     with ExitStack() as stack:
-        stack.callback(locked(config, lambda: None))
+        stack.callback(release)
         stack.enter_context(run_log(config.run_folder, console))
         console.log(f"the run is written to {config.run_folder}")
         stack.enter_context(ray_session(config, console))

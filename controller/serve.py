@@ -1,6 +1,6 @@
 """`python -m controller.serve --config FILE [--port N] [--api-key-file FILE] [key.sub=value ...]`: see docs/serve.md.
 
-settings --opened--> OpenRun <--Service-- HTTP on 127.0.0.1 <--Tinker's SDK
+settings --prepared--> OpenRun <--Service-- HTTP on 127.0.0.1 <--Tinker's SDK
 
 Exit codes: see `controller.fit`. 1 after a lost worker: start again, and the run goes on where it was.
 """
@@ -8,17 +8,23 @@ Exit codes: see `controller.fit`. 1 after a lost worker: start again, and the ru
 import argparse
 import os
 import secrets
+import socket
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from controller.config import Config, load
 from controller.config.sections import RewardConfig, ValidationConfig
 from controller.lifecycle.session import exit_code
 from workers.errors import ConfigError, clause
 from workers.network import LOOPBACK
+
+if TYPE_CHECKING:
+    from controller.open_run import OpenRun
 
 PACKAGES = ("tinker", "fastapi", "uvicorn", "zstandard")
 KEYS = ("BALLAST_API_KEY", "TINKER_API_KEY")
@@ -39,9 +45,11 @@ def _prepare(arguments: Sequence[str] | None) -> Callable[[], None]:
     options = parser.parse_args(None if arguments is None else list(arguments))
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
         raise ConfigError(f"serve: the package {missing[0]} is missing. Install ballast-rl[serve].")
-    return partial(
-        serve, served(load(options.config, options.overrides)), options.port, _given_key(options.api_key_file)
-    )
+    config, key = served(load(options.config, options.overrides)), _given_key(options.api_key_file)
+    port = _bound(options.port)
+    from controller.open_run import prepared
+
+    return partial(serve, prepared(config), port, key)
 
 
 def served(config: Config) -> Config:
@@ -65,17 +73,27 @@ def _given_key(file: Path | None) -> str:
     return key
 
 
-def serve(config: Config, port: int, key: str) -> None:
-    """Serve until an interrupt. Raises as `opened`, and what stopped the server."""
+def _bound(port: int) -> socket.socket:
+    """Take a port before minutes are spent on models. Raises ConfigError."""
+    found = socket.socket()
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind((LOOPBACK, port))
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"--port={port}: {getattr(error, 'strerror', error)}. Choose another.") from None
+    return found
+
+
+def serve(start: Callable[[], AbstractContextManager["OpenRun"]], port: socket.socket, key: str) -> None:
+    """Serve until an interrupt. port: bound. Raises as the run, and what stopped the server."""
     import uvicorn
 
-    from controller.open_run import opened
     from controller.serving.app import make_app
     from controller.serving.log import CallLog
     from controller.serving.service import Service
 
     stopped = list[BaseException]()
-    with opened(config) as run:
+    with start() as run:
         folder = run.folder / "serve"
 
         def stop(error: BaseException) -> None:
@@ -84,11 +102,10 @@ def serve(config: Config, port: int, key: str) -> None:
 
         service = Service(run, CallLog(folder), stop)
         app = make_app(service, key or _fresh_key(folder))
-        settings = uvicorn.Config(
-            app, LOOPBACK, port, log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE_SECONDS
-        )
+        settings = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE_SECONDS)
         server = uvicorn.Server(settings)
-        server.run()
+        print(f"serving on http://{LOOPBACK}:{port.getsockname()[1]}", flush=True)
+        server.run([port])
     if stopped:
         raise type(stopped[0])(f"{clause(stopped[0])}. Start the server again to go on") from stopped[0]
 

@@ -1,6 +1,7 @@
 """What the server takes from the network: its key, bodies within their limit, and nothing but its routes."""
 
 import re
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -154,3 +155,15 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "find_spec", lambda name: None if name == "tinker" else object())
     with refused("tinker"):
         serve._prepare(["--config", "x.yaml"])
+
+
+def test_a_port_in_use_and_refused_settings_end_the_command_before_it_starts(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        for wrong in (port, "70000"):
+            with refused(f"--port={wrong}", ConfigError):
+                serve._prepare(["--port", wrong, *SETTINGS])
+    with refused("model.path", ConfigError):
+        serve._prepare(["--port", "0", *SETTINGS, f"model.path={tmp_path / 'missing'}"])
+    with refused("model.lora.policies=2", ConfigError):
+        serve._prepare(["--port", "0", *SETTINGS, "model.lora.policies=2"])
