@@ -23,6 +23,7 @@ from balancing.packing import (
     fewest_by_best_fit,
     fewest_micro_batches,
     heaviest_first,
+    most_by_best_fit,
     pack_evenly,
     pack_into,
 )
@@ -96,8 +97,9 @@ def _steps_to_try(sizes: Integers, request: Request) -> Iterator[int]:
     tried, each = STEPS_TRIED if sequences <= MANY else 0, request.count.multiple_of
     for needed in range(lowest, lowest + tried * each, each):
         yield checked_steps(needed, sequences // ranks, sequences, request)
-    enough = -(-fewest_by_best_fit(sizes, request.caps) // ranks)
-    yield checked_steps(enough, sequences // ranks, sequences, request)
+    if not request.caps.padded and most_by_best_fit(sizes, request.caps) > lowest * ranks:
+        lowest = -(-fewest_by_best_fit(sizes, request.caps) // ranks)
+    yield checked_steps(lowest, sequences // ranks, sequences, request)
 
 
 def from_karmarkar_karp(sizes: Integers, weights: Floats, request: Request, steps: int) -> Schedule | None:

@@ -18,7 +18,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from balancing.assignment import Request, Schedule, checked_steps, deal, deal_into_steps
 from balancing.compiled import compiled
@@ -207,6 +206,8 @@ def _spread(micro_batch_of: Integers, needed: int, count: int) -> Integers:
 
 
 class _Room(NamedTuple):
+    """Trees over L micro-batches: a node has the most load and tokens below it, and the leaves are the nodes from L."""
+
     load: Floats
     tokens: Integers
     sequences: Integers
@@ -219,61 +220,85 @@ def fill_groups(groups: Groups, order: Integers, levels: Floats, max_tokens: int
     levels: float64 [M], descending, the most work of each micro-batch. Returns the micro-batch of each sequence, int64
     [n], -1 from the first part on that fits nowhere.
     """
-    count = len(levels)
-    room = _Room(levels.copy(), np.full(count, max_tokens), np.full(count, max_sequences))
-    micro_batch_of = np.full(len(groups.own), -1)
-    is_open = np.arange(count)
-    least = groups.shared.min() + groups.own.min()
+    count, leaves, opened, place = len(levels), 1, 0, -1
+    while leaves < count:
+        leaves *= 2
+    room = _Room(np.full(2 * leaves, -np.inf), np.full(2 * leaves, -1), np.full(leaves, max_sequences))
+    micro_batch_of, tried = np.full(len(groups.own), -1), np.full(leaves, -1)
+    least, fewest = groups.shared.min() + groups.own.min(), groups.shared_tokens.min() + groups.own_tokens.min()
     for group in order:
         left = np.arange(groups.start[group], groups.start[group + 1])
-        tried = np.zeros(count if len(left) > 1 else 0, np.bool_)
+        divisible = len(left) > 1
         while len(left) > 0:
-            whole, place = _place(groups, group, left, room, is_open, tried, max_sequences)
+            if place == opened - 1 and opened < count:  # one empty micro-batch is open: later ones have no more room
+                _set(room, opened, levels[opened], max_tokens)
+                opened += 1
+            whole, place = _place(groups, group, left, room, tried, divisible)
             if place < 0:
                 return micro_batch_of
+            load, tokens = room.load[leaves + place], room.tokens[leaves + place]
             taken = left
             if not whole:
-                tried[place] = True
-                load, tokens = room.load[place] - groups.shared[group], room.tokens[place] - groups.shared_tokens[group]
-                taken = _cut(groups, left, load, tokens, room.sequences[place])
+                tried[place] = group
+                free, free_tokens = load - groups.shared[group], tokens - groups.shared_tokens[group]
+                taken = _cut(groups, left, free, free_tokens, room.sequences[place])
             if len(taken) > 0:
                 micro_batch_of[taken] = place
                 left = left[micro_batch_of[left] < 0]
-                room.load[place] -= groups.shared[group] + groups.own[taken].sum()
-                room.tokens[place] -= groups.shared_tokens[group] + groups.own_tokens[taken].sum()
+                load -= groups.shared[group] + groups.own[taken].sum()
+                tokens -= groups.shared_tokens[group] + groups.own_tokens[taken].sum()
                 room.sequences[place] -= len(taken)
-                if room.load[place] < least or room.sequences[place] == 0:
-                    is_open = is_open[is_open != place]
+                if load < least or tokens < fewest or room.sequences[place] == 0:  # closed
+                    load, tokens = -np.inf, -1
+                _set(room, place, load, tokens)
     return micro_batch_of
 
 
 @compiled
+def _set(room: _Room, place: int, load: float, tokens: int) -> None:
+    node = len(room.sequences) + place
+    room.load[node], room.tokens[node] = load, tokens
+    while node > 1:
+        node //= 2
+        room.load[node] = max(room.load[2 * node], room.load[2 * node + 1])
+        room.tokens[node] = max(room.tokens[2 * node], room.tokens[2 * node + 1])
+
+
+@compiled
 def _place(
-    groups: Groups, group: int, left: Integers, room: _Room, is_open: Integers, tried: NDArray[np.bool_], untouched: int
+    groups: Groups, group: int, left: Integers, room: _Room, tried: Integers, divisible: bool
 ) -> tuple[bool, int]:
     """Return (fullest micro-batch with room for all of `left`, True), else (the one with most room, False), or -1.
 
-    tried: bool [M], micro-batches that take no more of this group, [0] without cuts. untouched: room of an empty one.
+    Of equal ones the first. tried: int64 [M], the last group that each was cut for, of which it takes no more.
     """
     own, tokens = 0.0, 0
     for row in left:
         own += groups.own[row]
         tokens += groups.own_tokens[row]
     shared, shared_tokens, per_token = groups.shared[group], groups.shared_tokens[group], own / tokens
-    least, divisible = shared + groups.own[left[-1]], len(tried) > 0
-    fullest, widest, most = -1, -1, 0.0
-    for place in is_open:
-        load = room.load[place]
-        if load < least or (divisible and tried[place]):
+    least, leaves = shared + groups.own[left[-1]], len(room.sequences)
+    fullest, widest, lightest, most, depth, nodes = -1, -1, np.inf, 0.0, 1, np.ones(64, np.int64)
+    while depth > 0:
+        depth -= 1
+        node = nodes[depth]
+        load = room.load[node]
+        free, free_tokens = load - shared, room.tokens[node] - shared_tokens
+        fits, wide = free >= own and free_tokens >= tokens, min(free, free_tokens * per_token)
+        if load < least or not (fits or (fullest < 0 and divisible and wide >= most)):
             continue
-        free, free_tokens = load - shared, room.tokens[place] - shared_tokens
-        if free >= own and free_tokens >= tokens and room.sequences[place] >= len(left):
-            if fullest < 0 or load < room.load[fullest]:
-                fullest = place
-        elif fullest < 0 and divisible and min(free, free_tokens * per_token) > most:
-            widest, most = place, min(free, free_tokens * per_token)
-        if untouched == room.sequences[place]:
-            break  # later ones are empty and have no more room
+        if node < leaves:
+            nodes[depth], nodes[depth + 1] = 2 * node, 2 * node + 1  # the empty one is the last
+            depth += 2
+            continue
+        place = node - leaves
+        if tried[place] == group:
+            continue
+        if fits and room.sequences[place] >= len(left):
+            if load <= lightest:  # of equal ones the first, which comes last
+                fullest, lightest = place, load
+        elif divisible and wide > 0 and wide >= most:
+            widest, most = place, wide
     return fullest >= 0, fullest if fullest >= 0 else widest
 
 

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from balancing import BalancingError, pack
 from balancing.errors import CountError, LengthError, OptionError, OverCapError, WeightError
+from balancing.grouping import Caps
 from balancing.lower_bounds import fewest_bins
+from balancing.packing import fewest_by_best_fit, most_by_best_fit
 
 FIRST = [100, 900, 50, 950, 400, 600]
 
@@ -113,6 +115,19 @@ def test_the_order_of_lengths_changes_nothing_but_indices(order, layout):
     shuffled = lengths[np.array(order)]
     grouped = [[sorted(own[group].tolist()) for group in pack(own, 120, layout=layout)] for own in (lengths, shuffled)]
     assert grouped[0] == grouped[1]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=60), st.integers(60, 200), st.integers(1, 80))
+def test_best_fit_takes_at_most_its_bound(lengths, cap, most):
+    sizes, caps = np.array(lengths), Caps(cap, most)
+    assert fewest_by_best_fit(sizes, caps) <= most_by_best_fit(sizes, caps)
+
+
+def test_the_bound_of_best_fit_is_near_the_fewest_if_short_sequences_fill_what_long_ones_leave():
+    sizes, cap = np.clip(np.random.default_rng(0).lognormal(np.log(1500), 0.9, 1 << 16), 16, 16_384).astype(int), 32_768
+    fewest = fewest_bins(sizes, cap, len(sizes))
+    assert fewest <= most_by_best_fit(sizes, Caps(cap, len(sizes))) <= 1.01 * fewest
 
 
 def test_v6_full_micro_batches_are_found_and_even():

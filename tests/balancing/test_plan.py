@@ -363,3 +363,10 @@ def test_many_sequences_are_even_within_one_percent(kind):
     plan = plan_batch(lengths, ranks=128, max_tokens=cap, cost_model=CostModel(1.0, 1e-5))
     assert max(part.sums(lengths).max() for part in plan.mini_batches) <= cap
     assert plan.predicted_makespans().sum() <= plan.workloads.sum() / 128 * (1 + ENOUGH_OF_MANY)
+
+
+def test_many_padded_sequences_are_planned():
+    lengths = np.random.default_rng(0).integers(10, 1000, MANY + 1)
+    plan = plan_batch(lengths, ranks=8, max_tokens=4000, layout="padded")
+    (part,) = plan.mini_batches
+    assert all(tokens_of(lengths[rows], "padded") <= 4000 for step in part.micro_steps for rows in step.ranks)

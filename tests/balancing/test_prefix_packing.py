@@ -14,6 +14,8 @@ from balancing.analysis.explain import replan
 from balancing.analysis.statistics import lower_bound, predicted_grids, step_time
 from balancing.cost_model import SEVEN_BILLION
 from balancing.errors import CountError, LengthError, OptionError
+from balancing.prefix_packing import fill_groups
+from balancing.prefixes import Groups
 from tests.benchmarks.balancing.shared_prompts import Batch
 
 COSTS = CostModel(1.0, 0.001)
@@ -108,6 +110,77 @@ def test_every_count_and_cap_holds_for_what_is_shared(seed):
     assert (sequences.reshape(part.steps, ranks).sum(axis=1) > 0).all()
     assert empty or sequences.min() > 0
     assert step_time(predicted_grids(plan)) >= lower_bound(plan) * (1 - 1e-9)
+
+
+def filled_one_by_one(groups: Groups, order, levels, max_tokens: int, max_sequences: int) -> list[int]:
+    """`fill_groups`, which looks at every micro-batch for every part."""
+    left_of = [[level, max_tokens, max_sequences] for level in levels]
+    found = [-1] * len(groups.own)
+    for group in order:
+        shared, shared_tokens = groups.shared[group], groups.shared_tokens[group]
+        rows, cut_for = list(range(groups.start[group], groups.start[group + 1])), set()
+        divisible = len(rows) > 1
+        while rows:
+            own, tokens = sum(groups.own[rows]), sum(groups.own_tokens[rows])
+            whole, parts = [], []
+            for place, (load, room, sequences) in enumerate(left_of):
+                if load >= shared + groups.own[rows[-1]] and place not in cut_for and sequences:
+                    free, free_tokens = load - shared, room - shared_tokens
+                    if free >= own and free_tokens >= tokens and sequences >= len(rows):
+                        whole.append((load, place))
+                    parts.append((-min(free, free_tokens * (own / tokens)), place))
+                    if sequences == max_sequences:
+                        break
+            taken = rows
+            if whole:
+                place = min(whole)[1]
+            elif divisible and parts and min(parts)[0] < 0:
+                place = min(parts)[1]
+                cut_for.add(place)
+                load, room, sequences = left_of[place]
+                taken = max(
+                    (cut(groups, rows[start:], load - shared, room - shared_tokens, sequences) for start in range(8)),
+                    key=lambda part: sum(groups.own[part]),
+                )
+            else:
+                return found
+            for row in taken:
+                found[row] = place
+            rows = [row for row in rows if row not in taken]
+            left_of[place][0] -= shared + sum(groups.own[taken])
+            left_of[place][1] -= shared_tokens + sum(groups.own_tokens[taken])
+            left_of[place][2] -= len(taken)
+    return found
+
+
+def cut(groups: Groups, rows, load, tokens, sequences) -> list[int]:
+    taken: list[int] = []
+    for row in rows:
+        fits = sum(groups.own[[*taken, row]]) <= load and sum(groups.own_tokens[[*taken, row]]) <= tokens
+        if fits and len(taken) < sequences:
+            taken.append(row)
+    return taken
+
+
+@given(st.integers(0, 2**31))
+@settings(deadline=None, max_examples=150)
+def test_groups_fill_the_micro_batches_that_a_search_of_all_finds(seed):
+    """Whole numbers as work, so that no rounding differs, and many equal ones."""
+    generator = np.random.default_rng(seed)
+    counts = generator.integers(1, 7, generator.integers(1, 30))
+    own_tokens = generator.integers(1, generator.choice([4, 60]), counts.sum())
+    group = np.repeat(np.arange(len(counts)), counts)
+    rows = np.lexsort((-own_tokens, group))
+    shared_tokens = generator.integers(0, generator.choice([2, 40]), len(counts))
+    own_tokens, own = own_tokens[rows], own_tokens[rows] * (20.0 + own_tokens[rows])
+    shared = shared_tokens * (20.0 + shared_tokens)
+    groups = Groups(own, own_tokens, group, np.append(0, np.cumsum(counts)), shared, shared_tokens)
+    least = float((own + shared[group]).max())
+    levels = -np.sort(-np.rint(least * generator.uniform(1, 4, generator.integers(1, 40))))
+    max_tokens, most = int(generator.integers(100, 300)), int(generator.choice([3, 1000]))
+    order = generator.permutation(len(counts))
+    expected = filled_one_by_one(groups, order, levels, max_tokens, most)
+    assert fill_groups(groups, order, levels, max_tokens, most).tolist() == expected
 
 
 def test_a_group_is_cut_where_a_micro_batch_is_full():
