@@ -1,7 +1,9 @@
 """Shared by all tests: a local Ray session, a folder that the documentation works in, and what runs one at a time."""
 
 import functools
+import gc
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,6 +37,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if "ray_session" in getattr(item, "fixturenames", ()) or "end_to_end" in item.path.parts:
             item.add_marker("alone")
     items.sort(key=lambda item: not item.nodeid.startswith(LONG))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_groups_end() -> Iterator[None]:
+    """With their stores: a module's tests leave hundreds of threads otherwise, each waking a hundred times a second."""
+    yield
+    if "workers.roles.base" in sys.modules:
+        sys.modules["workers.roles.base"]._meeting_point.cache_clear()
+    if "torch" in sys.modules and sys.modules["torch"].distributed.is_initialized():
+        from tests.workers.model.ranks import end_process_groups
+
+        end_process_groups()
+        gc.collect()  # engines in cycles keep their groups
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ from pathlib import Path
 import ballast
 from controller.algorithm.advantages import sequence_advantages
 from controller.observability.run_folder import RunFolder
+from controller.open_run import OpenRun
 from tests.benchmarks.step_time import Setting, make_inputs
 
 WARM_UP = 3
@@ -27,13 +28,17 @@ def configured(settings: list[str]) -> Path:
 
 def own(settings: list[str]) -> Path:
     with ballast.open(overrides=settings) as run:
-        for _ in range(run.config.run.steps):
-            batch = run.sample(run.prompts(8), n=8).result().batch
-            advantages = sequence_advantages(run.config.algorithm, batch, batch["reward"])
-            run.forward_backward(batch, columns={"advantages": advantages})
-            run.step()
-            run.publish().result()
+        grpo(run, prompts=8, samples=8)
         return run.folder
+
+
+def grpo(run: OpenRun, *, prompts: int, samples: int) -> None:
+    for _ in range(run.config.run.steps):
+        batch = run.sample(run.prompts(prompts), n=samples).result().batch
+        advantages = sequence_advantages(run.config.algorithm, batch, batch["reward"])
+        run.forward_backward(batch, columns={"advantages": advantages})
+        run.step()
+        run.publish().result()
 
 
 def seconds(loop: Callable[[list[str]], Path], settings: list[str]) -> float:

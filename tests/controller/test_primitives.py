@@ -12,13 +12,14 @@ import torch
 from safetensors.torch import load_file
 
 import ballast
-from controller.algorithm.advantages import sequence_advantages
 from controller.observability.run_folder import RunFolder
 from controller.open_run import OpenRun
-from tests.controller.stand_ins.run import StandIns, write_stand_in_workspace
+from tests.benchmarks.own_loop import grpo
+from tests.controller.stand_ins.run import StandIns
 from tests.documentation.blocks import ROOT, blocks_of
 from tests.refusals import refused
 from tests.workers.model.cases import Case
+from tests.workers.model.ranks import gloo_loops
 from tests.workers.model.reference import keep_float64
 from workers.errors import CheckpointError
 
@@ -27,20 +28,10 @@ ONE_RANK = ["policy.data_parallel=1", "data.validation=''", "rollout.placement=a
 LEARNING = "policy.optimizer.learning_rate=1e-3"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("own loops")
-    write_stand_in_workspace(path)
-    return path
-
-
 @pytest.fixture
-def stand_ins(folder: Path, monkeypatch: pytest.MonkeyPatch) -> StandIns:
-    monkeypatch.chdir(folder)
-    monkeypatch.syspath_prepend(folder)
-    found = StandIns(monkeypatch)
-    found.compute()
-    return found
+def stand_ins(stand_ins: StandIns) -> StandIns:
+    stand_ins.compute()
+    return stand_ins
 
 
 @pytest.fixture
@@ -63,15 +54,6 @@ def gradients(stand_ins: StandIns) -> dict[str, torch.Tensor]:
     return {name: each.grad.full_tensor().clone() for name, each in engine.module.model.named_parameters()}
 
 
-def grpo(run: OpenRun) -> None:
-    for _ in range(run.config.run.steps):
-        batch = run.sample(run.prompts(2), n=2).result().batch
-        advantages = sequence_advantages(run.config.algorithm, batch, batch["reward"])
-        run.forward_backward(batch, columns={"advantages": advantages})
-        run.step()
-        run.publish().result()
-
-
 @pytest.mark.parametrize("settings", [(), ("policy.max_tokens_per_micro_batch=24", "model.lora.rank=2")])
 def test_a_loop_of_ones_own_equals_the_configured_one_to_the_bit(
     stand_ins: StandIns, opened: Open, tmp_path: Path, settings: tuple[str, ...]
@@ -79,7 +61,7 @@ def test_a_loop_of_ones_own_equals_the_configured_one_to_the_bit(
     known = stand_ins.run([f"run.dir={tmp_path}/configured", *ONE_RANK, LEARNING, *settings])
     expected, rows = weights(stand_ins), known.outcome.steps
     with opened(LEARNING, *settings) as run:
-        grpo(run)
+        grpo(run, prompts=2, samples=2)
         found, folder = weights(stand_ins), run.folder
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
     own = RunFolder(folder).metrics
@@ -105,6 +87,16 @@ def test_a_batch_in_calls_has_the_gradient_of_one_call(stand_ins: StandIns, open
         for name, gradient in gradients(stand_ins).items():
             assert float((gradient - whole[name]).norm() / whole[name].norm()) < 1e-9, name
     assert sum(part.metrics["loss"] for part in parts) == pytest.approx(passed.metrics["loss"], rel=1e-9)
+
+
+def test_runs_that_are_closed_leave_no_threads_of_process_groups(opened: Open) -> None:
+    found = []
+    for number in range(3):
+        with opened(f"run.name={number}", "algorithm.loss.kl_coefficient=0.1", "run.steps=1") as run:
+            grpo(run, prompts=2, samples=2)
+            run.save("one").result()
+        found.append(gloo_loops())
+    assert found[0] > 0 and len({*found}) == 1
 
 
 def test_means_of_two_batches_and_rows_given_twice_are_refused(opened: Open) -> None:

@@ -65,7 +65,7 @@ TWO_EPOCHS = ("batch.epochs=2", "batch.mini_batches=2", "policy.optimizer.learni
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def stand_in_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("computing")
     write_stand_in_workspace(path)
     (path / "losses_of_a_user.py").write_text(LOSSES)
@@ -73,12 +73,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def stand_ins(folder: Path, monkeypatch: pytest.MonkeyPatch) -> StandIns:
-    monkeypatch.chdir(folder)
-    monkeypatch.syspath_prepend(folder)
-    found = StandIns(monkeypatch)
-    found.compute()
-    return found
+def stand_ins(stand_ins: StandIns, stand_in_folder: Path, monkeypatch: pytest.MonkeyPatch) -> StandIns:
+    monkeypatch.syspath_prepend(stand_in_folder)
+    stand_ins.compute()
+    return stand_ins
 
 
 @pytest.fixture
@@ -105,14 +103,14 @@ def test_too_many_skipped_steps_stop_the_run_with_the_names_of_its_sequences(run
         run(*custom("no_number", "losses_of_a_user.py"), "policy.optimizer.max_skipped_steps=1")
 
 
-def test_a_run_trains_by_an_optimizer_and_a_schedule_of_its_own(run: Run, folder: Path) -> None:
+def test_a_run_trains_by_an_optimizer_and_a_schedule_of_its_own(run: Run, stand_in_folder: Path) -> None:
     """The file's path is relative to where the run was started. Workers have their own folders."""
-    (folder / "own.py").write_text(OWN)
+    (stand_in_folder / "own.py").write_text(OWN)
     own = [f"policy.optimizer.{name}=own.py:{name}" for name in ("function", "schedule_function")]
     finished = run("policy.optimizer.name=custom", "policy.optimizer.schedule=custom", *own)
     assert [step["policy/learning_rate"] for step in finished.outcome.steps] == pytest.approx([0.25, 0.75])
     assert isinstance(engine_of(finished).optimizer, torch.optim.Adagrad)
-    assert worker_arguments(finished.config, "policy")["optimizer"].function == f"{folder}/own.py:function"
+    assert worker_arguments(finished.config, "policy")["optimizer"].function == f"{stand_in_folder}/own.py:function"
 
 
 def test_a_run_with_adapters_saves_them_for_peft_beside_the_merged_model(
@@ -303,12 +301,12 @@ def test_the_learning_rate_falls_over_the_optimiser_steps_of_all_epochs(run: Run
 
 
 @pytest.fixture(scope="module")
-def experts(folder: Path) -> str:
+def experts(stand_in_folder: Path) -> str:
     """A mixture of four experts, two a token, with the tokenizer of the other models."""
     config = tiny_config("qwen3_moe", vocab_size=32, bos_token_id=None, eos_token_id=tokenizer().eos_token_id)
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "experts")
-    tokenizer().save_pretrained(folder / "experts")
+    AutoModelForCausalLM.from_config(config).save_pretrained(stand_in_folder / "experts")
+    tokenizer().save_pretrained(stand_in_folder / "experts")
     return "model.path=experts"
 
 
@@ -410,16 +408,16 @@ class Sums:
 
 
 @pytest.fixture(scope="module")
-def thinker(folder: Path) -> tuple[str, ...]:
+def thinker(stand_in_folder: Path) -> tuple[str, ...]:
     """A model with Qwen3's stock template, which drops earlier thoughts, in conversations of three turns."""
     characters = stock_templates.tokenizer("qwen3")
     config = tiny_config(vocab_size=len(characters), max_position_embeddings=512)
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "thinker")
-    characters.save_pretrained(folder / "thinker")
-    (folder / "sums.py").write_text(SUMS)
+    AutoModelForCausalLM.from_config(config).save_pretrained(stand_in_folder / "thinker")
+    characters.save_pretrained(stand_in_folder / "thinker")
+    (stand_in_folder / "sums.py").write_text(SUMS)
     records = [json.dumps({"prompt": [{"role": "user", "content": f"{i}+{i}?"}]}) for i in range(8)]
-    (folder / "chats.jsonl").write_text("\n".join(records))
+    (stand_in_folder / "chats.jsonl").write_text("\n".join(records))
     data = ("model.path=thinker", "data.train=chats.jsonl", "data.max_prompt_tokens=64", "reward.function=''")
     lengths = ("rollout.sampling.max_new_tokens=64", "policy.max_tokens_per_micro_batch=512", "rollout.max_turns=3")
     return (*data, *lengths, "rollout.environment=sums.py:Sums", "policy.optimizer.learning_rate=1e-3", "run.steps=1")

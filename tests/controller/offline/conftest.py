@@ -10,7 +10,7 @@ from controller.training_loop import Outcome
 from tests.controller.offline.local_run import run_offline, write_offline_workspace
 from tests.controller.stand_ins.local_ray import LocalRay
 from tests.controller.stand_ins.run import LocalReservation, NoMetrics
-from tests.workers.model.ranks import forget_meshes
+from tests.workers.model.ranks import end_process_groups
 
 
 @pytest.fixture
@@ -29,6 +29,4 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
         lambda *given, **named: torch.distributed.is_initialized() or start(*given, **named),
     )
     yield run_offline
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-        forget_meshes()
+    end_process_groups()

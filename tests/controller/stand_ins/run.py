@@ -123,7 +123,9 @@ class StandIns:
         from workers.model.engine import TrainingEngine
 
         if not torch.distributed.is_initialized():
-            distributed_c10d.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+            # By a plain "gloo" a mesh, which sees the stand-ins' GPUs, would have groups of its own for each dimension.
+            store = torch.distributed.HashStore()
+            distributed_c10d.init_process_group("cpu:gloo", store=store, rank=0, world_size=1)
 
         def make(model: ModelConfig, **settings: Any) -> TrainingEngine:
             return TrainingEngine(replace(model, dtype=dtype), **settings | {"device": "cpu"})

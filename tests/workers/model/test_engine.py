@@ -3,6 +3,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.refusals import refused
+from tests.workers.model.ranks import gloo_loops
 from tests.workers.model.tiny import random_sequences, save_tiny_model
 from workers.config import ModelConfig, OptimizerConfig
 from workers.errors import DataError
@@ -36,6 +37,18 @@ def test_weights_go_out_as_they_are_after_the_latest_update(path):
     after = dict(engine.named_weights())
     assert all((after[name] != before[name]).any() for name in before)
     assert torch.equal(after["lm_head.weight"], after["model.embed_tokens.weight"])
+
+
+def test_engines_that_save_and_are_gone_leave_no_threads(path, tmp_path):
+    """Of one process, whose group the first makes."""
+    found = []
+    for step in range(3):
+        engine = build(path)
+        engine.save_checkpoint(tmp_path / str(step), step=step)
+        engine.wait_for_checkpoint()
+        del engine
+        found.append(gloo_loops())
+    assert found[0] > 0 and len({*found}) == 1
 
 
 def test_log_probs_stand_at_their_tokens_whatever_the_order_of_micro_batches(path):

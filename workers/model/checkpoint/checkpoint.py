@@ -58,8 +58,8 @@ class Checkpointer:
 
     def __init__(self, module: nn.Module, states: TrainingStates, device: torch.device, stage: Stage) -> None:
         self._module, self._states, self._device, self._stage = module, states, device, stage
-        # A separate process group: the background thread's messages must not mix with training's.
-        self._group = dist.new_group(backend="gloo")
+        # The background thread's messages must not mix with training's. One rank sends none, and a group has threads.
+        self._group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else dist.group.WORLD
         self._saving: tuple[Path, Future] | None = None
 
     def save(self, path: str | Path, *, step: int, extra: dict[str, Any] | None = None, policy: str = "") -> None:
