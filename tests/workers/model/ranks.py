@@ -153,11 +153,13 @@ def forget_meshes() -> None:
     """Clear what torch caches of DTensors: it holds the groups of a mesh that is gone, and would take them for those of
     the next call's, if that is equal."""
     from torch.distributed.tensor import _redistribute
+    from torch.distributed.tensor._collective_utils import MeshTopoInfo
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()
     _redistribute.clear_redistribute_planner_cache()
     _redistribute._gen_transform_infos.cache_clear()
+    MeshTopoInfo.build_from_mesh.cache_clear()
 
 
 def dp_rank(parallel: Any) -> int:

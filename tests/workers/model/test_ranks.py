@@ -4,7 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.workers.model.ranks import RankError, RankPool
+from tests.workers.model.cpu_engine import build_engine
+from tests.workers.model.ranks import RankError, RankPool, gloo_loops
+from tests.workers.model.tiny import random_sequences, save_tiny_model
+from workers.model.losses import Denominators, sft
 
 
 def sum_of_ranks(offset: int) -> tuple[int, int, torch.Tensor]:
@@ -17,6 +20,20 @@ def fail_on_rank_one() -> None:
     if dist.get_rank() == 1:
         raise ValueError("no good")
     dist.barrier()
+
+
+def train(path: str) -> int:
+    """One step; process groups' threads before it."""
+    known, engine, sequences = gloo_loops(), build_engine(path), random_sequences()
+    engine.forward_backward(sequences, [(0, len(sequences))], sft, Denominators.of(sequences))
+    engine.optimizer_step()
+    return known
+
+
+def test_a_process_keeps_no_threads_of_earlier_calls(tmp_path):
+    path, pool = save_tiny_model(tmp_path / "model"), RankPool(size=2)
+    assert {loops for _ in range(3) for loops in pool.run(train, 2, path)} == {1}
+    pool.stop()
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
