@@ -4,10 +4,11 @@ import hmac
 import io
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Annotated, Any
 
 import zstandard
-from fastapi import FastAPI, Request, Response
+from fastapi import Depends, FastAPI, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
 from controller.serving import wire
@@ -16,6 +17,7 @@ from controller.serving.wire import RefusedError
 
 MOST_BYTES = 64 * 2**20  # of a body, compressed or not. The SDK sends some 5 MB at once
 API = "/api/v1"
+MOST = 2**31  # in place of a limit: clients that give none want all
 PROTOBUF = "application/x-protobuf"
 CALLS = ("create_model", "forward_backward", "optim_step", "save_weights", "load_weights", "save_weights_for_sampler")
 
@@ -42,6 +44,17 @@ def _check_size(size: int) -> None:
         raise RefusedError(f"body: above {MOST_BYTES // 2**20} MiB. Send fewer rows in a call.", 413)
 
 
+Body = Annotated[bytes, Depends(body_of)]
+Count = Annotated[int, Query(ge=0)]
+
+
+async def json_of(body: Body) -> dict[str, Any]:
+    return wire.read_json(body)
+
+
+Json = Annotated[dict[str, Any], Depends(json_of)]
+
+
 def make_app(service: Service, key: str) -> FastAPI:
     @asynccontextmanager
     async def restored(app: FastAPI) -> AsyncIterator[None]:
@@ -52,16 +65,17 @@ def make_app(service: Service, key: str) -> FastAPI:
     _guard(app, key)
     _add_sessions(app, service)
     _add_facts(app, service)
+    _add_checkpoints(app, service)
     for kind in CALLS:
         app.add_api_route(f"{API}/{kind}", _call(service, kind), methods=["POST"])
 
     @app.post(f"{API}/asample")
-    async def sample(request: Request) -> dict[str, Any]:
-        return service.sample(wire.read_json(await body_of(request)))
+    async def sample(request: Json) -> dict[str, Any]:
+        return service.sample(request)
 
     @app.post(f"{API}/retrieve_future")
-    async def retrieve(request: Request) -> Response:
-        name = wire.text(wire.read_json(await body_of(request)), "request_id")
+    async def retrieve(request: Json) -> Response:
+        name = wire.text(request, "request_id")
         answer = await service.answer(name)
         if answer is None:
             pending = {"type": "try_again", "request_id": name, "queue_state": "active"}
@@ -80,13 +94,19 @@ def _guard(app: FastAPI, key: str) -> None:
         return await call_next(request)
 
     @app.exception_handler(RefusedError)
-    async def refuse(request: Request, error: RefusedError) -> Response:
-        return JSONResponse({"detail": str(error)}, status_code=error.status)
+    @app.exception_handler(RequestValidationError)
+    @app.exception_handler(404)
+    @app.exception_handler(405)
+    async def refuse(request: Request, error: Exception) -> Response:
+        asked = f"{request.method} {request.url.replace(scheme='', netloc='')}"
+        unknown = f"{asked:.200}: not supported. docs/serve.md says what is."
+        told = str(error) if isinstance(error, RefusedError) else unknown
+        return JSONResponse({"detail": told}, status_code=getattr(error, "status", 404))
 
 
-def _call(service: Service, kind: str) -> Callable[[Request], Awaitable[dict[str, str]]]:
-    async def call(request: Request) -> dict[str, str]:
-        return await service.submit(kind, await body_of(request))
+def _call(service: Service, kind: str) -> Callable[[bytes], Awaitable[dict[str, str]]]:
+    async def call(body: Body) -> dict[str, str]:
+        return await service.submit(kind, body)
 
     return call
 
@@ -104,8 +124,8 @@ def _add_sessions(app: FastAPI, service: Service) -> None:
         return {"session_id": service.create_session(), "type": "create_session"}
 
     @app.post(f"{API}/session_heartbeat")
-    async def heartbeat(request: Request) -> dict[str, str]:
-        service.heard(wire.text(wire.read_json(await body_of(request)), "session_id"))
+    async def heartbeat(request: Json) -> dict[str, str]:
+        service.heard(wire.text(request, "session_id"))
         return {"type": "session_heartbeat"}
 
     @app.post(f"{API}/sessions/{{name}}/finish")
@@ -114,13 +134,12 @@ def _add_sessions(app: FastAPI, service: Service) -> None:
         return {}
 
     @app.post(f"{API}/create_sampling_session")
-    async def create_sampler(request: Request) -> dict[str, str]:
-        name = service.create_sampler(wire.read_json(await body_of(request)))
-        return {"sampling_session_id": name, "type": "create_sampling_session"}
+    async def create_sampler(request: Json) -> dict[str, str]:
+        return {"sampling_session_id": service.create_sampler(request), "type": "create_sampling_session"}
 
 
 def _add_facts(app: FastAPI, service: Service) -> None:
-    rank, model = service.config.model.lora.rank, service.config.model.path
+    model = service.config.model.path
     able = {"trainable": True, "sampleable": True, "max_context_length": service.config.max_model_tokens}
     for method, path, content in (
         ("GET", "healthz", {"status": "ok"}),
@@ -132,18 +151,44 @@ def _add_facts(app: FastAPI, service: Service) -> None:
         app.add_api_route(f"{API}/{path}", _always(**content), methods=[method])
 
     @app.post(f"{API}/get_info")
-    async def info(request: Request) -> dict[str, Any]:
-        model_id = wire.text(wire.read_json(await body_of(request)), "model_id")
+    async def info(request: Json) -> dict[str, Any]:
         data = {"arch": "", "model_name": model, "tokenizer_id": service.base_model}
-        lora = {"is_lora": bool(rank), "lora_rank": rank or None}
-        return {"type": "get_info", "model_id": model_id, "model_name": model, "model_data": data} | lora
+        about = {"type": "get_info", "model_id": wire.text(request, "model_id"), "model_name": model}
+        return about | service.lora | {"model_data": data}
 
     @app.post(f"{API}/weights_info")
-    async def weights_info(request: Request) -> dict[str, Any]:
-        service.check_state(wire.text(wire.read_json(await body_of(request)), "tinker_path"))
-        return {"base_model": model, "is_lora": True, "lora_rank": rank or 32}  # the SDK takes nothing else
+    async def weights_info(request: Json) -> dict[str, Any]:
+        service.checkpoints.state(wire.text(request, "tinker_path"))
+        rank = service.lora["lora_rank"] or 32  # the SDK takes nothing else
+        return {"base_model": model, "is_lora": True, "lora_rank": rank}
 
     @app.get(f"{API}/samplers/{{name}}")
     async def sampler(name: str) -> dict[str, Any]:
         service.check_sampler(name)
         return {"sampler_id": name, "base_model": model, "model_path": None}
+
+
+def _add_checkpoints(app: FastAPI, service: Service) -> None:
+    runs = f"{API}/training_runs"
+
+    @app.get(f"{API}/checkpoints")
+    @app.get(f"{runs}/{{model}}/checkpoints")
+    async def checkpoints(model: str = "", limit: Count = MOST, offset: Count = 0) -> dict[str, Any]:
+        return _page("checkpoints", service.checkpoints.all(model), limit, offset)
+
+    @app.get(runs)
+    async def training_runs(limit: Count = MOST, offset: Count = 0) -> dict[str, Any]:
+        return _page("training_runs", service.training_runs(), limit, offset)
+
+    @app.get(f"{runs}/{{model}}")
+    async def training_run(model: str) -> dict[str, Any]:
+        if found := [each for each in service.training_runs() if each["training_run_id"] == model]:
+            return found[0]
+        raise RefusedError(f"training_run_id={model!r:.80}: unknown. Use a model's id.", 404)
+
+    app.add_api_route(f"{runs}/{{model}}/checkpoints/{{kind}}/{{name}}", service.delete, methods=["DELETE"])
+
+
+def _page(name: str, found: list[Any], limit: int, offset: int) -> dict[str, Any]:
+    cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
+    return {name: found[offset : offset + limit], "cursor": cursor}

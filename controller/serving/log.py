@@ -1,6 +1,6 @@
 """The calls that a server accepted, on disk, so that a restarted server makes each once.
 
-    runs/NAME/serve/facts.jsonl          sessions, models and samplers
+    runs/NAME/serve/facts.jsonl          sessions, models, samplers and deleted checkpoints
                     calls/00000012       a call: its head as a line of JSON, then its body
                     answers/00000012     its answer
 
@@ -19,12 +19,13 @@ from controller.serving.wire import Answer
 
 @dataclass(frozen=True)
 class Call:
-    """kind: its route. step: of an optimiser step the number that it has in the run, else 0."""
+    """kind: its route. step: of an optimiser step the number that it has in the run, else 0. at: its time."""
 
     kind: str
     model_id: str
     seq_id: int
     step: int = 0
+    at: float = 0.0  # seconds since the epoch
 
 
 class CallLog:
@@ -35,6 +36,7 @@ class CallLog:
             for torn in each.glob("*.part"):
                 torn.unlink()
         self._last = max((number for number, _ in self.calls()), default=0)
+        self.last_calls = {call.model_id: call.at for _, call in self.calls()}  # times, by model
 
     def note(self, **fact: Any) -> None:
         with self._facts.open("a") as file:
@@ -53,6 +55,7 @@ class CallLog:
     def add(self, call: Call, body: bytes) -> int:
         """Return the call's number."""
         self._last += 1
+        self.last_calls[call.model_id] = call.at
         _write(self._calls / f"{self._last:08}", json.dumps(asdict(call)).encode() + b"\n" + body)
         return self._last
 
@@ -61,6 +64,12 @@ class CallLog:
         for path in sorted(self._calls.glob("[0-9]*")):
             with path.open("rb") as file:
                 yield int(path.name), Call(**json.loads(file.readline()))
+
+    def models(self) -> list[dict[str, Any]]:
+        """List models, the last that was called first."""
+        found = sorted(self.last_calls, key=self.last_calls.__getitem__, reverse=True)
+        times = [(name, {"training_run_id": name, "last_request_time": self.last_calls[name]}) for name in found]
+        return [each | {"model_owner": name.partition(":")[0]} for name, each in times]
 
     def body(self, number: int) -> bytes:
         return (self._calls / f"{number:08}").read_bytes().partition(b"\n")[2]

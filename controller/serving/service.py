@@ -18,13 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from controller.checkpoints.progress import checkpoints_at
 from controller.open_run import STATES, OpenRun
 from controller.serving import wire
+from controller.serving.checkpoints import Checkpoints, oldest_step, path_of, state_of
 from controller.serving.log import Call, CallLog
 from controller.serving.wire import Answer, RefusedError, json_answer
 from workers.errors import ConfigError, LostError, RolloutError
-from workers.model.checkpoint.checkpoint_folder import MANIFEST
+from workers.model.checkpoint.checkpoint_folder import remove
 
 POLL_SECONDS = 20.0  # that a request for an answer waits: clients give up after 45
 TURN_SECONDS = 30.0  # that a call waits for the call before it
@@ -32,8 +32,6 @@ SILENT_SECONDS = 60.0  # without a heartbeat (one in 10 s), after which another 
 MOST_ANSWERS = 4096  # samples that nobody has fetched
 INITIAL = "initial"
 NEWEST, NOWHERE = -1, -2  # in place of a call's number: of a sampler that follows the weights, and of no weights
-UNSUPPORTED = ["topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k"]
-UNSUPPORTED += ["record_stability_info"]
 STOPS = (LostError, RolloutError)
 
 Begin = Callable[[int], Future[Answer]]
@@ -59,6 +57,7 @@ class Service:
         self._run, self._log, self._stop = run, log, stop
         self.config = run.config
         path = Path(self.config.model.path)
+        self.lora = {"is_lora": bool(rank := self.config.model.lora.rank), "lora_rank": rank or None}
         self.base_model = str(path.resolve()) if path.is_dir() else self.config.model.path
         self._sessions, count = dict[str, float](), self.config.model.lora.policies
         names = [f"policy-{number}" for number in range(1, count + 1)] if count > 1 else [""]
@@ -67,8 +66,9 @@ class Service:
         self._models = dict[str, _Policy]()  # also replaced ones
         self._numbers, self._next = dict[tuple[str, int], int](), dict[str, int]()
         self._pending, self._samples = dict[str, asyncio.Future[Any]](), dict[str, Answer]()
-        self._samplers, self._snapshots = dict[str, tuple[str, int]](), dict[str, tuple[str, int]]()
+        self._samplers, self.checkpoints = dict[str, tuple[str, int]](), Checkpoints(run.folder / STATES)
         self._steps, self._moved = run.steps, asyncio.Event()
+        self._loads = dict[str, int]()  # by path: steps before its last load
         self._kinds = {
             "create_model": self._create,
             "forward_backward": self._pass,
@@ -93,7 +93,8 @@ class Service:
             self._take(**fact)
         if last and self._log.answer_of(last) is None:  # killed between the checkpoint and the answer
             self._log.answer(last, json_answer(metrics={}))
-        if not self._is_saved(INITIAL):
+        self.checkpoints.remove_deleted()
+        if not self.checkpoints.is_complete(INITIAL):
             self._run.save(INITIAL, adapter=next(iter(self._policies)))
         self._resume([each for each in calls if each[0] <= last], last)
         for number, call in calls:
@@ -107,8 +108,11 @@ class Service:
 
     def _resume(self, calls: list[tuple[int, Call]], last: int) -> None:
         """Follow calls up to the checkpoint's, and send engines its weights, for samplers of weights before it."""
+        step = 0
         for number, call in calls:
-            policy = self._models.get(call.model_id)
+            policy, step = self._models.get(call.model_id), max(step, call.step)
+            if call.kind == "load_weights":
+                self._loads[_content(call.kind, self._log.body(number))["path"]] = step
             if policy and call.kind in ("create_model", "optim_step", "load_weights"):
                 policy.weights, policy.since = 0 if call.kind == "create_model" else number, number
         for policy in self._policies.values():
@@ -130,19 +134,27 @@ class Service:
             self._start(number, begin)
 
     def _note(self, **fact: Any) -> None:
+        fact["at"] = time.time()
         self._log.note(**fact)
         self._take(**fact)
 
-    def _take(self, kind: str, name: str, **values: Any) -> None:
+    def _take(self, kind: str, name: str, at: float = 0.0, **values: Any) -> None:
         if kind == "session":
             self._sessions[name] = time.monotonic()
         elif kind == "model":
             policy = self._models[name] = self._policies[values.get("adapter", "")]
             policy.model, policy.owner = name, values["session"]
+            self._log.last_calls.setdefault(name, at)
             self._next.setdefault(name, 1)
         elif kind == "sampler":
             self._samplers[name] = values.get("model", ""), values["weights"]
-            self._snapshots |= {values["path"]: self._samplers[name]} if values["path"] else {}
+            if values["path"] and values["path"] not in self.checkpoints.deleted:
+                self.checkpoints.samplers[values["path"]] = *self._samplers[name], at
+        elif kind == "refused":
+            self._next |= {name: values["seq_id"] + 1} if name in self._next else {}
+        elif kind == "deleted":
+            self.checkpoints.deleted.add(name)
+            self.checkpoints.samplers.pop(name, None)
         else:
             self._policies[name].published = values["weights"]
 
@@ -180,13 +192,16 @@ class Service:
             if seq_id and model_id != (now := self._models[model_id].model):
                 raise RefusedError(f"model_id={model_id}: {now} has replaced it. Create a new one.")
             begin = self._kinds[kind](content, False)
-        finally:  # a refused call had its turn, too
+        except RefusedError:  # it had its turn, also for a restarted server
+            self._note(kind="refused", name=model_id, seq_id=seq_id)
+            raise
+        finally:
             if seq_id:
                 self._next[model_id] = seq_id + 1
                 self._moved.set()  # those who wait look again
                 self._moved = asyncio.Event()
         step = self._steps + 1 if kind == "optim_step" else 0
-        number = self._log.add(Call(kind, model_id, seq_id, step), body)
+        number = self._log.add(Call(kind, model_id, seq_id, step, time.time()), body)
         self._steps = max(self._steps, step)
         self._numbers[model_id, seq_id] = number
         self._start(number, begin)
@@ -243,8 +258,7 @@ class Service:
         asked = (request.get("lora_config") or {}).get("rank")
         if rank and asked not in (None, rank):
             raise RefusedError(f"rank={asked!r:.20}: the server trains model.lora.rank={rank}. Ask for it.")
-        if session not in self._sessions:
-            raise RefusedError(f"session_id={session!r:.80}: unknown. Create a session.", 404)
+        self.heard(session)
         name = _name(request)
         if again and name in self._models:
             return name, self._models[name]
@@ -306,8 +320,7 @@ class Service:
         """Forget calls before the step before the oldest checkpoint, and before the last one of their model, whose
         answers no client still asks for.
         """
-        oldest = min((int(path.name.removeprefix("step-")) for path in checkpoints_at(self._run.folder)), default=0)
-        calls = list(self._log.calls())
+        oldest, calls = oldest_step(self._run.folder), list(self._log.calls())
         first = next((number for number, call in calls if call.step and call.step == oldest - 1), 0)
         steps = {call.model_id: number for number, call in calls if call.step}
         for number, call in calls:
@@ -315,55 +328,49 @@ class Service:
             if number < first and (replaced or number < steps.get(call.model_id, 0)):
                 self._log.forget(number)
 
-    def check_state(self, path: str) -> str:
-        """Return the name of a saved state. Raises RefusedError for a path outside this run."""
-        found = wire.STATE_PATH.fullmatch(path)
-        name = "" if found is None else f"{found[1]}.{found[2]}".replace(":", ".")
-        if not name or not self._is_saved(name):
-            raise RefusedError(f"path={path!r:.200}: this run has no such state. Use what save_state returned.", 404)
-        return name
-
-    def _is_saved(self, state: str) -> bool:
-        return (self._run.folder / STATES / state / "policy" / MANIFEST).exists()
+    async def delete(self, model: str, kind: str, name: str) -> dict[str, Any]:
+        """Delete a checkpoint, once. Raises RefusedError for another path, and for a state that a restart may load."""
+        if (path := f"tinker://{model}/{kind}/{name}") not in self.checkpoints.deleted:
+            state = "" if path in self.checkpoints.samplers else self.checkpoints.state(path)
+            if self._loads.get(path, -1) >= oldest_step(self._run.folder):
+                raise RefusedError(f"path={path}: a restart may load it again. Delete it after more checkpoints.")
+            self._note(kind="deleted", name=path)
+            if state:
+                await asyncio.to_thread(remove, self.checkpoints.states / state)
+        return {}
 
     def _save(self, request: dict[str, Any], again: bool) -> Begin:
-        model, name = wire.text(request, "model_id"), wire.text(request, "path")
-        if not wire.NAME.fullmatch(name):
-            raise RefusedError(f"name={name!r:.100}: letters, digits, `_`, `.` and `-` make a name. Change it.")
-        path, state = f"tinker://{model}/weights/{name}", f"{model}.{name}".replace(":", ".")
-        there, adapter = self._is_saved(state), self._models[model].adapter
+        path, adapter = path_of(request, "weights"), self._models[request["model_id"]].adapter
+        state = state_of(path)
+        there = path in self.checkpoints.deleted or self.checkpoints.is_complete(state)
         if (there or request.get("overwrite")) and not again:
-            raise RefusedError(f"name={name}: a name can be saved once. Choose another.")
+            raise RefusedError(f"path={path}: a name can be saved once. Choose another.")
 
         def begin(number: int) -> Future[Answer]:
-            saved: Future[Any] = Future()
-            if there:
-                saved.set_result(None)
-            else:
-                saved = self._run.save(state, adapter=adapter)
+            saved = _done() if there else self._run.save(state, adapter=adapter)
             return self._answered(number, saved, lambda _: json_answer(path=path, type="save_weights"))
 
         return begin
 
     def _load(self, request: dict[str, Any], again: bool) -> Begin:
         path, session, optimizer = wire.text(request, "path"), request.get("session_id"), bool(request.get("optimizer"))
-        state, model = self.check_state(path), request.get("model_id", "")
+        state, model = self.checkpoints.state(path), request.get("model_id", "")
         model, policy = self._claim(request, again) if session else (model, self._models[model])
 
         def begin(number: int) -> Future[Answer]:
             if session:
                 self._note(kind="model", name=model, session=session, adapter=policy.adapter)
-            policy.weights = number
+            policy.weights, self._loads[path] = number, self._steps
             loaded = self._run.load(state, optimizer=optimizer, adapter=policy.adapter)
             return self._answered(number, loaded, lambda _: json_answer(path=path, model_id=model, type="load_weights"))
 
         return begin
 
     def _publish(self, request: dict[str, Any], again: bool) -> Begin:
-        model, name = wire.text(request, "model_id"), request.get("path")
-        if name is not None and not wire.NAME.fullmatch(str(name)):
-            raise RefusedError(f"name={name!r:.100}: letters, digits, `_`, `.` and `-` make a name. Change it.")
-        path, policy = f"tinker://{model}/sampler_weights/{name}" if name else "", self._models[model]
+        model = wire.text(request, "model_id")
+        path, policy = path_of(request, "sampler_weights") if request.get("path") else "", self._models[model]
+        if path in self.checkpoints.deleted and not again:
+            raise RefusedError(f"path={path}: it was deleted. Choose another name.")
 
         def begin(number: int) -> Future[Answer]:
             sampler = f"{model}:sampler:{number}"
@@ -377,10 +384,8 @@ class Service:
 
     def _send(self, policy: _Policy) -> Future[Any]:
         """Send the trainer's weights to the engines, unless they have them."""
-        sent: Future[Any] = Future()
         if policy.published == policy.weights:
-            sent.set_result(None)
-            return sent
+            return _done()
         sent = self._run.publish(adapter=policy.adapter)
         self._note(kind="published", name=policy.adapter, weights=policy.weights)
         return sent
@@ -392,11 +397,9 @@ class Service:
         path, name = request.get("model_path"), f"{wire.text(request, 'session_id')}:sampler:{uuid.uuid4().hex}"
         if not path:
             self.check_base(wire.text(request, "base_model"))
-        elif path not in self._snapshots:
-            raise RefusedError(
-                f"model_path={path!r:.200}: no sampler weights. Use what save_weights_for_sampler returned."
-            )
-        model, weights = self._snapshots[path] if path else ("", 0)
+        elif path not in self.checkpoints.samplers:
+            raise RefusedError(f"model_path={path!r:.200}: no sampler weights. Save weights for a sampler.")
+        model, weights = self.checkpoints.samplers[path][:2] if path else ("", 0)
         self._note(kind="sampler", name=name, model=model, weights=weights, path="")
         return name
 
@@ -412,15 +415,11 @@ class Service:
         if name in self._pending or name in self._samples:
             return future
         policy = self._sampled_policy(sampler)
-        if asked := [each for each in UNSUPPORTED if request.get(each)]:
-            raise RefusedError(f"{asked[0]}: not supported. Leave it out.")
         longest = self.config.max_model_tokens
         prompt = wire.read_prompt(request, vocabulary=self._run.vocabulary, longest=longest - 1)
         settings = wire.read_sampling(request, self.config.rollout.sampling)
         if len(prompt) + settings.max_new_tokens > longest:
-            raise RefusedError(
-                f"max_tokens={settings.max_new_tokens}: with {len(prompt)} of the prompt above {longest}."
-            )
+            raise RefusedError(f"max_tokens={settings.max_new_tokens}: with the prompt above {longest}. Ask for fewer.")
         seed = (request.get("sampling_params") or {}).get("seed")
         with_prompt = bool(request.get("prompt_logprobs"))
         passed = [self._prompt_log_probs(prompt, policy)] if with_prompt and len(prompt) > 1 else []
@@ -447,7 +446,8 @@ class Service:
     async def _sampled(self, name: str, futures: list[Future[Any]], with_prompt: bool) -> None:
         try:
             found, *passed = await asyncio.gather(*map(asyncio.wrap_future, futures))
-            answer = await asyncio.to_thread(_sample_answer, found, passed, with_prompt)
+            after_first = passed[0].log_probs[0][1:] if passed else np.empty(0) if with_prompt else None
+            answer = await asyncio.to_thread(wire.sample_answer, found.sequences, after_first)
         except STOPS as error:
             self._stop(error)
             return
@@ -463,6 +463,10 @@ class Service:
         name = uuid.uuid4().hex
         self._note(kind="session", name=name)
         return name
+
+    def training_runs(self) -> list[dict[str, Any]]:
+        about = self.lora | {"base_model": self.config.model.path}
+        return [about | each for each in self._log.models()]
 
     def heard(self, session: str) -> None:
         """Note a heartbeat. Raises RefusedError for an unknown session."""
@@ -481,17 +485,15 @@ class Service:
 
 def _name(request: dict[str, Any]) -> str:
     """Name of a new model, as the SDK derives it."""
-    session, number = wire.text(request, "session_id"), wire.number(request, "model_seq_id", -1, 0, 2**53)
+    session, number = wire.text(request, "session_id"), int(wire.number(request, "model_seq_id", -1, 0, 2**53))
     return f"{session}:train:{number}"
+
+
+def _done() -> Future[Any]:
+    done = Future[Any]()
+    done.set_result(None)
+    return done
 
 
 def _content(kind: str, body: bytes) -> Any:
     return wire.read_message(body) if kind == "forward_backward" else wire.read_json(body)
-
-
-def _sample_answer(found: Any, passed: list[Any], with_prompt: bool) -> Answer:
-    log_probs = None
-    if with_prompt:
-        log_probs = passed[0].log_probs[0] if passed else np.zeros(1, np.float32)
-        log_probs = np.concatenate([[np.nan], log_probs[1:]])
-    return wire.sample_answer(found.sequences, log_probs)

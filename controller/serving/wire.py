@@ -29,7 +29,8 @@ CLIPS = {"clip_low_threshold": "ratio_low", "clip_high_threshold": "ratio_high"}
 LOSS_SETTINGS = {"ppo": CLIPS, "cispo": CLIPS, "gspo": CLIPS, "dro": {"beta": "beta"}}
 STEP_SETTINGS = {"learning_rate": "learning_rate", "beta1": "beta1", "beta2": "beta2", "eps": "epsilon"}
 STEP_SETTINGS |= {"weight_decay": "weight_decay"}
-STATE_PATH = re.compile(r"tinker://([A-Za-z0-9][A-Za-z0-9_:-]*)/weights/([A-Za-z0-9][A-Za-z0-9_.-]*)")
+UNSUPPORTED = ["topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k"]
+UNSUPPORTED += ["record_stability_info"]
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 
@@ -189,6 +190,8 @@ def read_prompt(request: Mapping[str, Any], *, vocabulary: int, longest: int) ->
 
 def read_sampling(request: Mapping[str, Any], usual: SamplingConfig) -> SamplingConfig:
     """Read `sampling_params`. usual: its `max_new_tokens` is the default."""
+    if asked := [each for each in UNSUPPORTED if request.get(each)]:
+        raise RefusedError(f"{asked[0]}: not supported. Leave it out.")
     given = _object(request, "sampling_params")
     stop = given.get("stop")
     stops = [] if stop is None else stop if isinstance(stop, list) else [stop]
@@ -235,10 +238,10 @@ def _object(given: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def sample_answer(sequences: Sequence[SampledSequence], prompt_log_probs: np.ndarray | None) -> Answer:
-    """prompt_log_probs: float32 [P], NaN for the first token, or None."""
+    """prompt_log_probs: float32 [P - 1], after the first token, or None."""
     found = messages.SampleResponse()
     if prompt_log_probs is not None:
-        found.prompt_logprobs = prompt_log_probs.astype(np.float32).tobytes()
+        found.prompt_logprobs = np.append(np.nan, prompt_log_probs).astype(np.float32).tobytes()
     for each in sequences:
         cut = each.finish_reason == "length"
         found.sequences.add(

@@ -16,7 +16,7 @@ START_SECONDS = 300
 
 
 class Served:
-    """A server, which `kill` ends at once with its workers, and `start` starts again."""
+    """A server, which `kill` ends at once with its workers, and `start` starts again. It ends with its block."""
 
     def __init__(self, overrides: Sequence[str], folder: Path) -> None:
         with socket.socket() as free:
@@ -26,14 +26,24 @@ class Served:
         self._command = [sys.executable, "-m", "controller.serve", "--port", str(self._port), *overrides]
         self.start()
 
-    def start(self, *, wait: bool = True) -> None:
+    def __enter__(self) -> "Served":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._process.poll() is None:
+            self.kill()
+
+    def start(self) -> None:
         environment = os.environ | {"TINKER_API_KEY": KEY, "OMP_NUM_THREADS": "1"}
         with self.log.open("a") as log:
             self._process = subprocess.Popen(
                 self._command, stdout=log, stderr=log, env=environment, start_new_session=True
             )
-        while wait and not self._answers():
-            assert self._process.poll() is None, self.log.read_text()[-4000:]
+        deadline = time.monotonic() + START_SECONDS
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self.__exit__()
+                raise AssertionError(self.log.read_text()[-4000:])
             time.sleep(0.5)
 
     def _answers(self) -> bool:

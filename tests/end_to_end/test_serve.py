@@ -4,9 +4,8 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -35,9 +34,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("served")
-    found = Served([*OWN, f"model.path={model}", f"run.dir={folder}", "run.name=one", "policy.data_parallel=2"], folder)
-    yield found
-    assert found.stop() == 1  # interrupted
+    overrides = [*OWN, f"model.path={model}", f"run.dir={folder}", "run.name=one", "policy.data_parallel=2"]
+    with Served(overrides, folder) as found:
+        yield found
+        assert found.stop() == 1  # interrupted
 
 
 @pytest.fixture(scope="module")
@@ -219,66 +219,111 @@ def test_two_policies_side_by_side_equal_each_alone_and_are_sampled_by_name(mode
     def create(service: tinker.ServiceClient) -> tinker.TrainingClient:
         return service.create_lora_training_client(base_model=str(model), rank=8).result()
 
-    server = Served([*usual, "run.name=alone"], tmp_path)
-    service = tinker.ServiceClient(base_url=server.url, api_key=KEY)
-    for response in responses:
-        alone.append(learned(create(service), response))
-    server.stop()
-    server = Served([*usual, "run.name=both", "model.lora.policies=2"], tmp_path)
-    service = tinker.ServiceClient(base_url=server.url, api_key=KEY)
-    both = [create(service) for _ in responses]
-    with ThreadPoolExecutor(2) as threads:
-        together = list(threads.map(learned, both, responses))
-    for found, known in zip(together, alone, strict=True):
-        for first, second in zip(found, known, strict=True):
-            np.testing.assert_allclose(first, second, rtol=0, atol=1e-6)
-    assert not np.allclose(together[0][-1][:5], together[1][-1][:5], atol=1e-3)
-    with pytest.raises(Exception, match="in training"):
-        create(service)
-    samplers = [each.save_weights_and_get_sampling_client().result() for each in both]
-    samplers.append(service.create_sampling_client(base_model=str(model)).result())
-    prompt = types.ModelInput.from_ints(problem(both[0]).model_input.to_ints()[:6])
-    asked = [each.sample(prompt, 4, types.SamplingParams(max_tokens=8, seed=1)) for each in samplers]
-    means = []
-    for sampler, future in zip(samplers, asked, strict=True):
-        for each in future.result().sequences:
-            again = sampler.compute_logprobs(types.ModelInput.from_ints([*prompt.to_ints(), *each.tokens])).result()
-            np.testing.assert_allclose(again[6:], each.logprobs, atol=3e-5)
-        means.append(float(np.mean(again[1:6])))
-    assert len({round(mean, 4) for mean in means}) == 3, means
-    assert server.stop() == 1
+    with Served([*usual, "run.name=alone"], tmp_path) as server:
+        service = tinker.ServiceClient(base_url=server.url, api_key=KEY)
+        for response in responses:
+            alone.append(learned(create(service), response))
+        server.stop()
+    with Served([*usual, "run.name=both", "model.lora.policies=2"], tmp_path) as server:
+        service = tinker.ServiceClient(base_url=server.url, api_key=KEY)
+        both = [create(service) for _ in responses]
+        with ThreadPoolExecutor(2) as threads:
+            together = list(threads.map(learned, both, responses))
+        for found, known in zip(together, alone, strict=True):
+            for first, second in zip(found, known, strict=True):
+                np.testing.assert_allclose(first, second, rtol=0, atol=1e-6)
+        assert not np.allclose(together[0][-1][:5], together[1][-1][:5], atol=1e-3)
+        with pytest.raises(Exception, match="in training"):
+            create(service)
+        samplers = [each.save_weights_and_get_sampling_client().result() for each in both]
+        samplers.append(service.create_sampling_client(base_model=str(model)).result())
+        prompt = types.ModelInput.from_ints(problem(both[0]).model_input.to_ints()[:6])
+        asked = [each.sample(prompt, 4, types.SamplingParams(max_tokens=8, seed=1)) for each in samplers]
+        means = []
+        for sampler, future in zip(samplers, asked, strict=True):
+            for each in future.result().sequences:
+                again = sampler.compute_logprobs(types.ModelInput.from_ints([*prompt.to_ints(), *each.tokens])).result()
+                np.testing.assert_allclose(again[6:], each.logprobs, atol=3e-5)
+            means.append(float(np.mean(again[1:6])))
+        assert len({round(mean, 4) for mean in means}) == 3, means
+        assert server.stop() == 1
+
+
+def test_checkpoints_are_listed_and_deleted_also_after_a_kill(model: Path, tmp_path: Path) -> None:
+    usual = [*OWN, f"model.path={model}", f"run.dir={tmp_path}", "run.name=listed", "policy.data_parallel=1"]
+    with Served([*usual, "run.checkpoint_every=1", "run.keep_checkpoints=2"], tmp_path) as server:
+        service = tinker.ServiceClient(base_url=server.url, api_key=KEY)
+        training, rest = started(service, model), service.create_rest_client()
+
+        def step() -> None:
+            training.forward_backward([problem(training)], "cross_entropy")
+            training.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+
+        step()
+        one, two = (training.save_state(name).result().path for name in ("one", "two"))
+        sampled = training.save_weights_for_sampler("sampled").result().path
+        (run,) = rest.list_training_runs().result().training_runs
+        assert run == rest.get_training_run_by_tinker_path(one).result() and not run.is_lora
+        assert run.training_run_id == training.model_id and run.base_model == str(model)
+        listed = rest.list_checkpoints(training.model_id).result().checkpoints
+        assert [each.tinker_path for each in listed] == [sampled, two, one]
+        assert [each.checkpoint_type for each in listed] == ["sampler", "training", "training"]
+        assert all(each.size_bytes > 10**5 for each in listed[1:])
+        pages = [rest.list_user_checkpoints(limit=2, offset=offset).result() for offset in (0, 2)]
+        assert [*pages[0].checkpoints, *pages[1].checkpoints] == listed and pages[1].cursor.total_count == 3
+        training.load_state(two).result()
+        with pytest.raises(Exception, match="restart may load"):
+            rest.delete_checkpoint_from_tinker_path(two).result()
+        rest.delete_checkpoint_from_tinker_path(one).result()
+        with pytest.raises(Exception, match="no such state"):
+            training.load_state(one).result()
+        server.kill()
+        server.start()
+        paths = [each.tinker_path for each in rest.list_user_checkpoints().result().checkpoints]
+        assert sorted(paths) == sorted([two, sampled])
+        with pytest.raises(Exception, match="saved once"):
+            training.save_state("one").result()
+        for _ in range(3):  # the last checkpoint may still be being written
+            step()
+        for path in (two, sampled):
+            rest.delete_checkpoint_from_tinker_path(path).result()
+        assert rest.list_checkpoints(training.model_id).result().checkpoints == []
+        for wrong in (rest.publish_checkpoint_from_tinker_path(two), rest.set_checkpoint_ttl_from_tinker_path(two, 60)):
+            with pytest.raises(Exception, match="not supported"):
+                wrong.result()
+        server.stop()
+
+
+def kill_twice(server: Served) -> None:
+    for _ in range(2):
+        server.kill()
+        server.start()
+        time.sleep(3)
 
 
 def test_a_killed_server_makes_each_step_once(model: Path, tmp_path: Path) -> None:
-    def steps(server: Served, kills: list[float]) -> list[np.ndarray]:
+    def steps(server: Served, start_kills: Callable[[], object] = bool) -> list[np.ndarray]:
         service = tinker.ServiceClient(base_url=server.url, api_key=KEY)
         training = started(service, model)
         data, found = [problem(training), problem(training, "5+7=", "572^#21")], []
         for number in range(12):
-            if number == 4 and kills:
-                killer.start()
+            if number == 4:
+                start_kills()
             passed = training.forward_backward(data, "cross_entropy")
             stepped = training.optim_step(types.AdamParams(learning_rate=1e-3))
             found += log_probs(passed.result())
             assert stepped.result() is not None
         return [*found, *log_probs(training.forward(data, "cross_entropy").result())]
 
-    def kill() -> None:
-        for _ in range(2):
-            server.kill()
-            server.start()
-            time.sleep(3)
-
-    killer = threading.Thread(target=kill)
     usual = [*OWN, f"model.path={model}", f"run.dir={tmp_path}", "policy.data_parallel=1", "run.checkpoint_every=3"]
     (tmp_path / "a").mkdir()
-    server = Served([*usual, "run.name=known"], tmp_path / "a")
-    known = steps(server, [])
-    server.stop()
-    server = Served([*usual, "run.name=killed"], tmp_path)
-    found = steps(server, [1.0])
-    killer.join()
-    server.stop()
+    with Served([*usual, "run.name=known"], tmp_path / "a") as server:
+        known = steps(server)
+        server.stop()
+    with Served([*usual, "run.name=killed"], tmp_path) as server:
+        with ThreadPoolExecutor(1) as thread:
+            found = steps(server, lambda: thread.submit(kill_twice, server))
+        server.stop()
     metrics = [json.loads(line) for line in (tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()]
     assert [each["step"] for each in metrics][-1] == 12
     for first, second in zip(found, known, strict=True):
@@ -287,26 +332,21 @@ def test_a_killed_server_makes_each_step_once(model: Path, tmp_path: Path) -> No
 
 def test_the_cookbooks_arithmetic_recipe_learns(tmp_path: Path) -> None:
     assert warm_start.main() == 0
-    server = Served(
-        [
-            *("data.max_prompt_tokens=26", "rollout.sampling.max_new_tokens=32", "rollout.cpu_kv_cache_gib=0.5"),
-            *(f"model.path={CACHE / 'model'}", f"run.dir={tmp_path}", "run.name=recipe"),
-            *("policy.max_tokens_per_micro_batch=2048", "resources.dashboard=false"),
-        ],
-        tmp_path,
-    )
-    command = [
-        sys.executable,
-        "-m",
-        "tests.end_to_end.arithmetic_recipe",
-        server.url,
-        str(CACHE / "model"),
-        str(tmp_path),
+    overrides = [
+        *("data.max_prompt_tokens=26", "rollout.sampling.max_new_tokens=32", "rollout.cpu_kv_cache_gib=0.5"),
+        *(f"model.path={CACHE / 'model'}", f"run.dir={tmp_path}", "run.name=recipe"),
+        *("policy.max_tokens_per_micro_batch=2048", "resources.dashboard=false"),
     ]
-    found = subprocess.run(
-        command, capture_output=True, text=True, timeout=1800, env=os.environ | {"TINKER_API_KEY": KEY}
-    )
-    server.stop()
+    command = [sys.executable, "-m", "tests.end_to_end.arithmetic_recipe"]
+    with Served(overrides, tmp_path) as server:
+        found = subprocess.run(
+            [*command, server.url, str(CACHE / "model"), str(tmp_path)],
+            capture_output=True,
+            text=True,
+            timeout=1800,
+            env=os.environ | {"TINKER_API_KEY": KEY},
+        )
+        server.stop()
     assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-3000:]
     rows = [json.loads(line) for line in (tmp_path / "recipe-log" / "metrics.jsonl").read_text().splitlines()]
     rewards = [row["env/all/reward/total"] for row in rows if "env/all/reward/total" in row]

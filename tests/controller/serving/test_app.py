@@ -2,6 +2,7 @@
 
 import re
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import zstandard
 from fastapi.testclient import TestClient
+from tinker import types
 
 from controller import serve
 from controller.config import load
@@ -116,6 +118,55 @@ def test_a_pending_future_is_asked_for_again(client: TestClient, run: TinyRun, m
     stepped = client.post(f"{API}/optim_step", json={"model_id": model, "seq_id": 1, "adam_params": adam()})
     pending = answer(client, stepped)
     assert (pending.status_code, pending.json()["type"]) == (408, "try_again")
+
+
+def test_checkpoints_are_listed_in_pages_and_deleted(client: TestClient, run: TinyRun) -> None:
+    models = [create(client)]
+    for number in (1, 2, 3):
+        asked = {"model_id": models[0], "seq_id": number, "path": f"at-{number}"}
+        answer(client, client.post(f"{API}/save_weights", json=asked))
+    asked = {"model_id": models[0], "seq_id": 4, "path": "sampled"}
+    answer(client, client.post(f"{API}/save_weights_for_sampler", json=asked))
+    client.post(f"{API}/sessions/{models[0].partition(':')[0]}/finish")
+    models.insert(0, create(client))
+    runs = types.TrainingRunsResponse.model_validate(client.get(f"{API}/training_runs").json())
+    assert [each.training_run_id for each in runs.training_runs] == models
+    assert (runs.cursor.total_count, runs.training_runs[0].is_lora) == (2, False)
+    one = types.TrainingRun.model_validate(client.get(f"{API}/training_runs/{models[1]}").json())
+    assert one == runs.training_runs[1] and one.base_model == "tiny"
+    assert abs(one.last_request_time.timestamp() - time.time()) < 600
+
+    def listed(path: str = "checkpoints", **asked: int) -> types.CheckpointsListResponse:
+        return types.CheckpointsListResponse.model_validate(client.get(f"{API}/{path}", params=asked).json())
+
+    found = listed(f"training_runs/{models[1]}/checkpoints").checkpoints
+    assert [each.checkpoint_id for each in found] == [
+        "sampler_weights/sampled",
+        *(f"weights/at-{n}" for n in (3, 2, 1)),
+    ]
+    assert listed(f"training_runs/{models[0]}/checkpoints").checkpoints == []
+    assert listed(limit=3).checkpoints + listed(limit=3, offset=3).checkpoints == found == listed().checkpoints
+    assert listed(offset=9).cursor == types.Cursor(offset=9, limit=2**31, total_count=4)
+    for each in found[1:3] + found[:1]:
+        path = f"{API}/training_runs/{models[1]}/checkpoints/{each.checkpoint_id}"
+        assert [client.delete(path).status_code for _ in range(2)] == [200, 200]
+    assert [each.checkpoint_id for each in listed().checkpoints] == ["weights/at-1"]
+    assert {path.name.rpartition(".")[2] for path in run.folder.glob("states/*")} == {"at-1", "initial"}
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        *("GET checkpoints?limit=x", "GET checkpoints?offset=-1", "GET training_runs/x", "POST copy_weights"),
+        *("DELETE training_runs/x/checkpoints/weights/x", "DELETE training_runs/x/checkpoints/..%2f../initial"),
+        *("DELETE training_runs/x/checkpoints/weights/x/publish", "PUT training_runs/x/checkpoints/weights/x/ttl"),
+        *("POST training_runs/x/checkpoints/weights/x/publish", "GET asample"),
+    ],
+)
+def test_what_is_not_served_is_said_in_a_sentence(client: TestClient, asked: str) -> None:
+    method, path = asked.split()
+    response = client.request(method, f"{API}/{path}")
+    assert response.status_code == 404 and response.json()["detail"].endswith("."), response.text
 
 
 def test_a_fresh_key_is_only_in_a_file_of_its_user(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

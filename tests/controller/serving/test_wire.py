@@ -166,7 +166,7 @@ def test_the_sdk_reads_samples_as_they_were() -> None:
     sequences = [
         SampledSequence(ids, ids + n, log_probs - n, reason, 0.0, "") for n, reason in enumerate(("stop", "length"))
     ]
-    answer = wire.sample_answer(sequences, np.array([np.nan, -2.0], np.float32))
+    answer = wire.sample_answer(sequences, np.array([-2.0], np.float32))
     found = response_conv.deserialize_sample_response(answer.body)
     assert [each.stop_reason for each in found.sequences] == ["stop", "length"]
     assert [list(each.tokens) for each in found.sequences] == [[4, 5], [5, 6]]

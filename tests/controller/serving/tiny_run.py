@@ -3,17 +3,24 @@
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from controller.config import load
+from controller.config import Config, load
 from controller.primitives import SampledSequence
 from workers.model.checkpoint.checkpoint_folder import Manifest, commit, complete, prune, unfinished_folder
 
 SETTINGS = ["model.path=tiny", "data.max_prompt_tokens=24", "rollout.sampling.max_new_tokens=8"]
+
+
+@cache
+def _config(overrides: tuple[str, ...]) -> Config:
+    return load([], [*SETTINGS, *overrides])
 
 
 @dataclass
@@ -29,7 +36,7 @@ class TinyRun:
     vocabulary = 32
 
     def __init__(self, folder: Path, *overrides: str) -> None:
-        self.config, self.folder = load([], [*SETTINGS, *overrides]), folder
+        self.config, self.folder = deepcopy(_config(overrides)), folder
         self.weights, self.gradients, self.served, self.steps = {"": 0.0}, dict[str, float](), {"": 0.0}, 0
         self.paused, self.made = False, list[str]()
         self._queue = deque[tuple[Future[Any], Callable[[], Any]]]()
