@@ -33,6 +33,7 @@ MOST_ANSWERS = 4096  # samples that nobody has fetched
 INITIAL = "initial"
 NEWEST, NOWHERE = -1, -2  # in place of a call's number: of a sampler that follows the weights, and of no weights
 STOPS = (LostError, RolloutError)
+BEGINNING = ("create_model", "load_weights")  # calls that may begin a model
 
 Begin = Callable[[int], Future[Answer]]
 
@@ -163,12 +164,11 @@ class Service:
     async def submit(self, kind: str, body: bytes) -> dict[str, str]:
         """Accept a call once, after the call before it. Returns its future's name. Raises RefusedError."""
         content = _content(kind, body)
-        if kind == "forward_backward":
-            model_id, seq_id = content.model_id, content.seq_id
-        elif content.get("session_id"):
+        given = {"model_id": content.model_id, "seq_id": content.seq_id} if kind == "forward_backward" else content
+        if kind in BEGINNING and content.get("session_id"):
             model_id, seq_id = _name(content), 0
         else:
-            model_id, seq_id = wire.text(content, "model_id"), int(wire.number(content, "seq_id", -1, 0, 2**53))
+            model_id, seq_id = wire.text(given, "model_id"), int(wire.number(given, "seq_id", -1, 1, 2**53))
         await self._turn(model_id, seq_id)
         if (number := self._numbers.get((model_id, seq_id))) is None:
             number = self._accept(kind, content, body, model_id, seq_id)

@@ -8,7 +8,7 @@ import pytest
 
 from controller.serving import service as serving
 from controller.serving.wire import RefusedError
-from tests.controller.serving.messages import body, passes
+from tests.controller.serving.messages import adam, body, datum, passes
 from tests.controller.serving.server import (
     SEVERAL,
     Server,
@@ -59,6 +59,17 @@ async def test_a_refused_call_has_had_its_turn(server: Server) -> None:
             await server.service.submit(*wrong)
     await server.service.submit(*step(name, 2))
     assert server.run.steps == 1
+
+
+@running
+async def test_a_call_without_a_number_or_a_model_is_refused(server: Server) -> None:
+    name = await model(server, session(server))
+    unnumbered = passes([datum([1, 2])], model_id=name).SerializeToString()
+    with_session = body(session_id="s", model_seq_id=0, seq_id=1, adam_params=adam())
+    for call in (step(name, 0), step("s:train:0", 0), ("forward_backward", unnumbered), ("optim_step", with_session)):
+        with pytest.raises(RefusedError):
+            await server.service.submit(*call)
+    assert server.run.made == ["save"]
 
 
 async def _without_predecessor(server: Server) -> None:
