@@ -103,8 +103,11 @@ def kill_engine(run: Run) -> None:
 
 
 def hang_engine(run: Run) -> None:
-    """The processes of engine 0, which must have some, stop to answer while it generates."""
-    send(signal.SIGSTOP, below_the_actor(run), after_s=0.3)
+    """The processes of engine 0, which must have some, stop to answer as it begins to generate.
+
+    Later its actor, which lives, would give a snapshot of what it had, and the other engine would draw the rest anew.
+    """
+    send(signal.SIGSTOP, below_the_actor(run))
 
 
 def hang_actor(run: Run) -> None:
