@@ -87,6 +87,7 @@ class OpenRun:
         self._own = itertools.count(-2, -1)  # uids of own prompts, apart from places in the stream
         self._means, self._since, self._step = dict[str, _Mean](), _Open(), ExitStack()
         self._rows, self._published = list[dict[str, float]](), set[str]()
+        run.record.shows_all = True
         self._begin_step()
 
     @property

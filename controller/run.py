@@ -14,6 +14,7 @@ from controller.data.prompts import PromptDataset, Prompts
 from controller.data.sample_functions import NO_FUNCTIONS, Functions, columns_of
 from controller.lifecycle.session import Session
 from controller.observability.run_folder import step_file, thumbnails
+from controller.observability.run_record import RECORDED_SAMPLES
 from controller.observability.shown_text import other_columns, shown_prompt
 from controller.observability.step_metrics import staleness, throughput, waiting
 from controller.rollout.async_buffer import AsyncRolloutBuffer
@@ -120,7 +121,8 @@ class Run(TrainingRun[Config]):
     def record_samples(self, rollout: RolloutBatch) -> None:
         batch, record = rollout.trained, self.record
         samples, version = rollout.batch, self.weight_version
-        record.samples(rollout, batch, self.prompt_text)
+        shown = max(RECORDED_SAMPLES, self.config.run.log_completions)
+        record.samples(rollout.with_texts(shown, self.roles.rewards.read), batch, self.prompt_text)
         left_out = len(samples) - len(set(zip(batch["uid"].tolist(), batch["sample"].tolist(), strict=True)))
         record.add(rollout.metrics() | {"rollout/samples_left_out": float(left_out)})
         if self.config.rollout.sampling.max_thinking_tokens:

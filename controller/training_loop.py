@@ -145,7 +145,7 @@ def train(run: TrainingRun[Any], step: Step, callbacks: Sequence[Callback] = ())
     callback ends the run after the step is recorded and saved, see `StopTraining`.
     """
     tell = partial(run.record.console.note, "compiling the planner, once")
-    rows = list[dict[str, float]]()
+    rows, run.record.shows_all = list[dict[str, float]](), any(map(takes_run, callbacks))
     with run.interrupts, telling_of_compilation(tell):
         try:
             run.begin()

@@ -4,7 +4,7 @@ values of each function --as_score--> Score of each --weighted--> Score of the s
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from workers.errors import DataError, quoted
@@ -16,11 +16,11 @@ LARGEST = 3.4e38  # the largest float32
 class Score:
     """The reward of one sample.
 
-    response: the text, with all its turns. parts: further numbers to log. answer: equal ones vote together in
-    validation. failure: why there is no score, with a reward of 0. turns: of an episode, the texts after the record's
-    prompt, as {"policy": text}, {"environment": text} or {"inserted": text}. credit: of each turn of an episode
-    (sampled tokens, reward, hash of what the environment said before it). session: of an agent, `Session.told`.
-    judgement: the judge's last answer. scored: when it was known, in seconds since 1970, or 0.
+    response: the text, with all its turns, "" if `RewardWorker` left it out. parts: further numbers to log. answer:
+    equal ones vote together in validation. failure: why there is no score, with a reward of 0. turns: of an episode,
+    the texts after the record's prompt, as {"policy": text}, {"environment": text} or {"inserted": text}. credit: of
+    each turn of an episode (sampled tokens, reward, hash of what the environment said before it). session: of an agent,
+    `Session.told`. judgement: the judge's last answer. scored: when it was known, in seconds since 1970, or 0.
     """
 
     reward: float
@@ -92,6 +92,12 @@ def add_environment(score: Score, environment: Score, *, as_part: bool) -> Score
         credit=environment.credit,
         session=session,
     )
+
+
+def with_texts(score: Score, response: str = "", turns: tuple[dict[str, str], ...] = ()) -> Score:
+    """Add the texts that `RewardWorker` left out. An empty turn of the policy follows an environment's opening."""
+    told = (*score.turns[:-1], *(turns or ({"policy": response},))) if score.turns else turns
+    return replace(score, response=response, turns=told)
 
 
 def weighted(scores: Mapping[str, Score], weights: Mapping[str, float], response: str) -> Score:

@@ -95,9 +95,12 @@ class WorkerGroups:
     def trained(self) -> dict[str, WorkerGroup]:
         return {role: group for role, group in self.groups.items() if role in LEARNING}
 
-    def scoring(self, samples: int) -> Scoring:
-        """Begin to score groups of `samples`, by the reward functions and then the judge, if there is one."""
-        return JudgedScoring(self.rewards, self.judge, samples) if self.judge else self.rewards.begin()
+    def scoring(self, samples: int, *, texts: bool = True) -> Scoring:
+        """Begin to score groups of `samples`, by the reward functions and then the judge, if there is one.
+
+        texts: see `ScoreRequest`. A judge reads all.
+        """
+        return JudgedScoring(self.rewards, self.judge, samples) if self.judge else self.rewards.begin(texts=texts)
 
     def of_reference(self, method: str) -> GroupMethod:
         """Return a method of the reference, or else of the policy without adapters."""

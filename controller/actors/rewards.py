@@ -5,6 +5,8 @@ begin --> Scoring: block of finished samples --submit--> actor --collect, ready-
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
+from typing import Any
 
 import ray
 
@@ -14,7 +16,7 @@ from controller.engines.engine_calls import cause_of
 from workers.errors import LostError, ResourceError, WorkerError
 from workers.placeholders import Placed
 from workers.remote_batch import stored
-from workers.roles.reward import RewardWorker, ScoreRequest
+from workers.roles.reward import RewardWorker, ScoreRequest, texts_of
 from workers.rollout.requests import SampleResult
 from workers.score import Score, add_environment
 from workers.user_code.rewards import MESSAGES, RewardFunction
@@ -48,7 +50,7 @@ class RewardPool:
             )
             for i in range(config.workers)
         ]
-        self._next = 0
+        self._tokenizer_path, self._next = tokenizer_path, 0
 
     def wait_ready(self, timeout_s: float) -> None:
         ready = [actor.ready.remote() for actor in self._actors]
@@ -62,11 +64,11 @@ class RewardPool:
         except ray.exceptions.RayError as error:
             raise WorkerError(f"a reward worker could not start: {error}") from error
 
-    def begin(self) -> "Scoring":
-        return Scoring(self)
+    def begin(self, *, texts: bool = True) -> "Scoring":
+        return Scoring(self, texts)
 
     def score(
-        self, results: Sequence[SampleResult], block: ray.ObjectRef, prompts: Mapping[str, Prompt]
+        self, results: Sequence[SampleResult], block: ray.ObjectRef, prompts: Mapping[str, Prompt], texts: bool
     ) -> ray.ObjectRef:
         """Score samples that have a row in the block, on the next actor, and return a reference to a list of Score."""
         rows = [
@@ -79,12 +81,28 @@ class RewardPool:
                 {name: row[name] for name in self._columns if name in row},
                 _images_of(prompts[result.uid], result) if self._image_key else (),
                 self._image_key,
+                texts,
             )
             for result, row in zip(results, rows, strict=True)
         ]
         actor = self._actors[self._next % len(self._actors)]
         self._next += 1
         return actor.score.options(name="reward.score").remote(block, requests)
+
+    def read(self, places: Sequence[tuple[ray.ObjectRef, int, int]]) -> list[dict[str, Any]]:
+        """Decode samples whose texts were left out: the block, row and prompt tokens of each."""
+        refs = list(dict.fromkeys(block for block, _, _ in places))
+        try:
+            blocks = dict(zip(refs, ray.get(refs), strict=True))
+        except ray.exceptions.RayError:  # the step that trains on them tells of it
+            return [{} for _ in places]
+        return [texts_of(self._tokenizer, blocks[block].row(row), start) for block, row, start in places]
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self._tokenizer_path, trust_remote_code=False)
 
     def joined(self, results: Sequence[SampleResult], scores: Sequence[Score]) -> dict[tuple[str, int], Score]:
         """Return scores by key, with environments'. Raises WorkerError for a failure with reward.on_failure=stop."""
@@ -118,14 +136,15 @@ def _images_of(prompt: Prompt, result: SampleResult) -> Placed:
 
 
 class Scoring:
-    def __init__(self, pool: RewardPool) -> None:
-        self._pool = pool
+    def __init__(self, pool: RewardPool, texts: bool = True) -> None:
+        """texts: see `ScoreRequest`."""
+        self._pool, self._texts = pool, texts
         self._pending: dict[ray.ObjectRef, list[SampleResult]] = {}
 
     def submit(self, results: Sequence[SampleResult], block: ray.ObjectRef, prompts: Mapping[str, Prompt]) -> None:
         finished = [result for result in results if result.row >= 0]
         if finished:
-            self._pending[self._pool.score(finished, block, prompts)] = finished
+            self._pending[self._pool.score(finished, block, prompts, self._texts)] = finished
 
     def without(self, result: SampleResult) -> None:
         """Expect no score of a sample that was given up."""

@@ -50,7 +50,8 @@ class RunRecord:
     """Reports to several places. `console`, `writer` and `timeline` are single ones.
 
     samples: whether engines sample from the policy while it learns. metrics: of the step. seconds: by finished phase of
-    the step. rollout, trained: the step's samples, and the trained ones, without tokens.
+    the step. rollout, trained: the step's samples, and the trained ones, without tokens. shows_all: whether
+    `all_samples` will be called.
     """
 
     def __init__(self, console: Console, live: LiveMetrics, writer: RunWriter, *, samples: bool = True) -> None:
@@ -61,6 +62,7 @@ class RunRecord:
         self.metrics: dict[str, float] = {}
         self.seconds: dict[str, float] = {}
         self.rollout: Samples | None = None
+        self.shows_all = False
         self.trained = RemoteBatch({}, {})
 
     @contextmanager

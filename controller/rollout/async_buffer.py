@@ -69,7 +69,6 @@ class AsyncRolloutBuffer(RolloutBuffer):
         self._released: list[Group] = []
         self._retried = 0
         self._saved = progress.samples
-        self._scoring = roles.scoring(config.rollout.samples_per_prompt)
         self._generation = roles.rollouts.begin(config.rollout.sampling, self._score)
         for group in roles.groups.values():
             group.meanwhile = self.read
@@ -81,6 +80,7 @@ class AsyncRolloutBuffer(RolloutBuffer):
 
     def begin(self) -> None:
         """Continue a resumed run's untrained groups, then begin new ones."""
+        self._scoring = self.roles.scoring(self.config.rollout.samples_per_prompt, texts=self.reads_texts)
         self._request(self.active, self._restored())
         self.weights_updated()
 
@@ -214,13 +214,13 @@ class AsyncRolloutBuffer(RolloutBuffer):
             )
 
     def _put(self, samples: Sequence[FinishedSample]) -> None:
-        """Add stored samples to their groups, and score samples without a score."""
+        """Add stored samples to their groups, and score samples without a score or without a text that is read."""
         finished = [sample for sample in samples if sample.rows]
         block = ray.put(DataProto.from_rows([row for sample in finished for row in sample.rows])) if finished else None
         begins = np.cumsum([0, *(len(sample.rows) for sample in finished)]).tolist()
         for row, sample in zip(begins, finished, strict=False):
             result, group = replace(sample.result, row=row), self._groups[int(sample.result.uid)]
-            if sample.score is None:
+            if sample.score is None or (self.reads_texts and not sample.score.response):
                 self._score([result], block)
             else:
                 group.finished[result.key], group.scores[result.key] = (result, block), sample.score

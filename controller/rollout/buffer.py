@@ -73,6 +73,12 @@ class RolloutBuffer:
         """State of data.sampler for a checkpoint, or None without one."""
         return self.prompts.kept if isinstance(self.prompts, SampledPrompts) else None
 
+    @property
+    def reads_texts(self) -> bool:
+        """Whether the responses of all of a step's samples are read."""
+        named = any("response" in own.names for own in self.functions.values())
+        return named or self.config.run.record_samples or self.record.shows_all
+
     def begin(self) -> None:
         """Start, once the engines have the policy's first weights."""
 
@@ -245,7 +251,7 @@ class SamplingRound:
         self.advance: Callable[[int], object] = lambda count: None
         self._buffer, self._trains, self._prompts = buffer, step > 0, {prompt.uid: prompt for prompt in prompts}
         self._found: dict[Key, Sample] = {}
-        self._scoring = buffer.roles.scoring(samples)
+        self._scoring = buffer.roles.scoring(samples, texts=not self._trains or buffer.reads_texts)
         buffer.roles.wake_engines()
         self._generation = buffer.roles.rollouts.begin(sampling, self._receive)
         self._generation.router.submit(self.requests)

@@ -25,8 +25,9 @@ from workers.config import TeacherConfig
 from workers.dataproto import ROUTED_EXPERTS, object_column, record_column
 from workers.errors import RolloutError
 from workers.remote_batch import IMAGES, RemoteBatch, places, stored
+from workers.roles.reward import LONGEST_SENT
 from workers.rollout.requests import COUNTS, LENGTH, TURNS, Branch, SampleResult
-from workers.score import Score
+from workers.score import Score, with_texts
 from workers.user_code.tools import TOOL_PARTS
 
 SHOWN_TURNS = 10  # whose rewards are metrics
@@ -183,8 +184,6 @@ class RolloutBatch:
 
         asked: texts by a prompt's uid. characters: limit of a text.
         """
-        rows = len(self.batch)
-        slowest, longest = (np.argsort(-self.batch[name], kind="stable") for name in ("seconds", "response_tokens"))
         scores = list(self.by_sample.values())
         names = ("uid", "sample", "response_tokens", "seconds", "weight_version", "reward")
         return [
@@ -193,8 +192,23 @@ class RolloutBatch:
             | {"response": shortened(scores[row].response, characters)}
             | _told(scores[row], characters)
             | ({"failure": scores[row].failure} if scores[row].failure else {})
-            for row in dict.fromkeys([*range(rows)[:count], *slowest[:count].tolist(), *longest[:count].tolist()])
+            for row in self._shown(count)
         ]
+
+    def with_texts(self, count: int, read: Callable[[list[Any]], Iterable[Mapping[str, Any]]]) -> "RolloutBatch":
+        """Add texts that `RewardWorker` left out, of the samples in `examples(count)`. read: `RewardPool.read`."""
+        items, first = list(self.by_sample.items()), self.samples.tokens["input_ids"]
+        starts = self.batch["prompt_tokens"]
+        long = self.batch["length"] - starts > LONGEST_SENT
+        rows = [row for row in self._shown(count) if long[row] and not items[row][1].response]
+        found = read([(first[row][0], first[row][2], int(starts[row])) for row in rows]) if rows else ()
+        told = {items[row][0]: with_texts(items[row][1], **texts) for row, texts in zip(rows, found, strict=True)}
+        return replace(self, by_sample=self.by_sample | told)
+
+    def _shown(self, count: int) -> list[int]:
+        slowest, longest = (np.argsort(-self.batch[name], kind="stable") for name in ("seconds", "response_tokens"))
+        first = range(len(self.batch))[:count]
+        return list(dict.fromkeys([*first, *slowest[:count].tolist(), *longest[:count].tolist()]))
 
     def metrics(self) -> dict[str, float]:
         tokens, scores = self.batch["response_tokens"], self.by_sample.values()

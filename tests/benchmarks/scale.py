@@ -56,8 +56,8 @@ tokens and 16 sequences each.
 ## The driver
 
 {steps} steps of 65,536 samples of 16,000 to 32,000 tokens for 512 ranks, on 64 engines: requests, routing, results,
-batch, plan with shared prompts, advantages, and the division among ranks. Tokens and the network are left out, and
-texts of responses, which a driver holds until the step ends: about 4 bytes a token, 6 GiB here.
+batch, plan with shared prompts, advantages, and the division among ranks. Tokens and the network are left out. Texts of
+responses above 1,000 tokens stay with the tokens.
 
 {driver}
 """

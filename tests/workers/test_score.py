@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from workers.roles.reward import last_turn, turns
-from workers.score import Score, add_environment
+from workers.score import Score, add_environment, with_texts
 
 SCORED = Score(0.5, "text", {"format": 0.5}, "42")
 
@@ -54,3 +54,14 @@ def test_turns_observations_and_inserted_tokens_are_told_apart_by_their_versions
 
 def test_a_response_of_one_turn_has_no_turns_to_tell_apart() -> None:
     assert turns(np.array([0, 0, 1])) == []
+
+
+@pytest.mark.parametrize("turns", [(), ({"policy": "a"}, {"environment": "b"}, {"policy": "c"})])
+@pytest.mark.parametrize("opening", [(), ({"environment": "o"},)])
+def test_texts_that_were_left_out_can_be_added_later(
+    turns: tuple[dict[str, str], ...], opening: tuple[dict[str, str], ...]
+) -> None:
+    whole, left_out = Score(0.5, "abc", turns=turns), Score(0.5, "")
+    environment = Score(0.25, "", turns=opening)
+    expected = add_environment(whole, environment, as_part=False)
+    assert with_texts(add_environment(left_out, environment, as_part=False), "abc", turns) == expected

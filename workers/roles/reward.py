@@ -7,7 +7,7 @@ In an episode the functions score the policy's last turn. Everything after the p
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,12 +20,15 @@ from workers.rollout.requests import INSERTED, NOT_SAMPLED
 from workers.score import Score
 from workers.user_code.rewards import RAW, Call, RewardFunction, RewardProcess
 
+LONGEST_SENT = 1_000
+
 
 @dataclass(frozen=True)
 class ScoreRequest:
     """One sample to score: a row of a block, and the record's columns that reward functions take.
 
-    images: of the record, which become its column `image_key`.
+    images: of the record, which become its column `image_key`. texts: whether a response above LONGEST_SENT tokens is
+    sent back as text, too.
     """
 
     row: int
@@ -33,6 +36,7 @@ class ScoreRequest:
     columns: dict[str, Any]
     images: tuple[PlacedImage, ...] = ()
     image_key: str = ""
+    texts: bool = True
 
 
 class RewardWorker:
@@ -57,34 +61,37 @@ class RewardWorker:
         last = [row["input_ids"][last_turn(row["weight_versions"])] for row in rows]
         images = fetched(object_column([request.images for request in requests]))
         calls = [
-            Call(i, self._text(ids), request.columns | _pictures(request, found) | self._raw(ids))
+            Call(i, _text(self._tokenizer, ids), request.columns | _pictures(request, found) | self._raw(ids))
             for i, (ids, request, found) in enumerate(zip(last, requests, images, strict=True))
         ]
         scores, scored = self._process.run(calls), time.time()
         return [
-            replace(
-                scores[i],
-                scored=scored,
-                response=self._text(row["input_ids"][request.prompt_tokens :]),
-                turns=self._turns(
-                    row["input_ids"][request.prompt_tokens :], row["weight_versions"][request.prompt_tokens :]
-                ),
-            )
+            replace(scores[i], scored=scored, **self._told(row, request))
             for i, (row, request) in enumerate(zip(rows, requests, strict=True))
         ]
 
-    def _turns(self, ids: np.ndarray, versions: np.ndarray) -> tuple[dict[str, str], ...]:
-        return tuple({who: self._text(ids[part])} for who, part in turns(versions))
+    def _told(self, row: Mapping[str, np.ndarray], request: ScoreRequest) -> dict[str, Any]:
+        if request.texts or len(row["input_ids"]) - request.prompt_tokens <= LONGEST_SENT:
+            return texts_of(self._tokenizer, row, request.prompt_tokens)
+        return {"response": ""}
 
     def _raw(self, ids: np.ndarray) -> dict[str, str]:
         return {RAW: str(self._tokenizer.decode(ids.tolist()))} if self._takes_raw else {}
 
-    def _text(self, ids: np.ndarray) -> str:
-        return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=True))
-
 
 def _pictures(request: ScoreRequest, images: Sequence[PlacedImage]) -> dict[str, Any]:
     return {request.image_key: Pictures([each.image.data for each in images])} if images else {}
+
+
+def texts_of(tokenizer: Any, row: Mapping[str, np.ndarray], prompt_tokens: int) -> dict[str, Any]:
+    """Return `response` and `turns` of a sample's Score. row: of its block."""
+    ids, versions = row["input_ids"][prompt_tokens:], row["weight_versions"][prompt_tokens:]
+    told = tuple({who: _text(tokenizer, ids[part])} for who, part in turns(versions))
+    return {"response": _text(tokenizer, ids), "turns": told}
+
+
+def _text(tokenizer: Any, ids: np.ndarray) -> str:
+    return str(tokenizer.decode(ids.tolist(), skip_special_tokens=True))
 
 
 def turns(versions: np.ndarray) -> list[tuple[str, slice]]:

@@ -112,7 +112,9 @@ def test_a_template_that_never_ends_on_a_later_prompt_is_ended(workspace: Path) 
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
 
 
-def test_a_reward_sees_special_tokens_where_it_asks_for_the_raw_response(workspace: Path) -> None:
+def test_a_reward_sees_special_tokens_where_it_asks_for_the_raw_response(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (workspace / "raw.py").write_text(
         "def one(response, response_raw):\n"
         "    return {'reward': float(response == '12'), 'ends': response_raw.count('<eos>')}\n\n\n"
@@ -129,6 +131,10 @@ def test_a_reward_sees_special_tokens_where_it_asks_for_the_raw_response(workspa
     (score,) = worker.score(block, [ScoreRequest(0, 2, {"level": 1})])
     assert (score.response, score.failure) == ("12", "")
     assert (score.parts["one/ends"], score.reward) == (1.0, 1.0 + len("12<eos>"))
+    monkeypatch.setattr("workers.roles.reward.LONGEST_SENT", 2)
+    scores = worker.score(block, [ScoreRequest(0, start, {"level": 1}, texts=False) for start in (2, 3)])
+    assert [found.response for found in scores] == ["", "2"]
+    assert scores[0].reward == score.reward and scores[0].parts == score.parts
 
 
 def test_in_another_thread_prompts_are_rendered_without_a_limit(workspace: Path) -> None:

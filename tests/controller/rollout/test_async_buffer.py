@@ -15,6 +15,7 @@ from tests.controller.stand_ins.roles import LocalRun
 from workers.dataproto import DataProto
 from workers.errors import RolloutError
 from workers.rollout.requests import Response
+from workers.score import Score
 
 Run = Callable[..., LocalRun]
 AHEAD = ("rollout.max_staleness=1", "rollout.out_of_order_window=1", "run.steps=4")
@@ -190,6 +191,20 @@ def test_a_checkpoint_keeps_what_is_finished_and_the_beginnings_of_the_rest(
     new.read()
     assert uids(new.collect(2)) == ["2", "3"]
     assert store.get("put 1").row(1)["input_ids"].tolist() == list(range(8))
+
+
+@pytest.mark.parametrize(("settings", "expected"), [([], ""), (["run.record_samples=true"], "text")])
+def test_samples_of_a_checkpoint_without_texts_are_scored_again_if_these_are_read(
+    local_run: Run, store: ObjectStore, tmp_path: Path, settings: list[str], expected: str
+) -> None:
+    before = local_run(*AHEAD)
+    before.rewards.reward = lambda uid, sample, greedy: Score(float(sample), "")
+    old = interrupted(before)
+    old.save(tmp_path / "samples.npz", old.active)
+    new = resumed(local_run(*AHEAD, *settings), old, str(tmp_path / "samples.npz"))
+    new.read()
+    found = new._groups[3].scores
+    assert {key: score.response for key, score in found.items()} == {("3", 0): expected, ("3", 1): expected}
 
 
 def test_a_checkpoint_whose_samples_are_broken_has_them_made_again(

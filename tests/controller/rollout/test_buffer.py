@@ -6,12 +6,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from controller.data.sample_functions import FORMS, SampleFunction
 from controller.rollout.buffer import RolloutBuffer, overlong_penalty
 from controller.rollout.model_scores import ScoreScales
 from controller.rollout.samples import RolloutBatch
 from tests.controller.stand_ins.roles import LocalRun
 from tests.refusals import refused
 from workers.errors import RolloutError
+from workers.rollout.requests import VALIDATION_STEP
 
 Run = Callable[..., LocalRun]
 
@@ -54,6 +56,31 @@ def test_prompts_that_a_run_had_begun_ahead_come_first(local_run: Run) -> None:
     assert (buffer.position, buffer.active) == (9, [6])
     assert uids(buffer.collect(2)) == ["6", "9"]
     assert (buffer.position, buffer.active) == (10, [])
+
+
+@pytest.mark.parametrize(
+    ("settings", "reads"),
+    [([], False), (["run.record_samples=true"], True), (["rollout.max_staleness=1"], False)],
+)
+def test_steps_leave_long_texts_where_they_are_unless_all_are_read(
+    local_run: Run, settings: list[str], reads: bool
+) -> None:
+    found = local_run("data.validation=''", "run.steps=1", *settings)
+    found.run.buffer.begin()
+    collected(found)
+    assert found.rewards.texts == [reads]
+
+
+def test_validation_functions_of_responses_and_callbacks_that_see_samples_read_all_texts(local_run: Run) -> None:
+    found = local_run("run.steps=1")
+    buffer = found.run.buffer
+    buffer.roll_out(buffer.next_prompts(2), 1, found.config.rollout.sampling, VALIDATION_STEP)
+    buffer.functions = {"run.metrics": SampleFunction(None, ("response",), FORMS["run.metrics"])}  # type: ignore[arg-type]
+    collected(found)
+    assert found.rewards.texts == [True, True]
+    seen = local_run("run.steps=1", "data.validation=''")
+    seen.fit([lambda step, metrics, view: None])
+    assert seen.rewards.texts == [True]
 
 
 # Groups without signal

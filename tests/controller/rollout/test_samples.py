@@ -112,3 +112,19 @@ def test_tokens_of_an_environment_count_for_the_length_and_not_for_the_response(
     metrics = found.metrics()
     assert (metrics["rollout/turns_mean"], metrics["rollout/observation_tokens_mean"]) == (3, 4)
     assert (metrics["rollout/oldest_weight_version"], metrics["rollout/newest_weight_version"]) == (2, 3)
+
+
+def test_texts_of_long_responses_are_read_for_the_examples_alone() -> None:
+    asked: list[Any] = []
+
+    def read(places: list[Any]) -> list[dict[str, Any]]:
+        asked.extend(places)
+        return [{"response": f"read {block} {row}"} for block, row, _ in places]
+
+    lengths = [2_000, 5, 3_000, 1_001, 9_000]
+    found: list[Any] = [(result("a", i, i, response_tokens=tokens), "x") for i, tokens in enumerate(lengths)]
+    scores = {("a", i): Score(0.0, "" if tokens > 1_000 else "short") for i, tokens in enumerate(lengths)}
+    rollout = assemble(found, scores).with_texts(1, read)
+    assert asked == [("x", 0, 3), ("x", 4, 3)]  # the first and the longest
+    assert [row["response"] for row in rollout.examples(1, lambda uid: {})] == ["read x 0", "read x 4"]
+    assert [score.response for score in rollout.by_sample.values()] == ["read x 0", "short", "", "", "read x 4"]

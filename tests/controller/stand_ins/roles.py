@@ -245,14 +245,21 @@ class Engines:
 
 @dataclass
 class Rewards:
-    """`RewardPool` and its `Scoring`. reward: of (uid, sample, whether it is greedy); None is a failure."""
+    """`RewardPool` and its `Scoring`. reward: of (uid, sample, whether it is greedy); None is a failure. texts: whether
+    each round asked for all texts.
+    """
 
     engines: Engines
     reward: Callable[[str, int, bool], float | Score | None] = lambda uid, sample, greedy: float(sample % 2)
+    texts: list[bool] = field(default_factory=list)
     _scores: dict[tuple[str, int], Score] = field(default_factory=dict)
 
-    def begin(self) -> "Rewards":
+    def begin(self, *, texts: bool = True) -> "Rewards":
+        self.texts.append(texts)
         return Rewards(self.engines, lambda *sample: self.reward(*sample))
+
+    def read(self, places: Any) -> Any:
+        raise AssertionError("no response is long")
 
     def submit(self, results: Sequence[SampleResult], block: Any, prompts: dict[str, Prompt]) -> None:
         greedy = bool(self.engines.rounds) and self.engines.rounds[-1][1].temperature == 0
