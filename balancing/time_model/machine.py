@@ -80,12 +80,12 @@ class Efficiency:
     in training and in engines. link: of bandwidths between GPUs. overlap: share of the computation that hides FSDP2's
     collectives.
 
-    Defaults: docs/gpu-benchmark.md and docs/gpu-roofline.md measured matmul, attention and elementwise on an H200.
-    Nothing was measured of the others, which are usual values.
+    Defaults: docs/gpu-benchmark.md and docs/gpu-roofline.md measured matmul, attention (torch's own kernel) and
+    elementwise on an H200. Nothing was measured of the others, which are usual values.
     """
 
     matmul: float = 0.69
-    attention: float = 0.38
+    attention: float = 0.26
     prefill: float = 0.5
     elementwise: float = 0.78
     decode: float = 0.6

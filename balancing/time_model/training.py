@@ -78,8 +78,8 @@ def training(
     bubble = 1 + (layout.pp - 1) / (layout.virtual_stages * micro)
     launches = max(0.0, launches - computed) if machine.launches_ahead else launches
     update = (computed + launches) * bubble + count * machine.micro_batch
-    of_update = workload.epochs * (2 + layout.recomputed + shape.trained_share)
-    forward = ((products + attention) / of_update + (moved + launches) / workload.epochs / 3) * bubble
+    of_products, of_attention = _passes(shape, layout)
+    forward = (products / of_products + attention / of_attention + (moved + launches) / 3) / workload.epochs * bubble
     forward += machine.micro_batch
     device["host"] = launches + count * machine.micro_batch
     states = shape.parameters * shape.trained_share * layout.replicate / layout.ranks
@@ -100,17 +100,22 @@ def micro_step_terms(
     coefficients are 1 / efficiency, `Machine.kernel` and `Machine.micro_batch`. tokens, squared: of the sequences.
     """
     split, peak = layout.tp * layout.pp, machine.flops(layout.dtype)
-    times = 2 + layout.recomputed + shape.trained_share
+    of_products, of_attention = _passes(shape, layout)
     units = ELEMENTWISE[layout.compiled] * shape.layers * shape.hidden + OF_WORDS * shape.vocabulary
     moved = units * layout.bytes / 2 * (1 + layout.recomputed / 3) / (1e9 * machine.bandwidth)
     kernels = KERNELS[layout.compiled] * shape.layers / layout.pp
     return (
-        tokens * (times * 2 * shape.active / (peak * split)),
-        squared * (times * shape.attention / (peak * split)),
+        tokens * (of_products * 2 * shape.active / (peak * split)),
+        squared * (of_attention * shape.attention / (peak * split)),
         tokens * (moved / split),
         kernels + 0 * tokens,
         1 + 0 * tokens,
     )
+
+
+def _passes(shape: ModelShape, layout: Layout) -> tuple[float, float]:
+    """Return passes of products and of attention in an update. Frozen weights save products, but no attention."""
+    return 2 + layout.recomputed + shape.trained_share, 3 + layout.recomputed
 
 
 def held_parameters(shape: ModelShape, layout: Layout) -> float:
