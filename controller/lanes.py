@@ -2,14 +2,15 @@
 
 train   forward_backward --> step --> publish --> forward_backward          a thread
 sample  samples, samples, all done ------^ weights --> samples              a thread, which owns the engines
+
+Samples of another LoRA policy than the published one go on.
 """
 
 import queue
 import threading
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from controller.engines.engine_pool import EnginePool
@@ -22,19 +23,28 @@ PUMP_SECONDS = 0.05  # until a new call is seen while engines are at work
 
 @dataclass
 class _Order:
-    """A round to begin, or work that waits until all rounds before it are finished."""
+    """A round to begin, or work that waits until it may begin and until rounds before it are finished.
+
+    adapter: the LoRA policy that is sampled or published, empty for the only one or the base model, None for all.
+    """
 
     begin: Callable[[], SamplingRound] | None
     work: Callable[[], Any] | None
-    future: Future[Any]
+    adapter: str | None
+    may_begin: Callable[[], bool] = lambda: True
+    future: Future[Any] = field(default_factory=Future)
+
+    def meets(self, other: "_Order") -> bool:
+        """Return whether both are about the same policy."""
+        return None in (self.adapter, other.adapter) or self.adapter == other.adapter
 
 
 class Lanes:
     def __init__(self, engines: EnginePool, *, colocated: bool) -> None:
         """colocated: engines and ranks share GPUs, so that training waits for samples."""
         self._engines, self._colocated = engines, colocated
-        self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
-        self._waiting, self._rounds = deque[_Order](), list[tuple[SamplingRound, Future[Any]]]()
+        self._orders: queue.SimpleQueue[_Order | bool] = queue.SimpleQueue()  # True wakes, False ends
+        self._waiting, self._rounds = list[_Order](), list[tuple[SamplingRound, _Order]]()
         self._both = threading.Lock()
         self._training = ThreadPoolExecutor(1, "training")
         self._sampling = threading.Thread(target=self._sample_all, name="sampling", daemon=True)
@@ -43,36 +53,34 @@ class Lanes:
     def train(self, work: Callable[[], Found]) -> Future[Found]:
         return self._alone(work) if self._colocated else self._training.submit(work)
 
-    def sample(self, begin: Callable[[], SamplingRound]) -> Future[RolloutBatch]:
-        return self._ordered(_Order(begin, None, Future()))
+    def sample(self, begin: Callable[[], SamplingRound], adapter: str = "") -> Future[RolloutBatch]:
+        return self._ordered(_Order(begin, None, adapter))
 
-    def both(self, work: Callable[[], Found]) -> Future[Found]:
-        """Do work that neither training nor sampling may overlap."""
+    def both(self, work: Callable[[], Found], adapter: str | None = None) -> Future[Found]:
+        """Do work that neither training may overlap nor samples of `adapter`, None for samples of all policies."""
         if self._colocated:
             return self._alone(work)
-        trained, done = Future[None](), Future[Found]()
-
-        def meet() -> Found:
-            trained.result()
-            return work()
+        trained = threading.Event()
+        order = _Order(None, work, adapter, trained.is_set)
 
         def let_in() -> None:
-            trained.set_result(None)
-            done.exception()  # waits
+            trained.set()
+            self._orders.put(True)
+            order.future.exception()  # waits
 
         with self._both:  # two of them must have the same order in both lanes
-            self._ordered(_Order(None, meet, done))
+            self._ordered(order)
             self._training.submit(let_in)
-        return done
+        return order.future
 
     def close(self) -> None:
         """Wait for training's calls, and give up samples."""
         self._training.shutdown()
-        self._orders.put(None)
+        self._orders.put(False)
         self._sampling.join()
 
     def _alone(self, work: Callable[[], Found]) -> Future[Found]:
-        return self._ordered(_Order(None, work, Future()))
+        return self._ordered(_Order(None, work, None))
 
     def _ordered(self, order: _Order) -> Future[Any]:
         self._orders.put(order)
@@ -84,47 +92,61 @@ class Lanes:
                 self._begin()
                 if self._rounds:
                     self._pump()
+                    self._begin()
         finally:
-            for future in [future for _, future in self._rounds] + [order.future for order in self._waiting]:
-                future.cancel()
+            for order in [order for _, order in self._rounds] + self._waiting:
+                order.future.cancel()
 
     def _take_orders(self) -> bool:
+        """Take what was ordered, and wait for it if no round goes on: all that waits then, waits for training."""
         while True:
             try:
-                order = self._orders.get(block=not (self._rounds or self._waiting))
+                order = self._orders.get(block=not self._rounds)
             except queue.Empty:
                 return True
-            if order is None:
+            if order is False:
                 return False
-            self._waiting.append(order)
+            if isinstance(order, _Order):
+                self._waiting.append(order)
+            if not self._rounds:
+                return True
 
     def _begin(self) -> None:
-        """Begin rounds in order. Work waits for the rounds before it, and later rounds for the work."""
-        while self._waiting and (self._waiting[0].begin or not self._rounds):
-            order = self._waiting.popleft()
+        """Begin what can begin. Work waits for earlier rounds of its policy, and later ones for the work."""
+        waiting, self._waiting = self._waiting, []
+        for order in waiting:
+            if self._waits(order):
+                self._waiting.append(order)
+                continue
             try:
                 if order.begin is not None:
-                    self._rounds.append((order.begin(), order.future))
+                    self._rounds.append((order.begin(), order))
                 else:
                     assert order.work is not None
                     order.future.set_result(order.work())
             except BaseException as error:
                 order.future.set_exception(error)
 
+    def _waits(self, order: _Order) -> bool:
+        if order.begin is not None:
+            return any(before.work and before.meets(order) for before in self._waiting)
+        going_on = [*self._waiting, *(order for _, order in self._rounds)]
+        return not order.may_begin() or any(before.work or before.meets(order) for before in going_on)
+
     def _pump(self) -> None:
         try:
             self._engines.pump(PUMP_SECONDS)
         except BaseException as error:  # of an engine that cannot be replaced: no round will end
-            for sampling_round, future in self._rounds:
+            for sampling_round, order in self._rounds:
                 sampling_round.end()
-                future.set_exception(error)
+                order.future.set_exception(error)
             self._rounds.clear()
             return
         for finished in [each for each in self._rounds if each[0].done]:
             self._rounds.remove(finished)
-            sampling_round, future = finished
+            sampling_round, order = finished
             sampling_round.end()
             try:
-                future.set_result(sampling_round.result())
+                order.future.set_result(sampling_round.result())
             except BaseException as error:
-                future.set_exception(error)
+                order.future.set_exception(error)

@@ -137,7 +137,7 @@ class OpenRun:
         asked, run, step = [self._prompt(prompt) for prompt in prompts], self._run, self.steps + 1
         by_uid = {prompt.uid: prompt for prompt in asked}
         settings = sampling or self.config.rollout.sampling
-        found = self._lanes.sample(partial(SamplingRound, run.buffer, asked, n, settings, step, seed, adapter))
+        found = self._lanes.sample(partial(SamplingRound, run.buffer, asked, n, settings, step, seed, adapter), adapter)
         return _then(found, partial(self._sampled, by_uid, record))
 
     def forward(self, batch: RemoteBatch, role: str = "policy", *, adapter: str = "") -> Future[Passed]:
@@ -184,7 +184,10 @@ class OpenRun:
         return self._lanes.train(lambda: self._take_step(method, given, role))
 
     def publish(self, *, adapter: str = "") -> Future[int]:
-        """Send the policy's weights to the engines, between earlier and later samples. Returns their version."""
+        """Send the policy's weights to the engines, between earlier and later samples. Returns their version.
+
+        With `adapter`, samples of other policies go on meanwhile.
+        """
         self._role("policy", adapter=adapter)
         self._published.add(adapter)
 
@@ -192,7 +195,7 @@ class OpenRun:
             publish(self._run, adapter)
             return self._run.weight_version
 
-        return self._lanes.both(send)
+        return self._lanes.both(send, adapter)
 
     def validate(self) -> Future[dict[str, float]]:
         """Sample and score data.validation with the weights published last. Returns and records the metrics."""

@@ -6,6 +6,7 @@ ray.remote(Class).options(...).remote(...) --> LocalActor --.method.remote(...)-
 import asyncio
 import inspect
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -106,7 +107,7 @@ class LocalRay:
         self.actors: dict[str, LocalActor] = {}
         self.running: list[LocalActor] = []
         self._stand_ins = stand_ins
-        self._loop = asyncio.new_event_loop()
+        self._loop, self._one = asyncio.new_event_loop(), threading.RLock()
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Put this in the place of Ray's functions, until the test ends."""
@@ -136,17 +137,18 @@ class LocalRay:
         actor.die()
 
     def run(self, actor: LocalActor, function: Callable[[], Any]) -> Any:
-        """Call `function` as the actor's process would: with its GPUs in the environment."""
-        before = os.environ.get("CUDA_VISIBLE_DEVICES")
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in actor.gpus)
-        self.running.append(actor)
-        try:
-            return function()
-        finally:
-            self.running.pop()
-            del os.environ["CUDA_VISIBLE_DEVICES"]
-            if before is not None:
-                os.environ["CUDA_VISIBLE_DEVICES"] = before
+        """Call `function` as the actor's process would: with its GPUs in the environment. One at a time."""
+        with self._one:
+            before = os.environ.get("CUDA_VISIBLE_DEVICES")
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in actor.gpus)
+            self.running.append(actor)
+            try:
+                return function()
+            finally:
+                self.running.pop()
+                del os.environ["CUDA_VISIBLE_DEVICES"]
+                if before is not None:
+                    os.environ["CUDA_VISIBLE_DEVICES"] = before
 
     def call(self, actor: LocalActor, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> LocalRef:
         if not actor.lives:

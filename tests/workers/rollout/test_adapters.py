@@ -93,6 +93,25 @@ def test_policies_and_the_base_model_are_sampled_side_by_side_and_a_new_engine_h
     check_log_probs(trainer, finished, policies)
 
 
+def test_a_policy_is_published_while_others_are_sampled(trainer: TrainingEngine, engines: Engines) -> None:
+    policies = ["b", ""]
+    for seed, policy in enumerate("ab"):
+        publish(trainer, engines, policy, seed)
+    began, finished = engines.version, list[Sample]()
+    generation = engines.pool.begin(
+        SamplingConfig(max_new_tokens=64),
+        lambda results, block: finished.extend((result, block) for result in results),
+    )
+    generation.router.submit(of_policies(policies))
+    engines.pool.pump()
+    publish(trainer, engines, "a", seed=4)
+    while not generation.router.done:
+        engines.pool.pump(1.0)
+    engines.pool.end(generation)
+    assert {result.weight_version for result, _ in finished} == {began}
+    check_log_probs(trainer, finished, policies)
+
+
 def test_prefixes_are_of_one_policy_and_one_version(trainer: TrainingEngine, engines: Engines) -> None:
     def cached() -> dict[str, int]:
         requests = [SampleRequest(f"{policy}/", 0, PROMPT, seed=1, adapter=policy) for policy in ("a", "b", "")]
