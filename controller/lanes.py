@@ -3,12 +3,12 @@
 train   forward_backward --> step --> publish --> forward_backward          a thread
 sample  samples, samples, all done ------^ weights --> samples              a thread, which owns the engines
 
-Samples of another LoRA policy than the published one go on.
+When a LoRA policy is published, all samples go on but those of the version that leaves the engines.
 """
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -26,12 +26,14 @@ class _Order:
     """A round to begin, or work that waits until it may begin and until rounds before it are finished.
 
     adapter: the LoRA policy that is sampled or published, empty for the only one or the base model, None for all.
+    replaced: returns versions of the policy that the work takes from the engines, None for all.
     """
 
     begin: Callable[[], SamplingRound] | None
     work: Callable[[], Any] | None
     adapter: str | None
     may_begin: Callable[[], bool] = lambda: True
+    replaced: Callable[[], Collection[int]] | None = None
     future: Future[Any] = field(default_factory=Future)
 
     def meets(self, other: "_Order") -> bool:
@@ -56,12 +58,20 @@ class Lanes:
     def sample(self, begin: Callable[[], SamplingRound], adapter: str = "") -> Future[RolloutBatch]:
         return self._ordered(_Order(begin, None, adapter))
 
-    def both(self, work: Callable[[], Found], adapter: str | None = None) -> Future[Found]:
-        """Do work that neither training may overlap nor samples of `adapter`, None for samples of all policies."""
+    def both(
+        self,
+        work: Callable[[], Found],
+        adapter: str | None = None,
+        replaced: Callable[[], Collection[int]] | None = None,
+    ) -> Future[Found]:
+        """Do work that neither training may overlap nor samples of `adapter`, None for samples of all policies.
+
+        replaced: see `_Order`.
+        """
         if self._colocated:
             return self._alone(work)
         trained = threading.Event()
-        order = _Order(None, work, adapter, trained.is_set)
+        order = _Order(None, work, adapter, trained.is_set, replaced)
 
         def let_in() -> None:
             trained.set()
@@ -130,8 +140,11 @@ class Lanes:
     def _waits(self, order: _Order) -> bool:
         if order.begin is not None:
             return any(before.work and before.meets(order) for before in self._waiting)
-        going_on = [*self._waiting, *(order for _, order in self._rounds)]
-        return not order.may_begin() or any(before.work or before.meets(order) for before in going_on)
+        if not order.may_begin() or any(before.work or before.meets(order) for before in self._waiting):
+            return True
+        gone = None if order.replaced is None else order.replaced()
+        met = [each for each, before in self._rounds if before.meets(order)]
+        return any(gone is None or each.adapter in gone for each in met)
 
     def _pump(self) -> None:
         try:

@@ -124,20 +124,25 @@ class OpenRun:
         seed: int | None = None,
         record: bool = True,
         adapter: str = "",
+        version: int | None = None,
     ) -> Future[Samples]:
         """Sample each prompt `n` times, and score the samples by the configured rewards.
 
         prompts: from `prompts`, token ids, or texts, chat messages and records as in data.train. sampling: replaces
         rollout.sampling. seed: replaces run.seed, and gives equal prompts equal samples. record: whether the step's
-        record has them. adapter: a published LoRA policy, or empty for the base model of several. Raises DataError for
-        a prompt above data.max_prompt_tokens.
+        record has them. adapter: a published LoRA policy, or empty for the base model of several. version: of the
+        policy, as `publish` returned it, one of the newest model.lora.versions, None for the newest. Raises DataError
+        for a prompt above data.max_prompt_tokens.
         """
+        if version is not None and not adapter:
+            raise ConfigError(f"version={version}: only LoRA policies have several. Name one with adapter=...")
         if adapter and adapter not in self._published:
             raise ConfigError(f"adapter={adapter!r}: the engines do not have it. Call publish(adapter=...) first.")
         asked, run, step = [self._prompt(prompt) for prompt in prompts], self._run, self.steps + 1
         by_uid = {prompt.uid: prompt for prompt in asked}
         settings = sampling or self.config.rollout.sampling
-        found = self._lanes.sample(partial(SamplingRound, run.buffer, asked, n, settings, step, seed, adapter), adapter)
+        begin = partial(SamplingRound, run.buffer, asked, n, settings, step, seed, adapter, version)
+        found = self._lanes.sample(begin, adapter)
         return _then(found, partial(self._sampled, by_uid, record))
 
     def forward(self, batch: RemoteBatch, role: str = "policy", *, adapter: str = "") -> Future[Passed]:
@@ -186,7 +191,7 @@ class OpenRun:
     def publish(self, *, adapter: str = "") -> Future[int]:
         """Send the policy's weights to the engines, between earlier and later samples. Returns their version.
 
-        With `adapter`, samples of other policies go on meanwhile.
+        With `adapter`, samples go on meanwhile, except those of the oldest version that engines keep.
         """
         self._role("policy", adapter=adapter)
         self._published.add(adapter)
@@ -195,7 +200,7 @@ class OpenRun:
             publish(self._run, adapter)
             return self._run.weight_version
 
-        return self._lanes.both(send, adapter)
+        return self._lanes.both(send, adapter, partial(self._run.roles.rollouts.replaced, adapter) if adapter else None)
 
     def validate(self) -> Future[dict[str, float]]:
         """Sample and score data.validation with the weights published last. Returns and records the metrics."""

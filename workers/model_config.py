@@ -18,7 +18,7 @@ CUDA_KERNELS = ("varlen", "flash3", "flash")
 class LoraConfig:
     """Low-rank adapters (Hu et al. 2021): W + alpha / rank * B A. Only A and B are trained."""
 
-    only_with = ((".rank above 0", "alpha, target_modules, policies"),)
+    only_with = ((".rank above 0", "alpha, target_modules, policies"), (".policies above 1", "versions"))
 
     rank: int = setting(0, "Rank of the adapters. 0 trains the whole model.", minimum=0, maximum=100_000)
     alpha: float = setting(32.0, "Adapters are scaled by alpha / rank.", above=0)
@@ -31,6 +31,13 @@ class LoraConfig:
         1,
         "LoRA policies that are trained from one base model, each by its name (see docs/lora.md). Engines then take "
         "adapters, not merged weights. Above 1 only in a loop of your own (`ballast.open`).",
+        minimum=1,
+        maximum=1_000,
+    )
+    versions: int = setting(
+        2,
+        "Newest published weights of each policy that engines keep, so that earlier ones can still be sampled. Each "
+        "takes the memory of its adapters in every engine.",
         minimum=1,
         maximum=1_000,
     )

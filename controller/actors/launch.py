@@ -230,6 +230,7 @@ def launch(
             replaceable=not between_gpus,  # sender and engines are connected for the whole run
             colocated=colocated,
             start_timeout_s=timeout_s,
+            adapter_versions=config.model.lora.versions,
             log=console.log,
         )
         stack.callback(rollouts.stop)

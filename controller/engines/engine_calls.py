@@ -21,7 +21,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from controller.engines.fleet import FRUITLESS_DEATHS, UP, Fleet, State
 from workers.config import RolloutConfig
-from workers.errors import LostError, RolloutError
+from workers.errors import ConfigError, LostError, RolloutError
 
 MakeActor = Callable[[int, int], Any]
 STOP_SECONDS = 30.0
@@ -51,11 +51,13 @@ class RolloutEngines:
         replaceable: bool = True,
         colocated: bool = False,
         start_timeout_s: float = 600.0,
+        adapter_versions: int = 1,
         name: str = "rollout",
         log: Callable[[str], None] = print,
     ) -> None:
         """make: makes an actor from (replica, attempt). replaceable: whether a lost engine can be replaced alone, False
-        if weights travel between GPUs. colocated: whether engines sleep during training. name: of the role.
+        if weights travel between GPUs. colocated: whether engines sleep during training. adapter_versions: see
+        `model.lora.versions`. name: of the role.
         """
         self.fleet = fleet
         self.actors = {replica: make(replica, 0) for replica in range(config.replicas)}
@@ -67,7 +69,9 @@ class RolloutEngines:
         self._calls: dict[ray.ObjectRef, _Call] = {}
         self._last_sign: dict[int, float] = {}
         self._weights: list[tuple[int, ray.ObjectRef]] = []  # a whole file, and what each later version changed
-        self._adapters: dict[str, tuple[int, ray.ObjectRef]] | None = None  # of LoRA policies, if there are several
+        # Kept versions of LoRA policies, by name and version, if there are several policies.
+        self._adapters: dict[str, dict[int, ray.ObjectRef]] | None = None
+        self._adapter_versions = adapter_versions
         self._deltas = config.weight_sync == "delta"
         self._restarted = False
         self._stopped = False
@@ -174,11 +178,26 @@ class RolloutEngines:
     def update_adapters(self, adapters: Mapping[str, ray.ObjectRef], version: int) -> None:
         """Load adapters of LoRA policies, by name, as `version` into every engine, including engines that start later.
 
-        Policies that are left out keep theirs. None of the given ones may be sampled meanwhile. Raises as
-        `update_weights`.
+        Versions that leave them (`replaced`) may not be sampled meanwhile. Raises as `update_weights`.
         """
-        self._adapters = (self._adapters or {}) | {name: (version, files) for name, files in adapters.items()}
+        kept = self._adapters = self._adapters or {}
+        for name, files in adapters.items():
+            gone = self.replaced(name)
+            stay = {old: ref for old, ref in kept.get(name, {}).items() if old not in gone}
+            kept[name] = stay | {version: files}
         self._load_all(version)
+
+    def replaced(self, policy: str) -> list[int]:
+        """Return versions of a LoRA policy that leave the engines when it is published again."""
+        kept = list((self._adapters or {}).get(policy, {}))
+        return kept[: max(0, len(kept) + 1 - self._adapter_versions)]
+
+    def adapter(self, policy: str, version: int | None = None) -> int:
+        """Return the version of a LoRA policy to sample, None for its newest. Raises ConfigError if engines lack it."""
+        kept = (self._adapters or {}).get(policy, {})
+        if not kept or version not in (None, *kept):
+            raise ConfigError(f"version={version}: engines have {sorted(kept)} of {policy!r}. Ask for one of them.")
+        return max(kept) if version is None else version
 
     def _load_all(self, version: int) -> None:
         self.fleet.new_version(version)
@@ -250,7 +269,8 @@ class RolloutEngines:
         if self.fleet.state(replica) is State.STALE and not loading:
             actor = self.actors[replica]
             if self._adapters is not None:
-                ref = actor.load_adapters.remote(self._adapters, version)
+                adapters = {number: files for kept in self._adapters.values() for number, files in kept.items()}
+                ref = actor.load_adapters.remote(adapters, version)
             elif self._deltas:
                 ref = actor.follow_weights.remote(self._weights)
             else:

@@ -239,12 +239,14 @@ class SamplingRound:
         step: int,
         seed: int | None = None,
         adapter: str = "",
+        version: int | None = None,
     ) -> None:
-        """seed: gives equal prompts equal samples, or None for those of the run's seed, the step and the uid. adapter:
-        see `SampleRequest`.
+        """seed: gives equal prompts equal samples, or None for those of the run's seed, the step and the uid. adapter,
+        version: a LoRA policy and its published weights. Raises ConfigError if engines do not have them.
         """
+        self.adapter = buffer.roles.rollouts.adapter(adapter, version) if adapter else 0
         requests = sample_requests(buffer.config, prompts, samples, step)
-        self.requests = [replace(request, adapter=adapter) for request in requests] if adapter else requests
+        self.requests = [replace(each, adapter=self.adapter) for each in requests] if adapter else requests
         if seed is not None:
             names = {prompt.uid: prompt.ids.tobytes().hex() for prompt in prompts}
             self.requests = [replace(r, seed=sample_seed(seed, 0, names[r.uid], r.sample)) for r in self.requests]

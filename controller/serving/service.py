@@ -12,7 +12,8 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,8 @@ Begin = Callable[[int], Future[Answer]]
 @dataclass
 class _Policy:
     """adapter: its name in the run, empty for the only one. model, owner: whom it serves, and its session. weights,
-    published: of trainer and engines. since: call that changed the weights last, or began with them.
+    published: of trainer and engines. since: call that changed the weights last, or began with them. sent: what engines
+    have, by model and weights, as versions of the run.
     """
 
     adapter: str
@@ -50,6 +52,7 @@ class _Policy:
     weights: int = 0
     published: int = 0
     since: int = 0
+    sent: dict[tuple[str, int], Future[int]] = field(default_factory=dict)
 
 
 class Service:
@@ -120,7 +123,7 @@ class Service:
             if policy.adapter and not policy.model:
                 continue
             if policy.adapter:
-                self._run.publish(adapter=policy.adapter)
+                self._sent(policy)
             before, policy.published = policy.published, policy.weights
             for name, sampler in self._samplers.items():
                 if before <= last and sampler == (policy.model, before):
@@ -386,8 +389,15 @@ class Service:
         """Send the trainer's weights to the engines, unless they have them."""
         if policy.published == policy.weights:
             return _done()
-        sent = self._run.publish(adapter=policy.adapter)
+        sent = self._sent(policy)
         self._note(kind="published", name=policy.adapter, weights=policy.weights)
+        return sent
+
+    def _sent(self, policy: _Policy) -> Future[int]:
+        policy.sent.pop(key := (policy.model, policy.weights), None)
+        policy.sent[key] = sent = self._run.publish(adapter=policy.adapter)
+        while len(policy.sent) > self.config.model.lora.versions:
+            del policy.sent[next(iter(policy.sent))]
         return sent
 
     # --- samples ------------------------------------------------------------------------------------------------------
@@ -414,7 +424,7 @@ class Service:
         future = {"request_id": name, "sample_sequence_ids": [f"{name}-{n}" for n in range(count)]}
         if name in self._pending or name in self._samples:
             return future
-        policy = self._sampled_policy(sampler)
+        policy, version = self._sampled(sampler)
         longest = self.config.max_model_tokens
         prompt = wire.read_prompt(request, vocabulary=self._run.vocabulary, longest=longest - 1)
         settings = wire.read_sampling(request, self.config.rollout.sampling)
@@ -422,28 +432,33 @@ class Service:
             raise RefusedError(f"max_tokens={settings.max_new_tokens}: with the prompt above {longest}. Ask for fewer.")
         seed = (request.get("sampling_params") or {}).get("seed")
         with_prompt = bool(request.get("prompt_logprobs"))
-        passed = [self._prompt_log_probs(prompt, policy)] if with_prompt and len(prompt) > 1 else []
-        sampled = self._run.sample([prompt], count, settings, seed=seed, record=False, adapter=policy.adapter)
-        self._pending[name] = task = asyncio.ensure_future(self._sampled(name, [sampled, *passed], with_prompt))
+        passed = [self._prompt_log_probs(prompt, policy, version)] if with_prompt and len(prompt) > 1 else []
+        of = partial(self._run.sample, adapter=policy.adapter, version=version)
+        sampled = of([prompt], count, settings, seed=seed, record=False)
+        self._pending[name] = task = asyncio.ensure_future(self._answer_sample(name, [sampled, *passed], with_prompt))
         task.add_done_callback(lambda done: self._pending.pop(name))
         return future
 
-    def _sampled_policy(self, sampler: str) -> _Policy:
+    def _sampled(self, sampler: str) -> tuple[_Policy, int | None]:
+        """Return a sampler's policy and version, None for the newest. Raises RefusedError if engines lack it."""
         self.check_sampler(sampler)
         model, weights = self._samplers[sampler]
         policy = self._models[model] if model else self._base
-        if weights not in (policy.published, NEWEST) or (model and policy.model != model):
+        if weights in (policy.published, NEWEST) and model in ("", policy.model):
+            return policy, None
+        sent = policy.sent.get((model, weights)) if policy.adapter else None
+        if sent is None or not sent.done():
             raise RefusedError("sampling_session_id: newer weights are served. Use the newest sampling client.")
-        return policy
+        return policy, sent.result()
 
-    def _prompt_log_probs(self, prompt: list[int], policy: _Policy) -> Future[Any]:
-        if policy.weights != policy.published:
+    def _prompt_log_probs(self, prompt: list[int], policy: _Policy, version: int | None) -> Future[Any]:
+        if policy.weights != policy.published or version is not None:
             raise RefusedError("prompt_logprobs: the trainer has newer weights. Save them for a sampler first.")
         row = {"input_ids": np.array(prompt, np.int32), "loss_mask": np.arange(len(prompt)) > 0}
         role = "policy" if policy.adapter in self._policies else "reference"
         return self._run.forward(self._run.batch([row]), role, adapter=policy.adapter)
 
-    async def _sampled(self, name: str, futures: list[Future[Any]], with_prompt: bool) -> None:
+    async def _answer_sample(self, name: str, futures: list[Future[Any]], with_prompt: bool) -> None:
         try:
             found, *passed = await asyncio.gather(*map(asyncio.wrap_future, futures))
             after_first = passed[0].log_probs[0][1:] if passed else np.empty(0) if with_prompt else None

@@ -1,11 +1,10 @@
 """Two LoRA policies of one base model: trained side by side, and one after the other. Steps an hour on 2 CPU cores.
 
-    python -m tests.benchmarks.lora_policies [--steps 12] [--rounds 3] [--updates 6]
+    python -m tests.benchmarks.lora_policies [--size 5M] [--steps 6] [--rounds 3] [--updates 1]
 
-The quickstart's model and prompts. Each step of a policy samples, makes `--updates` and publishes. Sampling takes as
-long as about six updates, so that neither engine nor trainer is what all waits for. Side by side, engines sample for
-one policy while the other learns, or for both. Engine and trainer have one thread each, in both ways. Medians of
-rounds, in turn.
+A random model and prompts as in `step_time`, with which sampling takes about as long as an update. Each step of a
+policy samples 64 responses, makes `--updates` and publishes. Side by side, engines sample for one policy while the
+other learns, or for both. Engine and trainer have one thread each, in both ways. Medians of rounds, in turn.
 """
 
 import argparse
@@ -14,25 +13,21 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import ballast
 from controller.algorithm.advantages import sequence_advantages
 from controller.open_run import OpenRun
+from tests.benchmarks.step_time import PROMPTS, SIZES, Setting, make_inputs
 
 WARM_UP = 2
-PROMPTS, SAMPLES = 16, 8
+SAMPLES = 8
 POLICIES = ("a", "b")
-SETTINGS: dict[str, Any] = {
-    "data.validation": "",
-    "rollout.replicas": 1,
-    "rollout.sampling.max_new_tokens": 64,
-    "policy.data_parallel": 1,
-    "policy.threads": 1,
-    "policy.optimizer.learning_rate": 1e-5,  # lengths stay as they are
-    "model.lora": {"rank": 16, "policies": len(POLICIES)},
-    "run.checkpoint_every": 0,
-}
+SETTINGS = [
+    *("model.lora.rank=16", f"model.lora.policies={len(POLICIES)}"),
+    *("data.validation=", "run.checkpoint_every=0", "resources.dashboard=false"),
+]
 
 
 def learn(run: OpenRun, policy: str, samples: Any, updates: int) -> Future[int]:
@@ -70,15 +65,16 @@ WAYS: tuple[Callable[[OpenRun, int, int], None], ...] = (one_after_the_other, si
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=12, help="of each policy, in each round")
+    parser.add_argument("--size", choices=SIZES, default="5M", help="of the model")
+    parser.add_argument("--steps", type=int, default=6, help="of each policy, in each round")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--updates", type=int, default=6, help="on the samples of a step")
-    parser.add_argument("--config", default="examples/addition/config.yaml")
+    parser.add_argument("--updates", type=int, default=1, help="on the samples of a step")
     arguments = parser.parse_args(argv)
     seconds: dict[str, list[float]] = {way.__name__: [] for way in WAYS}
     with tempfile.TemporaryDirectory() as folder:
-        overrides = SETTINGS | {"run.dir": folder, "run.name": "policies"}
-        with ballast.open(arguments.config, overrides=overrides) as run:
+        usual = make_inputs(Path(folder), Setting(arguments.size))
+        settings = [*usual, *SETTINGS, f"run.dir={folder}", "run.name=policies"]
+        with ballast.open(Path(folder) / "config.yaml", overrides=settings) as run:
             for policy in POLICIES:
                 run.publish(adapter=policy).result()
             side_by_side(run, WARM_UP, arguments.updates)

@@ -4,6 +4,7 @@ import threading
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ class Round:
     left: int
     pool: "Pool"
     done: bool = False
+    adapter: int = 0
 
     def begin(self) -> "Round":
         self.pool.rounds.append(self)
@@ -116,6 +118,75 @@ def test_calls_of_a_policy_keep_their_order_and_publishing_meets_no_samples(
             trains = "sample" not in (kind, first)
             if trains or ("both" in (kind, first) and meet(policy, of_first)):
                 assert order.index(earlier) < order.index(later)
+
+
+PUBLISHING = st.lists(st.tuples(st.booleans(), st.sampled_from("ab"), st.integers(1, 6)), max_size=14)
+
+
+@given(PUBLISHING, st.integers(1, 3))
+def test_samples_are_of_the_weights_published_before_them_and_none_goes_on_without_its_version(
+    calls: list[tuple[bool, str, int]], kept: int
+) -> None:
+    """calls: whether it publishes, the policy, and how long samples take."""
+    pool, published = Pool(), dict[str, list[int]](a=[0], b=[0])
+    lanes = Lanes(pool, colocated=False)  # type: ignore[arg-type]
+    going_on, found, problems = list[tuple[str, int]](), dict[int, int](), list[str]()
+
+    def replaced(policy: str) -> list[int]:
+        return published[policy][: max(0, len(published[policy]) + 1 - kept)]
+
+    def publish(policy: str, number: int) -> None:
+        gone = replaced(policy)
+        problems.extend(f"{each} goes on" for each in going_on if each[0] == policy and each[1] in gone)
+        published[policy] = [*published[policy][len(gone) :], number]
+
+    @dataclass
+    class Versioned(Round):
+        policy: str = ""
+        number: int = 0
+
+        def begin(self) -> "Versioned":
+            self.adapter = found[self.number] = published[self.policy][-1]
+            going_on.append((self.policy, self.adapter))
+            self.pool.rounds.append(self)
+            return self
+
+        def end(self) -> None:
+            super().end()
+            going_on.remove((self.policy, self.adapter))
+
+    futures: list[Future[Any]] = []
+    for number, (publishes, policy, pumps) in enumerate(calls, start=1):
+        if publishes:
+            work = partial(publish, policy, number)
+            futures.append(lanes.both(work, policy, partial(replaced, policy)))
+        else:
+            begin: Any = Versioned(pumps, pool, policy=policy, number=number).begin
+            futures.append(lanes.sample(begin, policy))
+    for future in futures:
+        future.result(SECONDS)
+    lanes.close()
+    assert not problems
+    newest = dict.fromkeys("ab", 0)
+    for number, (publishes, policy, _) in enumerate(calls, start=1):
+        if publishes:
+            newest[policy] = number
+        else:
+            assert found[number] == newest[policy]
+
+
+def test_a_policy_is_published_beside_its_samples_if_engines_keep_their_version() -> None:
+    pool = Pool()
+    lanes = Lanes(pool, colocated=False)  # type: ignore[arg-type]
+    endless = Round(2**60, pool, adapter=1)
+    sampled = lanes.sample(endless.begin, "a")  # type: ignore[arg-type]
+    assert lanes.both(lambda: 2, "a", list).result(SECONDS) == 2
+    later = lanes.both(lambda: 3, "a", lambda: [1])
+    with pytest.raises(TimeoutError):
+        later.result(0.2)
+    endless.left = 1
+    assert later.result(SECONDS) == 3 and sampled.done()
+    lanes.close()
 
 
 def test_samples_of_another_policy_go_on_while_one_is_published() -> None:

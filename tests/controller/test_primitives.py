@@ -223,6 +223,26 @@ def test_a_policy_of_several_is_named_and_published_before_it_is_sampled(opened:
         run.step(adapter="a")
 
 
+def test_earlier_versions_of_a_policy_are_sampled_while_engines_keep_them(opened: Open) -> None:
+    with opened(*POLICIES, "model.lora.versions=2") as run:
+        first, other, second = (run.publish(adapter=policy).result() for policy in "aba")
+
+        def sampled(version: int | None, policy: str = "a") -> set[int]:
+            batch = run.sample(["1+1=", "1+2="], n=2, adapter=policy, version=version).result().batch
+            return set(batch["weight_version"].tolist())
+
+        assert sampled(first) == {first} and sampled(second) == sampled(None) == {second}
+        assert sampled(None, "b") == {other}
+        with refused(f"version={other}"):
+            sampled(other)
+        third = run.publish(adapter="a").result()
+        assert sampled(third) == {third} and sampled(second) == {second}
+        with refused(f"version={first}"):
+            sampled(first)
+        with refused(f"version={first}"):
+            run.sample(["1+1="], version=first)
+
+
 def test_what_an_open_run_cannot_do_is_refused(opened: Open) -> None:
     with opened() as run:
         batch = run.sample(["1+1="]).result().batch

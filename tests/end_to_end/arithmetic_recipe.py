@@ -1,4 +1,4 @@
-"""`tinker_cookbook.recipes.math_rl.train` as it is, with the quickstart's model: URL MODEL FOLDER.
+"""`tinker_cookbook.recipes.math_rl.train` as it is, with the quickstart's model: URL MODEL FOLDER [NAME=NUMBER ...].
 
 The model writes numbers ones first, with its working. A renderer asks the recipe's questions so, and reads answers.
 """
@@ -8,13 +8,12 @@ import re
 import sys
 from typing import Any
 
+import chz
 from tinker import types
 from tinker_cookbook import renderers
 from tinker_cookbook.recipes.math_rl.train import CLIConfig, cli_main
 
 from examples.addition.data import ones_first
-
-STEPS = 12
 
 
 class OnesFirst(renderers.Renderer):
@@ -43,9 +42,9 @@ class OnesFirst(renderers.Renderer):
         return {"role": "assistant", "content": ones_first(answer)}, ending
 
 
-def main(url: str, model: str, folder: str) -> None:
+def main(url: str, model: str, folder: str, *settings: str) -> None:
     renderers.register_renderer("ballast/ones_first", lambda tokenizer, image_processor=None: OnesFirst(tokenizer))
-    settings = CLIConfig(
+    usual = CLIConfig(
         model_name=model,
         renderer_name="ballast/ones_first",
         base_url=url,
@@ -55,12 +54,13 @@ def main(url: str, model: str, folder: str) -> None:
         learning_rate=3e-4,
         max_tokens=24,
         loss_fn="importance_sampling",
-        max_steps=STEPS,
         eval_every=0,
         save_every=0,
         behavior_if_log_dir_exists="delete",
     )
-    asyncio.run(cli_main(settings))
+    numbers = {name: float(number) for name, _, number in (each.partition("=") for each in settings)}
+    whole = {name: int(number) for name, number in numbers.items() if number.is_integer()}
+    asyncio.run(cli_main(chz.replace(usual, **numbers | whole)))
 
 
 if __name__ == "__main__":

@@ -246,6 +246,19 @@ def test_two_policies_side_by_side_equal_each_alone_and_are_sampled_by_name(mode
                 np.testing.assert_allclose(again[6:], each.logprobs, atol=3e-5)
             means.append(float(np.mean(again[1:6])))
         assert len({round(mean, 4) for mean in means}) == 3, means
+        settings, known = types.SamplingParams(max_tokens=8, seed=1), asked[0].result().sequences
+        for served in (True, False):  # engines keep two versions
+            learned(both[0], responses[1])
+            newer = both[0].save_weights_and_get_sampling_client().result()
+            changed = newer.sample(prompt, 4, settings).result().sequences
+            assert [each.tokens for each in changed] != [each.tokens for each in known]
+            if served:
+                again = samplers[0].sample(prompt, 4, settings).result().sequences
+                assert [each.tokens for each in again] == [each.tokens for each in known]
+                for one, other in zip(again, known, strict=True):
+                    np.testing.assert_allclose(one.logprobs, other.logprobs, atol=3e-5)
+        with pytest.raises(Exception, match="newer weights"):
+            samplers[0].sample(prompt, 4, settings).result()
         assert server.stop() == 1
 
 
@@ -330,17 +343,19 @@ def test_a_killed_server_makes_each_step_once(model: Path, tmp_path: Path) -> No
         np.testing.assert_array_equal(first, second)  # one rank: to the bit
 
 
-def test_the_cookbooks_arithmetic_recipe_learns(tmp_path: Path) -> None:
+def arithmetic(tmp_path: Path, server_settings: list[str], recipe_settings: list[str]) -> list[dict[str, float]]:
+    """Run the cookbook's recipe against a server with the quickstart's model. Returns its metrics by step."""
     assert warm_start.main() == 0
     overrides = [
         *("data.max_prompt_tokens=26", "rollout.sampling.max_new_tokens=32", "rollout.cpu_kv_cache_gib=0.5"),
         *(f"model.path={CACHE / 'model'}", f"run.dir={tmp_path}", "run.name=recipe"),
         *("policy.max_tokens_per_micro_batch=2048", "resources.dashboard=false"),
+        *server_settings,
     ]
     command = [sys.executable, "-m", "tests.end_to_end.arithmetic_recipe"]
     with Served(overrides, tmp_path) as server:
         found = subprocess.run(
-            [*command, server.url, str(CACHE / "model"), str(tmp_path)],
+            [*command, server.url, str(CACHE / "model"), str(tmp_path), *recipe_settings],
             capture_output=True,
             text=True,
             timeout=1800,
@@ -349,5 +364,17 @@ def test_the_cookbooks_arithmetic_recipe_learns(tmp_path: Path) -> None:
         server.stop()
     assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-3000:]
     rows = [json.loads(line) for line in (tmp_path / "recipe-log" / "metrics.jsonl").read_text().splitlines()]
-    rewards = [row["env/all/reward/total"] for row in rows if "env/all/reward/total" in row]
+    return [row for row in rows if "env/all/reward/total" in row]
+
+
+def test_the_cookbooks_arithmetic_recipe_learns(tmp_path: Path) -> None:
+    rows = arithmetic(tmp_path, [], ["max_steps=12"])
+    rewards = [row["env/all/reward/total"] for row in rows]
     assert np.mean(rewards[-3:]) - np.mean(rewards[:1]) >= 0.2, rewards
+
+
+def test_the_cookbooks_asynchronous_recipe_samples_earlier_weights(tmp_path: Path) -> None:
+    several = ["model.lora.rank=32", "model.lora.policies=2"]
+    rows = arithmetic(tmp_path, several, ["max_steps=6", "max_steps_off_policy=1", "learning_rate=0.002"])
+    behind = [row["training_client/step"] - row["sampling_client/step_min"] for row in rows]
+    assert len(rows) == 6 and max(behind) == 1, behind

@@ -1,9 +1,9 @@
 """LoRA adapters of an engine, when several policies are trained from its base model.
 
-peft's files of a policy --load--> vLLM, which reads them        request.adapter --of--> the policy's newest adapters
+peft's files of a policy --load--> vLLM, which reads them        request.adapter --of--> adapters of this version
 """
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -24,36 +24,36 @@ def adapter_arguments(lora: LoraConfig) -> dict[str, Any]:
     if lora.policies == 1:
         return {}
     rank = next(rank for rank in LORA_RANKS if rank >= lora.rank)
-    # One more than policies. Beside requests with adapters, vLLM 0.32 on CPUs takes the last place for those without.
-    return {"enable_lora": True, "max_loras": lora.policies + 1, "max_lora_rank": rank}
+    # One more than adapters. Beside requests with adapters, vLLM 0.32 on CPUs takes the last place for those without.
+    return {"enable_lora": True, "max_loras": lora.policies * lora.versions + 1, "max_lora_rank": rank}
 
 
 class EngineAdapters:
-    """The newest adapters of each policy, by its name."""
+    """Adapters of all policies, by the version of the weights in which they were published."""
 
     def __init__(self, engine: "AsyncLLM") -> None:
         self._engine = engine
-        self._loaded: dict[str, LoRARequest] = {}
+        self._loaded: dict[int, LoRARequest] = {}
 
-    def of(self, name: str) -> "LoRARequest | None":
-        """Return a policy's, or None for the base model, "". Raises RolloutError for an unknown policy."""
-        if name and name not in self._loaded:
-            raise RolloutError(f"adapter={name!r}: the engine has no such policy. Publish it first.")
-        return self._loaded.get(name)
+    def of(self, version: int) -> "LoRARequest | None":
+        """Return a version's, or None for the base model, 0. Raises RolloutError for a version that is not there."""
+        if version and version not in self._loaded:
+            raise RolloutError(f"adapter={version}: the engine does not have this version. Publish the policy.")
+        return self._loaded.get(version)
 
-    def version(self, name: str) -> int:
-        return self._loaded[name].lora_int_id if name in self._loaded else -1
-
-    async def load(self, name: str, version: int, files: Mapping[str, np.ndarray]) -> None:
-        """Replace a policy's adapters, of which no request may be running. files: see `adapter_files`."""
+    async def load(self, adapters: Mapping[int, Awaitable[Mapping[str, np.ndarray]]]) -> None:
+        """Have these versions alone. No request of another may be running. adapters: see `adapter_files`."""
         from vllm.lora.request import LoRARequest
 
-        if old := self._loaded.pop(name, None):
-            await self._engine.remove_lora(old.lora_int_id)
-        with TemporaryDirectory() as folder:
-            for file, data in files.items():
-                data.tofile(Path(folder) / file)
-            # The prefix cache tells adapters apart by this name, so each version has its own.
-            request = LoRARequest(f"{name}@{version}", version, folder)
-            await self._engine.add_lora(request)
-        self._loaded[name] = request
+        for old in self._loaded.keys() - adapters.keys():
+            await self._engine.remove_lora(self._loaded.pop(old).lora_int_id)
+        for version, files in adapters.items():
+            if version in self._loaded:
+                continue
+            with TemporaryDirectory() as folder:
+                for file, data in (await files).items():
+                    data.tofile(Path(folder) / file)
+                # The prefix cache tells adapters apart by this name.
+                request = LoRARequest(f"version-{version}", version, folder)
+                await self._engine.add_lora(request)
+            self._loaded[version] = request

@@ -365,7 +365,10 @@ class VllmEngineActor:
                 (output,) = [output async for output in outputs]
         finally:
             self._under_way.pop(name, None)
-        return as_response(output).after(begun)
+        response = as_response(output).after(begun)
+        if request.adapter:  # vLLM knows the version that was published last, of any policy
+            response = replace(response, versions=np.full_like(response.versions, request.adapter))
+        return response
 
     async def partial_responses(self) -> dict[int, Response | SessionRecord]:
         """Return what another engine can continue, by its request's seed: responses and sessions, not episodes."""
@@ -406,18 +409,14 @@ class VllmEngineActor:
                 f"rollout replica {self.index} could not load the weights of version {version}: {error.__cause__}"
             ) from error
 
-    async def load_adapters(
-        self, adapters: Mapping[str, tuple[int, Awaitable[dict[str, np.ndarray]]]], version: int
-    ) -> None:
-        """Load adapters of LoRA policies that are newer than the engine's, as `version` of the weights.
+    async def load_adapters(self, adapters: Mapping[int, Awaitable[dict[str, np.ndarray]]], version: int) -> None:
+        """Have these adapters of LoRA policies alone, as `version` of the weights.
 
-        adapters: by policy, a version and a reference to `export_adapters`. Requests in flight keep theirs. Raises as
-        `update_weights`.
+        adapters: by the version that published them, references to `export_adapters`. Requests in flight keep theirs.
+        Raises as `update_weights`.
         """
         began = time.time()
-        for name, (newest, files) in adapters.items():
-            if newest > self._adapters.version(name):
-                await self._answer(f"load the adapters {name}", self._adapters.load(name, newest, await files))
+        await self._answer("load adapters", self._adapters.load(adapters))
         await self.engine.update_weight_version(str(version))
         self._version = version
         self._loads.append(WeightLoad(version, began, time.time() - began))

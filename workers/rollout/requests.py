@@ -107,7 +107,7 @@ class SampleRequest:
     """A request for one sample. prompt_ids: int32 [prompt tokens], shared by a group. start: of an episode, None for a
     single response. begun: Response of a lost engine, or SessionRecord. priority: engines short of memory serve the
     lowest first. failures: failed attempts before this one. timeout_s: of an attempt, None for no limit. images: of the
-    prompt, expanded in `prompt_ids`. adapter: name of a LoRA policy, empty for the weights that all requests read.
+    prompt, expanded in `prompt_ids`. adapter: version in which a LoRA policy was published, 0 for the base model.
     """
 
     uid: str
@@ -120,7 +120,7 @@ class SampleRequest:
     failures: int = 0
     timeout_s: float | None = None
     images: tuple[PlacedImage, ...] = ()
-    adapter: str = ""
+    adapter: int = 0
 
     @property
     def key(self) -> tuple[str, int]:

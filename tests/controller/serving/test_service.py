@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -161,7 +162,7 @@ async def test_a_new_model_starts_from_the_base_and_replaces_the_last(server: Se
         await model(server, other)
     server.service.ended(of)
     newer = await model(server, other)
-    assert server.run.weight == server.run.served[""] == 0.0
+    assert server.run.weight == server.run.newest() == 0.0
     with refused("model_id", RefusedError):
         await server.service.submit(*step(name, 3))
     await server.service.submit(*learn(newer, 1))
@@ -204,20 +205,48 @@ async def test_models_have_a_policy_each_and_their_samplers_by_name(server: Serv
     assert server.run.weights | {"": 0.0} == {"": 0.0, "policy-1": -0.1, "policy-2": -0.2}
     assert len({await drawn(server, each, 1) for each in (*samplers, base)}) == 3
     assert await drawn(server, base, 2) == at_first
-    await server.service.submit(*step(second, 4))
-    await server.service.submit(*publish(second, 5))
-    with refused("sampling_session_id", RefusedError):
-        server.service.sample(asked(samplers[1], 3))
     assert await drawn(server, samplers[0], 3)
     server.service.ended(of)
     newer = await model(server, third)
-    assert server.run.weights["policy-1"] == 0.0 and server.run.weights["policy-2"] == pytest.approx(-0.3)
+    assert server.run.weights["policy-1"] == 0.0 and server.run.weights["policy-2"] == -0.2
     for call in (step(first, 4),):
         with refused("model_id", RefusedError):
             await server.service.submit(*call)
-    with refused("sampling_session_id", RefusedError):
-        server.service.sample(asked(samplers[0], 4))
     await server.service.submit(*step(newer, 1))
+
+
+@with_several
+async def test_samplers_of_earlier_weights_are_served_until_engines_have_newer_ones(server: Server) -> None:
+    of, beside, other = (session(server) for _ in range(3))
+    name, _ = await model(server, of), await model(server, beside)
+
+    async def learned(number: int, name: str = name) -> str:
+        for call in (learn(name, number), step(name, number + 1), publish(name, number + 2)):
+            last = await server.answer((await server.service.submit(*call))["request_id"])
+        return str(last["sampling_session_id"])
+
+    async def answer(sampler: str, number: int) -> Any:
+        return await server.answer(server.service.sample(asked(sampler, number))["request_id"])
+
+    first, second = await learned(1), await learned(4)
+    known = await answer(first, 0)
+    assert known != await answer(second, 0)
+    with refused("prompt_logprobs", RefusedError):
+        server.service.sample(asked(first, 1, prompt_logprobs=True))
+    third = await learned(7)
+    with refused("sampling_session_id", RefusedError):
+        server.service.sample(asked(first, 2))
+    assert await answer(second, 2) != await answer(third, 2)
+    server.service.ended(of)
+    newer = await model(server, other)  # which takes the same policy, and publishes the base model's weights
+    known = await answer(third, 3)
+    assert known and newer != name
+    await learned(1, newer)
+    with refused("sampling_session_id", RefusedError):
+        server.service.sample(asked(third, 4))
+    server.start()
+    with refused("sampling_session_id", RefusedError):
+        server.service.sample(asked(second, 5))
 
 
 @with_several

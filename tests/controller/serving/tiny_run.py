@@ -37,17 +37,22 @@ class TinyRun:
 
     def __init__(self, folder: Path, *overrides: str) -> None:
         self.config, self.folder = deepcopy(_config(overrides)), folder
-        self.weights, self.gradients, self.served, self.steps = {"": 0.0}, dict[str, float](), {"": 0.0}, 0
+        self.weights, self.gradients, self.steps = {"": 0.0}, dict[str, float](), 0
+        self.served, self.version = dict[str, dict[int, float]](), 0
         self.paused, self.made = False, list[str]()
         self._queue = deque[tuple[Future[Any], Callable[[], Any]]]()
         if found := complete(folder / "checkpoints" / "policy"):
             self.steps, self.weights = found[-1][1].step, found[-1][1].extra
-            self.served[""] = self.weights.get("", 0.0)
+        self.served[""] = {0: self.weights.get("", 0.0)}
 
     @property
     def weight(self) -> float:
         """Of the only policy, or of the one that a server takes first."""
         return self.weights.get("policy-1", self.weights[""])
+
+    def newest(self, adapter: str = "") -> float:
+        """Return the weight that is served."""
+        return self.served[adapter][max(self.served[adapter])]
 
     def work(self, calls: int = 10**9) -> None:
         """Make waiting calls, in their order."""
@@ -105,8 +110,12 @@ class TinyRun:
         return path
 
     def publish(self, *, adapter: str) -> Future[Any]:
-        def send() -> None:
-            self.served[adapter] = self.weights.get(adapter, 0.0)
+        def send() -> int:
+            self.version += 1
+            newest = self.served.setdefault(adapter, {}) | {self.version: self.weights.get(adapter, 0.0)}
+            kept = self.config.model.lora.versions if adapter else 1
+            self.served[adapter] = dict(list(newest.items())[-kept:])
+            return self.version
 
         return self._later("publish", send)
 
@@ -123,12 +132,13 @@ class TinyRun:
         return self._later("load", read)
 
     def sample(
-        self, prompts: Any, n: int, sampling: Any, *, seed: int | None, record: bool, adapter: str
+        self, prompts: Any, n: int, sampling: Any, *, seed: int | None, record: bool, adapter: str, version: int | None
     ) -> Future[Any]:
         assert not record
 
         def draw() -> Found:
-            ids, log_probs = np.array([7, 1], np.int32), np.full(2, self.served[adapter], np.float32)
+            weight = self.served[adapter][version or max(self.served[adapter])]
+            ids, log_probs = np.array([7, 1], np.int32), np.full(2, weight, np.float32)
             one = SampledSequence(np.array(prompts[0]), ids, log_probs, "stop", 0.0, "")
             return Found([], {}, [one] * n)
 

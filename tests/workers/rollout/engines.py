@@ -67,6 +67,7 @@ class Engines:
             lambda replica, attempt: actor_of(replica, policy, config, variables or {}, **options),
             config,
             RestartBudget(restarts),
+            adapter_versions=lora.versions,
         )
         self.pool.start()
         self.pool.wait_started()
