@@ -1,8 +1,8 @@
 """Two LoRA policies of one base model: trained side by side, and one after the other. Steps an hour on 2 CPU cores.
 
-    python -m tests.benchmarks.lora_policies [--size 5M] [--steps 6] [--rounds 3] [--updates 1]
+    python -m tests.benchmarks.lora_policies [--size 5M] [--steps 4] [--rounds 3] [--updates 2]
 
-A random model and prompts as in `step_time`, with which sampling takes about as long as an update. Each step of a
+A random model and prompts as in `step_time`, with which sampling takes about as long as two updates. Each step of a
 policy samples 64 responses, makes `--updates` and publishes. Side by side, engines sample for one policy while the
 other learns, or for both. Engine and trainer have one thread each, in both ways. Medians of rounds, in turn.
 """
@@ -66,9 +66,9 @@ WAYS: tuple[Callable[[OpenRun, int, int], None], ...] = (one_after_the_other, si
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", choices=SIZES, default="5M", help="of the model")
-    parser.add_argument("--steps", type=int, default=6, help="of each policy, in each round")
+    parser.add_argument("--steps", type=int, default=4, help="of each policy, in each round")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--updates", type=int, default=1, help="on the samples of a step")
+    parser.add_argument("--updates", type=int, default=2, help="on the samples of a step")
     arguments = parser.parse_args(argv)
     seconds: dict[str, list[float]] = {way.__name__: [] for way in WAYS}
     with tempfile.TemporaryDirectory() as folder:

@@ -24,8 +24,7 @@ def adapter_arguments(lora: LoraConfig) -> dict[str, Any]:
     if lora.policies == 1:
         return {}
     rank = next(rank for rank in LORA_RANKS if rank >= lora.rank)
-    # One more than adapters. Beside requests with adapters, vLLM 0.32 on CPUs takes the last place for those without.
-    return {"enable_lora": True, "max_loras": lora.policies * lora.versions + 1, "max_lora_rank": rank}
+    return {"enable_lora": True, "max_loras": lora.policies * lora.versions, "max_lora_rank": rank}
 
 
 class EngineAdapters:

@@ -1,12 +1,15 @@
-"""vLLM's kernels for norms, as they are offered to engines on a CPU."""
+"""vLLM's kernels for norms, as they are offered to engines on a CPU, and adapters of a batch's tokens."""
 
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from vllm import ir
+from vllm.lora.layers import LoRAMapping
+from vllm.lora.punica_wrapper import get_punica_wrapper
 
-from workers.rollout.cpu_kernels import NORMS, PROVIDER
+from workers.rollout.cpu_kernels import NORMS, PROVIDER, GroupedAdapters
 
 
 def arguments(name: str, x: torch.Tensor, weight: torch.Tensor | None) -> tuple[Any, ...]:
@@ -42,3 +45,39 @@ def test_what_a_kernel_would_compute_wrongly_or_refuse_is_left_to_vllm(name: str
         ):
             assert operator.dispatch(*arguments(name, x, weight)).provider == "native"
         assert operator.dispatch(*arguments(name, ones(7, 64), ones(64)), 32).provider == "native"  # of 32 numbers
+
+
+@pytest.mark.parametrize("tokens", [[5] * 6, [0] * 4, [7, 7, 0, 5, 0, 7, 5], [3, 0], [5]])
+@pytest.mark.parametrize("is_prefill", [True, False])
+def test_each_token_gets_what_its_own_adapter_adds(tokens: list[int], is_prefill: bool) -> None:
+    """tokens: adapter of each, 0 for none. Four places, of which one is free."""
+    places: list[int | None] = [3, None, 5, 7]
+    torch.manual_seed(0)
+    adapters = get_punica_wrapper(16, 16, torch.device("cpu"))
+    assert isinstance(adapters, GroupedAdapters)
+    prompts = tuple(reversed(tokens))  # rows of logits are other ones
+    adapters.update_metadata(LoRAMapping(tuple(tokens), prompts, is_prefill=is_prefill), places, len(places), 32)
+    x, sizes = torch.randn(len(tokens), 6), (8, 4)
+    a = tuple(torch.randn(len(places), 1, 3, 6) for _ in sizes)
+    b = tuple(torch.randn(len(places), 1, size, 3) for size in sizes)
+
+    def added(row: Tensor, adapter: int, which: int) -> Tensor:
+        place = places.index(adapter) if adapter else 0
+        return b[which][place, 0] @ (a[which][place, 0] @ row) * (2.0 if adapter else 0.0)
+
+    y = torch.randn(len(tokens), 12)
+    expected = y + torch.stack(
+        [torch.cat([added(row, adapter, 0), added(row, adapter, 1)]) for row, adapter in zip(x, tokens, strict=True)]
+    )
+    adapters.add_lora_linear(y, x, a, b, 2.0, sizes)
+    torch.testing.assert_close(y, expected)
+    logits = torch.randn(len(tokens), 10)  # padded
+    rows = [added(row, adapter, 0) for row, adapter in zip(x, prompts, strict=True)]
+    expected = logits + torch.nn.functional.pad(torch.stack(rows), (0, 2))
+    adapters.add_lora_logits(logits, x, a[0], b[0], 2.0)
+    torch.testing.assert_close(logits, expected)
+    embedded, looked_up = torch.randn(len(tokens), 4), torch.randn(len(tokens), 3)
+    kept, looked = embedded.clone(), zip(looked_up, tokens, strict=True)
+    adapters.add_lora_embedding(embedded, looked_up, b[1])
+    added_rows = [b[1][places.index(adapter), 0] @ row if adapter else torch.zeros(4) for row, adapter in looked]
+    torch.testing.assert_close(embedded, kept + torch.stack(added_rows))
