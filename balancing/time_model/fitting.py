@@ -117,8 +117,8 @@ def _generations(run: Measured, machine: Machine, efficiency: Efficiency) -> Row
 
 
 def _transfers(run: Measured, machine: Machine, efficiency: Efficiency) -> Rows:
-    once, moved, *gathered = transfer_terms(run.shape, run.layout, machine)
-    terms = [once, moved / efficiency.decode, *gathered]
+    once, weights, moved, *gathered = transfer_terms(run.shape, run.layout, machine)
+    terms = [once, weights, moved / efficiency.decode, *gathered]
     return np.tile(terms, (len(run.transfers), 1)), np.asarray(run.transfers, np.float64)
 
 
@@ -136,7 +136,7 @@ OF_ENGINES = ("engine_step", "engine_layer", "engine_sequence", "decode", "prefi
 OF_TRAINING = ("matmul", "attention", "elementwise", "kernel", "micro_batch")
 KINDS: tuple[Kind, ...] = (
     ("generation", lambda layout: layout.engines * layout.engine_tp, _generations, OF_ENGINES),
-    ("overheads", lambda layout: 1, _transfers, ("transfer", "host", "latency", "link")),
+    ("overheads", lambda layout: 1, _transfers, ("transfer", "weight", "host", "latency", "link")),
     ("training", lambda layout: layout.ranks, _micro_steps, OF_TRAINING),
 )
 """Kinds of work, their processes, terms, and the fields of Machine and Efficiency that terms are multiplied by."""

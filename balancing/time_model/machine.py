@@ -16,7 +16,7 @@ class Machine:
     host (PCIe). source: of the figures. kv_block: tokens by which engines find shared prompts. In seconds: kernel
     (launch, which a GPU hides if `launches_ahead`), latency (of a collective), engine_step, engine_layer and
     engine_sequence (what a decoding step adds to bytes and FLOPs), micro_batch (host), phase (start and end), transfer
-    (of weights, besides bytes), sleep (and wake). contention: factor of a role's seconds while others compute on the
+    (of weights, besides bytes), weight (to pack and load one), sleep (and wake). contention: factor of a role's seconds while others compute on the
     same CPU.
     """
 
@@ -39,6 +39,7 @@ class Machine:
     micro_batch: float = 5e-3
     phase: float = 0.1
     transfer: float = 1.0
+    weight: float = 1e-4
     sleep: float = 1.0
     contention: float = 1.0
 

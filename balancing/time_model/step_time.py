@@ -112,21 +112,23 @@ def _scheduled(seconds: Mapping[str, float], made: Generation, layout: Layout, w
 
 def _transfer(shape: ModelShape, layout: Layout, machine: Machine, efficiency: Efficiency) -> float:
     """Gather all weights, then send them to the engines: on the same GPU, over the network, or through host memory."""
-    _, moved, collectives, sent = transfer_terms(shape, layout, machine)
+    _, weights, moved, collectives, sent = transfer_terms(shape, layout, machine)
     near = machine.bandwidth if layout.placement == "colocated" else machine.host
     loaded = 0.0 if layout.placement == "apart" else moved / (near * efficiency.decode)
-    return machine.transfer + loaded + collectives * machine.latency + sent / efficiency.link
+    overheads = machine.transfer + weights * machine.weight
+    return overheads + loaded + collectives * machine.latency + sent / efficiency.link
 
 
-def transfer_terms(shape: ModelShape, layout: Layout, machine: Machine) -> tuple[float, float, float, float]:
+def transfer_terms(shape: ModelShape, layout: Layout, machine: Machine) -> tuple[float, float, float, float, float]:
     """Return what a transfer's seconds are linear in.
 
-    1, GB that a GPU or host writes and reads to load an engine's weights, collectives (one gathers each weight), and
-    seconds at peak of links.
+    1, weights, GB that a GPU or host writes and reads to load an engine's weights, collectives (one gathers each
+    weight), and seconds at peak of links.
     """
     size, ranks, sent = shape.parameters * layout.bytes, layout.dp * layout.cp * layout.tp, 0.0
     if ranks > 1:
         sent = size / machine.bus(ranks, layout.gpus_per_node)
     if layout.placement == "apart":
         sent += size / (1e9 * (machine.network if layout.nodes > 1 else machine.link))
-    return 1.0, 2 * size / layout.engine_tp / 1e9, WEIGHTS * shape.layers * (ranks > 1), sent
+    weights = float(WEIGHTS * shape.layers)
+    return 1.0, weights, 2 * size / layout.engine_tp / 1e9, weights * (ranks > 1), sent

@@ -1,6 +1,7 @@
 """Fits find the machine that made the measurements, and keep what these do not show."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -76,6 +77,20 @@ def test_one_size_predicts_itself() -> None:
     assert said.phases["transfer"].seconds == pytest.approx(0.3, rel=0.1)
 
 
+def test_transfers_of_flat_and_wide_models_predict_a_deep_one() -> None:
+    """Seconds are of weights, as on a CPU, and of bytes."""
+    shapes = [model(128, 12), model(256, 12), model(512, 4)]
+    real = replace(REAL, transfer=0.05, weight=1.2e-3, host=1.2)
+
+    def seconds(shape: ModelShape, *found: Any) -> float:
+        return step_time(shape, LAYOUT, work(3), *found).phases["transfer"].seconds
+
+    runs = [Measured(each, LAYOUT, np.zeros((0, 3)), (), [seconds(each, real, Efficiency())] * 4) for each in shapes]
+    found = fit(runs, STATED)
+    for shape in (model(128, 6), model(512, 7), model(512, 16)):
+        assert seconds(shape, *found) == pytest.approx(seconds(shape, real, Efficiency()), rel=0.1)
+
+
 def test_what_no_run_shows_stays_as_stated() -> None:
     nothing = Measured(model(256, 6), LAYOUT, np.zeros((0, 3)))
     assert fit([nothing], STATED) == (STATED, Efficiency())
@@ -89,7 +104,7 @@ def test_two_ranks_show_the_links_and_the_contention_of_cpus() -> None:
     sent, latency = sharding_seconds(shape, two, real, 2, 1)
     seconds = alone.micro_steps[:, 2] * real.contention + sent / reached.link + latency
     slower = np.stack([*alone.micro_steps.T[:2], seconds], axis=1)
-    transfers = [0.3 + float(np.dot(transfer_terms(shape, two, real)[2:], (real.latency, 1 / reached.link)))] * 5
+    transfers = [0.3 + float(np.dot(transfer_terms(shape, two, real)[3:], (real.latency, 1 / reached.link)))] * 5
     machine, efficiency = fit([alone, Measured(shape, two, slower, (), transfers)], STATED)
     assert machine.contention == pytest.approx(real.contention, rel=0.05)
     said, expected = (step_time(shape, two, work(5), *each).phases for each in ((machine, efficiency), (real, reached)))
