@@ -196,7 +196,8 @@ class RolloutEngines:
         """Return the version of a LoRA policy to sample, None for its newest. Raises ConfigError if engines lack it."""
         kept = (self._adapters or {}).get(policy, {})
         if not kept or version not in (None, *kept):
-            raise ConfigError(f"version={version}: engines have {sorted(kept)} of {policy!r}. Ask for one of them.")
+            had = f"engines have the versions {sorted(kept)}" if kept else "engines have none"
+            raise ConfigError(f"adapter={policy!r}, version={version}: {had}. Ask for one of them, or publish it.")
         return max(kept) if version is None else version
 
     def _load_all(self, version: int) -> None:

@@ -13,7 +13,6 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -433,8 +432,9 @@ class Service:
         seed = (request.get("sampling_params") or {}).get("seed")
         with_prompt = bool(request.get("prompt_logprobs"))
         passed = [self._prompt_log_probs(prompt, policy, version)] if with_prompt and len(prompt) > 1 else []
-        of = partial(self._run.sample, adapter=policy.adapter, version=version)
-        sampled = of([prompt], count, settings, seed=seed, record=False)
+        sampled = self._run.sample(
+            [prompt], count, settings, seed=seed, record=False, adapter=policy.adapter, version=version
+        )
         self._pending[name] = task = asyncio.ensure_future(self._answer_sample(name, [sampled, *passed], with_prompt))
         task.add_done_callback(lambda done: self._pending.pop(name))
         return future

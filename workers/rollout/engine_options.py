@@ -31,7 +31,7 @@ OWNED = {
     "tokenizer": "model.path",
     "dtype": "model.dtype",
     "enable_lora": "model.lora.policies (of one policy, engines get weights with the adapters merged)",
-    "max_loras": "model.lora.policies and versions",
+    "max_loras": "model.lora.policies and model.lora.versions",
     "max_lora_rank": "model.lora.rank",
     "seed": "run.seed",
     "max_model_len": "rollout.max_model_tokens",
