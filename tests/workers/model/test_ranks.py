@@ -1,5 +1,9 @@
 """The pool that the multi-process tests run on must not hide a failure."""
 
+import os
+import signal
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,6 +24,15 @@ def fail_on_rank_one() -> None:
     if dist.get_rank() == 1:
         raise ValueError("no good")
     dist.barrier()
+
+
+def fault(marks: Path, times: int) -> int:
+    """A segmentation fault on rank 1 in the first `times` calls."""
+    if dist.get_rank() == 1 and len(list(marks.iterdir())) < times:
+        (marks / str(os.getpid())).touch()
+        os.kill(os.getpid(), signal.SIGSEGV)
+    dist.barrier()
+    return dist.get_rank()
 
 
 def train(path: str) -> int:
@@ -47,4 +60,13 @@ def test_a_rank_that_fails_is_named_though_the_others_wait_for_it():
     pool = RankPool(size=2)
     with pytest.raises(RankError, match=r"rank 1 of 2:(.|\n)*ValueError: no good"):
         pool.run(fail_on_rank_one, 2)
+    pool.stop()
+
+
+def test_a_segmentation_fault_is_forgiven_once_and_told(tmp_path):
+    pool = RankPool(size=2)
+    with pytest.warns(UserWarning, match="segmentation fault"):
+        assert pool.run(fault, 2, tmp_path, 1) == [0, 1]
+    with pytest.warns(UserWarning), pytest.raises(RankError, match="rank 1 of 2:\nthe process ended"):
+        pool.run(fault, 2, tmp_path, 3)
     pool.stop()
