@@ -3,7 +3,8 @@
     python -m tests.benchmarks.step_time --predict     calibration runs, then tests/benchmarks/step_time.json: commit it
     python -m tests.benchmarks.step_time --measure     12 runs, compared with the file: docs/step-time-benchmark.md
 
-Each `--measure` adds a round to tests/benchmarks/step_time_measured.json. The page has the means of the rounds.
+Each `--measure` adds a round to tests/benchmarks/step_time_measured.json. The page has the medians of the rounds, as a
+virtual machine can be slow for minutes.
 The calibration runs have other depths, prompts and batches than the 12 configurations, and the same widths. Models are
 random and end a response one time in 64, so that lengths are geometric: 64 tokens on average, at most 192. Every rank
 and engine has one thread.
@@ -79,10 +80,11 @@ SETTINGS = (
 HEADER = """# Predicted and measured steps
 
 Written by `python -m tests.benchmarks.step_time` on 2 CPU cores. The time model (`balancing/time_model`) was fitted to
-{calibration} runs of the same widths and other depths, prompts and batches. It predicted these {count} runs before
-they were made: random models, {prompts} prompts x 8 samples a step, prompts of {prompt} tokens, responses of 64 on
-average and {longest} at most. Seconds are medians over {steps} steps, and means over the rounds ({rounds}).
-Goals: phases within 25 %, steps within 15 %, and the right order of any two runs that differ by more than 15 %.
+{calibration} runs, each made twice, of the same widths and other depths, prompts and batches. It predicted these
+{count} runs before they were made: random models, {prompts} prompts x 8 samples a step, prompts of {prompt} tokens,
+responses of 64 on average and {longest} at most. Seconds are medians over {steps} steps, then over the rounds
+({rounds}). Goals: phases within 25 %, steps within 15 %, and the right order of any two runs that differ by more than
+15 %.
 
 """
 
@@ -149,8 +151,8 @@ def phases_of(found: StepTime) -> dict[str, float]:
 
 
 def predict(folder: Path) -> dict[str, Any]:
-    """Fit to the calibration runs, and predict all settings."""
-    found = [measured(run(folder, setting, number)) for number, setting in enumerate(CALIBRATION)]
+    """Fit to the calibration runs, each made twice, and predict all settings."""
+    found = [measured(run(folder, setting, number)) for number, setting in enumerate(CALIBRATION * 2)]
     machine, efficiency = fit(found, MACHINES["cpu"])
     settings = {each.name: phases_of(predicted(folder, each, machine, efficiency)) for each in SETTINGS}
     return {"machine": asdict(machine), "efficiency": asdict(efficiency), "predicted": settings}
@@ -164,10 +166,10 @@ def observed(folder: Path, setting: Setting, number: int) -> dict[str, float]:
     return {name: statistics.median(row[key] for row in counted) for name, key in names.items()}
 
 
-def means(rounds: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """Means over the rounds, by run and phase."""
+def medians(rounds: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """Medians over the rounds, by run and phase."""
     return {
-        name: {key: statistics.mean(each[name][key] for each in rounds) for key in row}
+        name: {key: statistics.median(each[name][key] for each in rounds) for key in row}
         for name, row in rounds[0].items()
     }
 
@@ -180,7 +182,7 @@ def spread(rounds: list[dict[str, dict[str, float]]]) -> float:
 
 def page(predictions: dict[str, Any], rounds: list[dict[str, dict[str, float]]]) -> str:
     """The table, and how many pairs of runs are in the right order."""
-    found = means(rounds)
+    found = medians(rounds)
     lines = [
         "| run | " + " | ".join(f"{name}, s" for name in ("rollout", "update", "weights", "step")) + " | step off |"
     ]
