@@ -80,7 +80,7 @@ SETTINGS = (
 HEADER = """# Predicted and measured steps
 
 Written by `python -m tests.benchmarks.step_time` on 2 CPU cores. The time model (`balancing/time_model`) was fitted to
-{calibration} runs, each made twice, of the same widths and other depths, prompts and batches. It predicted these
+{calibration} runs, each made four times, of the same widths and other depths, prompts and batches. It predicted these
 {count} runs before they were made: random models, {prompts} prompts x 8 samples a step, prompts of {prompt} tokens,
 responses of 64 on average and {longest} at most. Seconds are medians over {steps} steps, then over the rounds
 ({rounds}). Goals: phases within 25 %, steps within 15 %, and the right order of any two runs that differ by more than
@@ -151,8 +151,8 @@ def phases_of(found: StepTime) -> dict[str, float]:
 
 
 def predict(folder: Path) -> dict[str, Any]:
-    """Fit to the calibration runs, each made twice, and predict all settings."""
-    found = [measured(run(folder, setting, number)) for number, setting in enumerate(CALIBRATION * 2)]
+    """Fit to the calibration runs, each made four times, and predict all settings."""
+    found = [measured(run(folder, setting, number)) for number, setting in enumerate(CALIBRATION * 4)]
     machine, efficiency = fit(found, MACHINES["cpu"])
     settings = {each.name: phases_of(predicted(folder, each, machine, efficiency)) for each in SETTINGS}
     return {"machine": asdict(machine), "efficiency": asdict(efficiency), "predicted": settings}
