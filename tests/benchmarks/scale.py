@@ -42,7 +42,7 @@ CAP, LONGEST = 32_768, 16_384
 SAMPLES, SIZE, RANKS, ENGINES, PROMPT = 65_536, 16, 512, 64, 512
 PAGE = """# Scale benchmark
 
-Made by `python -m tests.benchmarks.scale --output {output}` on {machine}. Other programs ran on the same cores.
+Made by `python -m tests.benchmarks.scale --output {output}` on {machine}.
 
 ## Plans
 
