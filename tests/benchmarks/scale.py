@@ -19,6 +19,7 @@ from balancing import CostModel, Plan, plan_batch, plan_statistics
 from balancing.pipeline import Pipeline
 from controller.algorithm.advantages import grpo
 from controller.engines.router import Router
+from controller.lifecycle.session import rare_collections
 from controller.planning.planner import prefix_columns
 from controller.rollout.samples import assemble
 from tests.benchmarks.balancing.__main__ import machine
@@ -169,7 +170,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    found = {"driver": driver(options.steps), "plans": plans(options.repeats)}
+    with rare_collections():
+        found = {"driver": driver(options.steps), "plans": plans(options.repeats)}
     if options.output:
         page = PAGE.format(
             output=options.output, machine=machine(), repeats=options.repeats, steps=options.steps, **found

@@ -1,6 +1,7 @@
 """What somebody does in a notebook: train with a function defined there, in a thread; evaluate the result; sample from
 it, and go on where a job was cut."""
 
+import gc
 import json
 import shutil
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from workers.errors import ConfigError
 pytestmark = pytest.mark.usefixtures("ray_session")
 STEPS = 2
 LARGEST = 9.0
+USUAL = gc.get_threshold()
 ENDS = [5, 1]  # what the model's generation config says; its tokenizer knows the second alone
 
 
@@ -67,6 +69,7 @@ def trained(ray_session: None, settings: list[str], records: dict[str, list[dict
         called.append((step, dict(metrics)))
         metrics["notebook/texts"] = len({sample["response"] for sample in run.samples})
         assert (run.model / "model.safetensors").exists()
+        assert gc.get_threshold()[0] > USUAL[0]
         if step == STEPS:
             raise ballast.StopTraining
 
@@ -87,6 +90,7 @@ def test_a_function_given_in_a_thread_trains_and_the_result_is_the_run(trained: 
     assert result.summary["steps"] == STEPS
     assert result.summary["validation"]["after"]["reward"] == trained.called[-1][1]["validation/reward"]
     assert (result.model / "config.json").exists() and (result.folder / "report.html").exists()
+    assert gc.get_threshold() == USUAL
 
 
 def test_what_is_recorded_says_that_a_function_was_given_and_a_resume_asks_for_it(
