@@ -6,8 +6,8 @@
 Each `--measure` adds a round to tests/benchmarks/step_time_measured.json. The page has the medians of the rounds, as a
 virtual machine can be slow for minutes.
 The calibration runs have other depths, prompts and batches than the 12 configurations, and the same widths. Models are
-random and end a response one time in 64, so that lengths are geometric: 64 tokens on average, at most 192. Every rank
-and engine has one thread.
+random and end a response about one time in 64; predictions have the lengths that each model samples. Every rank and
+engine has one thread.
 """
 
 import argparse
@@ -19,12 +19,17 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from balancing.time_model import MACHINES, Efficiency, Machine, StepTime, step_time
 from balancing.time_model.fitting import fit
 from controller.config import load
+from controller.data.records import read_records
 from controller.observability.run_folder import RunFolder
 from controller.preflight.cluster import Cluster
 from controller.preflight.time_fit import WARM_UP, measured
@@ -82,9 +87,8 @@ HEADER = """# Predicted and measured steps
 Written by `python -m tests.benchmarks.step_time` on 2 CPU cores. The time model (`balancing/time_model`) was fitted to
 {calibration} runs, each made four times, of the same widths and other depths, prompts and batches. It predicted these
 {count} runs before they were made: random models, {prompts} prompts x 8 samples a step, prompts of {prompt} tokens,
-responses of 64 on average and {longest} at most. Seconds are medians over {steps} steps, then over {rounds} rounds.
-Goals: phases within 25 %, steps within 15 %, and the right order of any two runs that differ by more than
-15 %.
+responses of 56 to 76 on average and {longest} at most. Seconds are medians over {steps} steps, then over the rounds:
+{rounds}. Goals: phases within 25 %, steps within 15 %, and the right order of any two runs that differ by over 15 %.
 
 """
 
@@ -129,11 +133,25 @@ def run(folder: Path, setting: Setting, number: int) -> Path:
     return folder / "runs" / str(number)
 
 
+@lru_cache
+def lengths_of(model: Path, train: Path) -> list[int]:
+    """Lengths of responses that the model samples to the prompts: a random one ends them at a rate of its own."""
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    prompts = [
+        tokenizer(record["prompt"], add_special_tokens=False)["input_ids"] for record in read_records(str(train))
+    ]
+    found = AutoModelForCausalLM.from_pretrained(model).generate(
+        torch.tensor(prompts * 2), do_sample=True, top_k=0, max_new_tokens=LONGEST, pad_token_id=tokenizer.pad_token_id
+    )
+    ends = (found[:, len(prompts[0]) :] == tokenizer.eos_token_id).float()
+    return torch.where(ends.any(1), ends.argmax(1) + 1, LONGEST).tolist()
+
+
 def predicted(folder: Path, setting: Setting, machine: Machine, efficiency: Efficiency) -> StepTime:
-    """Predict a setting. Lengths are geometric, as the random models make them."""
+    """Predict a setting, with the lengths that its model samples."""
     config = load(folder / "config.yaml", make_inputs(folder, setting))
-    rng = random.Random(1)
-    responses = [min(LONGEST, 1 + int(rng.expovariate(1 / 63.5))) for _ in range(10_000)]
+    responses = lengths_of(Path(config.model.path), Path(config.data.train))
     work, layout = workload_of(config, responses, [setting.prompt]), layout_of(config, TWO_CORES)
     return step_time(shape_of(config), layout, work, machine, efficiency)
 
