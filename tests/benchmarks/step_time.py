@@ -87,8 +87,8 @@ HEADER = """# Predicted and measured steps
 Written by `python -m tests.benchmarks.step_time` on 2 CPU cores. The time model (`balancing/time_model`) was fitted to
 {calibration} runs, each made four times, of the same widths and other depths, prompts and batches. It predicted these
 {count} runs before they were made: random models, {prompts} prompts x 8 samples a step, prompts of {prompt} tokens,
-responses of 56 to 76 on average and {longest} at most. Seconds are medians over {steps} steps, then over the rounds:
-{rounds}. Goals: phases within 25 %, steps within 15 %, and the right order of any two runs that differ by over 15 %.
+responses of {longest} at most. Seconds are medians over {steps} steps, then over the rounds (made: {rounds}).
+Goals: phases within 25 %, steps within 15 %, and the right order of any two runs that differ by more than 15 %.
 
 """
 

@@ -47,7 +47,7 @@ class RankPool:
         """`function(*arguments)` on `count` ranks; its results in rank order. A pool that is smaller starts anew.
 
         Raises RankError if it raises on a rank or takes longer than `TIMEOUT_S`; the pool then starts anew. A call with
-        a segmentation fault is made once more, with a warning: one in some ten thousand has one in a thread of gloo's.
+        a segmentation fault is made once more, with a warning: threads of gloo's have one now and then.
         """
         answers = self._call(function, count, *arguments)
         if any(process.exitcode == -signal.SIGSEGV for process in self._processes):
@@ -87,8 +87,9 @@ class RankPool:
                 try:
                     answers[waiting[connection]] = pickle.loads(connection.recv_bytes())
                 except EOFError:
-                    answers[waiting[connection]] = (False, "the process ended")
-                    self._processes[waiting[connection]].join(GRACE_S)  # for its exit code
+                    process = self._processes[waiting[connection]]
+                    process.join(GRACE_S)
+                    answers[waiting[connection]] = (False, f"the process ended with exit code {process.exitcode}")
         return answers
 
     def _start(self) -> None:
