@@ -67,6 +67,6 @@ def test_a_segmentation_fault_is_forgiven_once_and_told(tmp_path):
     pool = RankPool(size=2)
     with pytest.warns(UserWarning, match="segmentation fault"):
         assert pool.run(fault, 2, tmp_path, 1) == [0, 1]
-    with pytest.warns(UserWarning), pytest.raises(RankError, match="rank 1 of 2:\nthe process.* -11"):
+    with pytest.warns(UserWarning), pytest.raises(RankError, match=r"rank 1 of 2:\nthe process.* -11"):
         pool.run(fault, 2, tmp_path, 3)
     pool.stop()
