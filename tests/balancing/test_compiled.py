@@ -47,11 +47,20 @@ def test_a_function_is_compiled_again_when_what_it_calls_has_changed_and_that_is
     assert run(tmp_path) == "10 0 told"
 
 
-def test_code_is_kept_until_a_source_changes_comes_or_goes(tmp_path: Path) -> None:
+def test_code_is_kept_until_a_source_with_compiled_functions_changes_comes_or_goes(tmp_path: Path) -> None:
     source, code = tmp_path / "source.py", tmp_path / "__pycache__" / "source.nbi"
-    source.write_text("1")
+    source.write_text("@compiled\n1")
     drop_stale_code(tmp_path)
-    for change in (lambda: source.write_text("2"), lambda: (tmp_path / "more.py").write_text("3"), source.unlink):
+    code.write_text("machine code")
+    (tmp_path / "errors.py").write_text("# a comment")
+    drop_stale_code(tmp_path)
+    assert code.exists()
+    changes = (
+        lambda: source.write_text("@compiled\n2"),
+        lambda: (tmp_path / "more.py").write_text("@compiled\n3"),
+        source.unlink,
+    )
+    for change in changes:
         code.write_text("machine code")
         drop_stale_code(tmp_path)
         assert code.exists()
