@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _ODD = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: multiples of it spread over all bits (Knuth 6.4)
 _LARGEST = np.uint64(2**63 - 1)
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "PPM")
+"""Pillow's names of what is read. For EPS it would start Ghostscript on an agent's bytes."""
 
 
 class ImageError(DataError):
@@ -154,12 +156,18 @@ def read_image(value: Any, where: str, folder: str = "") -> "PIL.Image.Image":
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", PIL.Image.DecompressionBombWarning)
-            found = value if isinstance(value, PIL.Image.Image) else PIL.Image.open(_file(value, where, folder))
+            if isinstance(value, PIL.Image.Image):
+                found = value
+            else:
+                found = PIL.Image.open(_file(value, where, folder), formats=FORMATS)
+            if found.format not in (None, *FORMATS):
+                raise ImageError(f"{where}: {name} is in format {found.format}. Write it as PNG or JPEG.")
             if getattr(found, "is_animated", False):
                 raise ImageError(f"{where}: {name} is animated. Give one of its frames.")
             return _on_white(PIL.ImageOps.exif_transpose(found))
     except PIL.UnidentifiedImageError:
-        raise ImageError(f"{where}: {name} is not an image that Pillow reads. Write it as PNG or JPEG.") from None
+        formats = ", ".join(FORMATS)
+        raise ImageError(f"{where}: {name} is not an image in a format of {formats}. Write it as PNG.") from None
     except (PIL.Image.DecompressionBombWarning, PIL.Image.DecompressionBombError) as error:
         raise ImageError(f"{where}: {name} is too large to be read: {error}. Make it smaller.") from None
     except ImageError:
