@@ -15,11 +15,10 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from balancing import BalancingError
@@ -30,6 +29,7 @@ from controller.checkpoints.run_lock import locked
 from controller.config import TrainingConfig, to_yaml
 from controller.engines.fleet import RestartBudget
 from controller.lifecycle.interrupts import heeded, in_main_thread
+from controller.lifecycle.local_ray import ray_folder, started_apart
 from controller.lifecycle.model_checks import check_models
 from controller.observability.run_folder import RunFolder
 from controller.observability.run_log import rays_logging_in, run_log
@@ -278,9 +278,10 @@ def ray_session(config: TrainingConfig, console: "Console") -> Iterator[None]:
     if address == "local":
         cores = max(os.cpu_count() or 1, math.ceil(reserved(config, "CPU")))
         options |= {"num_cpus": cores, "include_dashboard": config.resources.dashboard, "dashboard_host": "127.0.0.1"}
+        options["_temp_dir"] = str(ray_folder())
     console.log("starting a local Ray" if address == "local" else f"joining the Ray cluster at {address}")
     try:
-        with console.waiting("Ray"), _on_loopback(address):
+        with console.waiting("Ray"), started_apart() if address == "local" else nullcontext():
             context = ray.init(address=address, **options)
     except Exception as error:  # ray.init raises bare Exceptions too, where a local Ray does not come up in time
         if address == "local":
@@ -298,7 +299,6 @@ def ray_session(config: TrainingConfig, console: "Console") -> Iterator[None]:
             stack.enter_context(rays_logging_in(console.kept))
         stack.callback(_shut_down, console)
         if address == "local":
-            _keep_to_this_user(Path(context.address_info["session_dir"]))
             stack.enter_context(_raylet_watched(config))  # until the shutdown begins, which ends the raylet
         _warn_of_idle_gpus(config, console)
         yield
@@ -320,25 +320,6 @@ def _warn_of_idle_gpus(config: TrainingConfig, console: "Console") -> None:
 
 
 @contextmanager
-def _on_loopback(address: str) -> Iterator[None]:
-    """Make a local Ray listen only on 127.0.0.1. ray.init replaces this address with the machine's."""
-    from ray._private import ray_constants
-
-    before = ray_constants.ENABLE_RAY_CLUSTER
-    ray_constants.ENABLE_RAY_CLUSTER = before and address != "local"
-    try:
-        yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before
-
-
-def _keep_to_this_user(session: Path) -> None:
-    session.chmod(0o700)
-    with suppress(PermissionError):  # another user's
-        session.parent.chmod(0o1777)
-
-
-@contextmanager
 def _raylet_watched(config: TrainingConfig) -> Iterator[None]:
     """Print an error if a local raylet ends in the block, because Ray then ends this process silently."""
     import psutil
@@ -347,13 +328,11 @@ def _raylet_watched(config: TrainingConfig) -> Iterator[None]:
     over = threading.Event()
 
     def watch(pid: int) -> None:
-        cause = "an unknown code"
+        end = None
         with suppress(ChildProcessError):  # another thread has waited for it
-            if found := os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT):
-                cause = f"{'code' if found.si_code == os.CLD_EXITED else 'signal'} {found.si_status}"
+            end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         if not over.is_set():
-            left = what_is_left(config)
-            print(f"error: Ray's raylet ended with {cause}, as when memory is short; {left}.", file=sys.stderr)
+            print(f"error: Ray's raylet {_raylet_end(end)}; {what_is_left(config)}.", file=sys.stderr)
 
     for pid in raylets:
         threading.Thread(target=watch, args=(pid,), daemon=True).start()
@@ -361,6 +340,15 @@ def _raylet_watched(config: TrainingConfig) -> Iterator[None]:
         yield
     finally:
         over.set()
+
+
+def _raylet_end(end: os.waitid_result | None) -> str:
+    if end is None:
+        return "ended with an unknown code"
+    if end.si_code == os.CLD_EXITED and end.si_status == 0:
+        return "ended with code 0, as when somebody sends it SIGTERM"
+    kind = "code" if end.si_code == os.CLD_EXITED else "signal"
+    return f"ended with {kind} {end.si_status}, as when memory is short"
 
 
 def _fail(error: Exception, code: int) -> int:

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -18,7 +19,8 @@ from controller import fit
 from controller.config import Config, load
 from controller.config.sections import RunConfig
 from controller.engines.fleet import RestartBudget
-from controller.lifecycle.session import push_to_hub, ray_session, recovering, resuming
+from controller.lifecycle.local_ray import ray_folder
+from controller.lifecycle.session import _raylet_end, push_to_hub, ray_session, recovering, resuming
 from controller.observability.console import Console
 from controller.preflight.checks import check
 from controller.training_loop import Outcome
@@ -163,16 +165,27 @@ def test_sigterm_interrupts_a_run_although_ray_handles_it_too(tmp_path: Path, mo
 
 LOCAL_RAY = """
 import json, os, psutil, ray, signal, sys, time
+from pathlib import Path
 from controller.config import load
 from controller.observability.console import Console
 from controller.lifecycle.session import ray_session
 from tests.end_to_end.processes import listening
 
 with ray_session(load(sys.argv[1]), Console()):
-    ray.get(ray.remote(lambda: 1).remote())
-    folder = ray._private.worker._global_node.get_session_dir_path()
-    modes = [oct(os.stat(path).st_mode)[-4:] for path in (os.path.dirname(folder), folder)]
-    print(json.dumps({"listening": listening(os.getpid()), "modes": modes}), flush=True)
+    actors = [ray.remote(Console).options(num_cpus=0).remote() for _ in range(4)]
+    ray.get([actor.__ray_ready__.remote() for actor in actors])
+    folder = Path(ray._private.worker._global_node.get_session_dir_path()).parent
+    mode = oct(folder.parent.stat().st_mode)[-4:]
+    group = [each.pid for each in psutil.Process().children(recursive=True) if os.getpgid(each.pid) == os.getpgrp()]
+    try:
+        os.killpg(0, signal.SIGTERM)
+        time.sleep(60)
+    except KeyboardInterrupt:
+        time.sleep(2)
+        goes_on = ray.get(ray.remote(lambda: 1).remote())
+    told = {"listening": listening(os.getpid()), "folder": str(folder), "mode": mode}
+    told |= {"group": group, "goes_on": goes_on}
+    print(json.dumps(told), flush=True)
     (raylet,) = [child for child in psutil.Process().children() if child.name() == "raylet"]
     raylet.send_signal(signal.SIGKILL)
     time.sleep(60)
@@ -181,21 +194,41 @@ with ray_session(load(sys.argv[1]), Console()):
 
 
 @pytest.mark.alone
-def test_a_local_ray_listens_on_this_machine_alone_and_its_death_is_told_in_one_line(tmp_path: Path) -> None:
-    folder = tempfile.mkdtemp(dir="/tmp")  # sockets need a short path, and another test's Ray changes /tmp/ray
-    environment = marked_environment() | {"RAY_TMPDIR": folder}
-    run = begin([sys.executable, "-c", LOCAL_RAY, str(write_workspace(tmp_path))], environment)
+def test_a_local_ray_is_closed_to_others_and_outlives_a_signal_to_its_runs_group(tmp_path: Path) -> None:
+    base = tempfile.mkdtemp(dir="/tmp")  # sockets need a short path
+    environment = marked_environment() | {"RAY_TMPDIR": base}
+    command = ["setsid", "--wait", sys.executable, "-c", LOCAL_RAY, str(write_workspace(tmp_path))]
+    run = begin(command, environment)
     found = next(json.loads(line) for line in run.stdout if line.startswith("{"))
     told = next(line for line in run.stderr if line.startswith("error:"))
     run.kill()
     run.communicate()
     assert all_end(environment[MARK], 30) == []
-    shutil.rmtree(folder)
-    assert "Ray's raylet ended with signal 9" in told
+    shutil.rmtree(base)
+    assert "Ray's raylet ended with signal 9, as when memory is short" in told
     assert "no checkpoint to resume from" in told
     assert len(found["listening"]) >= 5
     assert {address for _, address in found["listening"]} <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
-    assert found["modes"] == ["1777", "0700"]
+    assert (found["folder"], found["mode"]) == (f"{base}/ray-{os.getuid()}/ray", "0700")
+    assert (found["group"], found["goes_on"]) == ([], 1)
+
+
+def test_a_folder_that_another_user_took_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / f"ray-{os.getuid()}").symlink_to(elsewhere)
+    folder = ray_folder().parent
+    assert folder.parent == tmp_path and folder.stat().st_mode & 0o777 == 0o700 and not folder.is_symlink()
+
+
+@pytest.mark.parametrize(
+    ("code", "word"), [("raise SystemExit(0)", "SIGTERM"), ("raise SystemExit(3)", "code 3, as when memory")]
+)
+def test_the_end_of_a_raylet_is_told_by_its_kind(code: str, word: str) -> None:
+    process = subprocess.Popen([sys.executable, "-c", code])
+    assert word in _raylet_end(os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT))
+    process.wait()
 
 
 # The hub
