@@ -12,7 +12,6 @@ import hmac
 import itertools
 import json
 import re
-import secrets
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -30,6 +29,7 @@ from workers.rollout.image_inputs import ImageInputs
 from workers.rollout.kept_caches import KeptCaches
 from workers.rollout.serving import CALL, Call, Opened, build
 from workers.rollout.session import Node, Session
+from workers.user_code.session_keys import new_session_key
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -193,7 +193,7 @@ class Gateway:
 
         image_pixels: `data.image_pixels`, for images that the agent sends.
         """
-        name, key = quote(session.name, safe=""), secrets.token_urlsafe(32)
+        name, key = quote(session.name, safe=""), new_session_key()
         self._open[name] = Served(session, sampling, seed, options, priority, image_pixels, key=key, on_turns=on_turns)
         return Access(f"{self.url}/s/{name}/v1", f"{self.url}/s/{name}", key)
 

@@ -6,7 +6,6 @@ AgentPool.run --fork--> Runner: run(record, base_url, api_key), or a command lin
 """
 
 import asyncio
-import ctypes
 import json
 import os
 import shlex
@@ -25,14 +24,13 @@ import cloudpickle
 from workers.errors import EpisodeError
 from workers.score import Score, as_score
 from workers.user_code.environments import EnvironmentPool, call, result_of
-from workers.user_code.process import EXIT_SECONDS, LONGEST_LINE, Fork, end_with_parent
+from workers.user_code.process import EXIT_SECONDS, LONGEST_ANSWER, LONGEST_LINE, Fork, end_with_parent
 
 RUNNER = "workers.user_code.agents:Runner"
 WATCH_SECONDS = 0.5
 GIB = 2**30
 Session = tuple[dict[str, Any], dict[str, str]]
 """A record, and the environment variables of `session_variables`."""
-PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 def session_variables(base_url: str, session_url: str, key: str) -> dict[str, str]:
@@ -95,7 +93,8 @@ class AgentPool(EnvironmentPool):
         for each in psutil.process_iter(["ppid"]):
             below[each.info["ppid"]].append(each.pid)
         for process in running:
-            pids, used = [process.pid], list[float]()
+            pids = [*below[process.pid]]
+            used = list[float]()
             for pid in pids:  # which grows meanwhile
                 pids += below[pid]
                 with suppress(psutil.Error):
@@ -119,7 +118,6 @@ class Runner:
 
     def __call__(self, request: tuple[str, Session], reply: Callable[[Any], None]) -> None:
         _, (record, variables) = request
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans stay below it, to be counted and killed
         os.environ.update(variables)
         access = variables["OPENAI_BASE_URL"], variables["OPENAI_API_KEY"]
         value = self._runner.run(result_of(self._run(record, *access)))
@@ -141,26 +139,35 @@ def command(line: str) -> Callable[..., Any]:
                 shlex.split(line), stdin=given, stdout=subprocess.PIPE, preexec_fn=end_with_parent
             )
         assert process.stdout is not None
-        last: list[bytes] = []
-        reading = Thread(target=_show, args=(process.stdout, last), daemon=True)
+        last_line: list[bytes] = []  # in parts
+        reading = Thread(target=_show, args=(process.stdout, last_line), daemon=True)
         reading.start()
         code = process.wait()
         reading.join(EXIT_SECONDS)  # longer only if a process that it left behind holds the stream
         if code:
             raise EpisodeError(str(subprocess.CalledProcessError(code, line)))
+        reward = b"".join(last_line)
+        if len(reward) > LONGEST_ANSWER:
+            raise EpisodeError(f"the last line of its output, its reward, has more than {LONGEST_ANSWER:,} bytes")
         with suppress(ValueError):
-            value = json.loads(last[-1] if last else b"")
+            value = json.loads(reward)
             return value if isinstance(value, dict) and "reward" in value else None
 
     return run
 
 
-def _show(stream: IO[bytes], last: list[bytes]) -> None:
+def _show(stream: IO[bytes], last_line: list[bytes]) -> None:
+    """Show a command's output as it comes, and keep its last line that is not empty, or a bit too much of it."""
+    parts: list[bytes] = []
     while part := stream.readline(LONGEST_LINE):
         sys.stdout.write(part.decode(errors="replace"))
         sys.stdout.flush()
-        if part.strip():
-            last[:] = [part]
+        if sum(map(len, parts)) <= LONGEST_ANSWER:
+            parts.append(part)
+        if any(text.strip() for text in parts):
+            last_line[:] = parts
+        if part.endswith(b"\n"):
+            parts = []
 
 
 def as_json(record: dict[str, Any]) -> str:

@@ -7,6 +7,8 @@
     process.fork()                     --socket-->           a copy of the process, with its own connection
     process.end()                                            killed, with all that it has started
 
+    UserProcess --fork--> keeper --fork--> a copy, which users' code may crash: the keeper kills what it leaves behind
+
 Our process never unpickles users' data. A UserProcess ends with its parent and ignores Ctrl-C.
 """
 
@@ -28,8 +30,9 @@ from threading import Lock, Thread
 from typing import Any, TextIO
 
 from workers.errors import LONGEST_QUOTE, BallastError, ConfigError, named
+from workers.user_code.session_keys import hide_session_keys
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 EXIT_SECONDS = 1.0  # for a process that has closed its connection to exit, and so to have an exit code
 START_SECONDS = 60.0  # for a process to start and read its request
 HEADER = 8  # bytes: the size of a request
@@ -91,7 +94,7 @@ class Connection:
         if kind == "failure":
             raise ConfigError(value)
         if kind == "raised":
-            raise NoAnswerError(f"raised {value}")
+            raise NoAnswerError(f"raised {hide_session_keys(value)}")
         return value
 
     def _no_answer(self, killed: str = "") -> NoAnswerError:
@@ -183,6 +186,7 @@ class Fork(Connection):
 
     @property
     def pid(self) -> int:
+        """The keeper's, below which all processes of the fork are."""
         return self._pid
 
     def _kill(self, exit_s: float) -> str:
@@ -195,13 +199,14 @@ class Fork(Connection):
         return ""
 
 
-def _kill_below(pid: int) -> None:
-    """Kill the descendants of a process, also those in groups of their own, and stop it."""
+def _kill_below(pid: int, *, stop: bool = True) -> None:
+    """Kill the descendants of a process, also those in groups of their own. stop: stop the process itself before."""
     import psutil
 
     with suppress(psutil.NoSuchProcess):
         root = psutil.Process(pid)
-        root.suspend()  # it starts no others meanwhile
+        if stop:
+            root.suspend()  # it starts no others meanwhile
         for _ in range(KILL_ROUNDS):
             living = [child for child in root.children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
             for child in living:
@@ -230,7 +235,7 @@ def _show(stream: BufferedReader, shown: TextIO) -> None:
             if time.monotonic() > until:
                 room, until = SHOWN_BYTES, time.monotonic() + SHOWN_SECONDS
             before, room = room, room - len(line)
-            text = line.decode(errors="replace")
+            text = hide_session_keys(line.decode(errors="replace"))
             if room < 0:
                 text = f"\n[more than {SHOWN_BYTES:,} bytes in {SHOWN_SECONDS:g} s: what follows is not shown]\n"
             if before >= 0:
@@ -291,11 +296,7 @@ def _serve(channel: Channel, answer: Any) -> None:
             if os.fork():
                 os.close(descriptors[0])
             else:
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                os.setsid()
-                end_with_parent()
-                channel = Channel(descriptors[0])
-                channel.reply(os.getpid())
+                channel = _fork_below_keeper(descriptors[0])
             continue
         try:
             answer(request, channel.reply)
@@ -305,9 +306,42 @@ def _serve(channel: Channel, answer: Any) -> None:
             channel.reply(named(error), "raised")
 
 
-def end_with_parent() -> None:
-    """Let the kernel kill this process when the thread that started it ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def _fork_below_keeper(descriptor: int) -> Channel:
+    """Fork once more, and return in the new process with its channel. This process becomes its keeper.
+
+    Without a keeper, processes of a copy that crashed belong to nobody: they go on, and no limit counts them.
+    """
+    os.setsid()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    end_with_parent(signal.SIGTERM)  # so that the keeper can still kill
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    keeper = os.getpid()
+    copy = os.fork()
+    if not copy:
+        os.setsid()
+        end_with_parent()
+        channel = Channel(descriptor)
+        channel.reply(keeper)
+        return channel
+    os.close(descriptor)  # else the other side would not notice that the copy has ended
+    try:
+        signal.signal(signal.SIGTERM, _exit)
+        os.waitpid(copy, 0)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        with suppress(ChildProcessError):  # nothing is left
+            os.waitpid(-1, os.WNOHANG)
+            _kill_below(keeper, stop=False)
+        os._exit(0)
+
+
+def _exit(signum: int, frame: Any) -> None:
+    raise SystemExit
+
+
+def end_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
+    """Let the kernel send this process a signal when the thread that started it ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, by)
 
 
 def resolve(target: str) -> Any:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -17,8 +18,15 @@ from tests.end_to_end.processes import living
 from workers.errors import EpisodeError
 from workers.score import Score
 from workers.user_code.agents import RUNNER, AgentPool, session_variables
+from workers.user_code.session_keys import new_session_key
 
 VARIABLES = session_variables("http://127.0.0.1:1/s/a/v1", "http://127.0.0.1:1/s/a", "secret")
+
+
+def hide_process(pid_file: str) -> None:
+    """Start a process in a session of its own, whose parent ends."""
+    start = "import subprocess; print(subprocess.Popen(['sleep', '1000'], start_new_session=True, stdout=2).pid)"
+    Path(pid_file).write_bytes(subprocess.run([sys.executable, "-c", start], check=True, stdout=-1).stdout)
 
 
 async def obey(record: dict[str, Any], base_url: str, api_key: str) -> Any:
@@ -31,9 +39,11 @@ async def obey(record: dict[str, Any], base_url: str, api_key: str) -> Any:
         case "hang":
             await asyncio.sleep(1000)
         case "hide":  # a process whose parent ends, in a session of its own
-            start = "import subprocess; subprocess.Popen(['sleep', '1000'], start_new_session=True)"
-            subprocess.run([sys.executable, "-c", start], check=True)
-            return len(psutil.Process().children())
+            hide_process(record["pid_file"])
+        case "kill" | "segfault" | "leave" as way:
+            hide_process(record["pid_file"])
+            os.kill(os.getpid(), {"kill": signal.SIGKILL, "segfault": signal.SIGSEGV, "leave": 0}[way])
+            os._exit(0)
         case "grow":
             held = bytearray(300 * 2**20)
             time.sleep(1000 + len(held))
@@ -49,12 +59,18 @@ def tell(record: dict[str, Any], base_url: str, api_key: str) -> Any:
     return {"reward": 1, "right": found == [VARIABLES["OPENAI_BASE_URL"], "secret", *found[:1], base_url[:-3]]}
 
 
-def played(agent: Any, *records: dict[str, Any], memory_gib: float = 0.25, timeout_s: float = 3.0) -> list[Any]:
+def played(
+    agent: Any,
+    *records: dict[str, Any],
+    memory_gib: float = 0.25,
+    timeout_s: float = 3.0,
+    variables: dict[str, str] = VARIABLES,
+) -> list[Any]:
     """What came of each record, all at once: a score, None, or why it failed."""
 
     async def one(pool: AgentPool, record: dict[str, Any]) -> Any:
         try:
-            return await pool.run(record, VARIABLES)
+            return await pool.run(record, variables)
         except EpisodeError as failure:
             return str(failure)
 
@@ -71,12 +87,25 @@ def played(agent: Any, *records: dict[str, Any], memory_gib: float = 0.25, timeo
     return asyncio.run(all_of_them())
 
 
+@pytest.mark.parametrize("way", ["hide", "kill", "segfault", "leave"])
+def test_processes_of_an_agent_end_with_its_session_however_it_ends(way: str, tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    (end,) = played(obey, {"do": way, "value": 1.0, "pid_file": str(pid_file)})
+    assert end == Score(1.0, "") if way == "hide" else "ended its process" in end
+    pid = int(pid_file.read_text())
+    for _ in range(100):  # a keeper whose session is over kills on its own
+        if not living([pid]):
+            break
+        time.sleep(0.05)
+    assert living([pid]) == []
+
+
 def test_an_agent_costs_its_session_alone_and_leaves_no_process() -> None:
-    records = [{"do": word, "value": None} for word in ("raise", "exit", "hang", "hide", "grow", "spread")]
+    records = [{"do": word, "value": None} for word in ("raise", "exit", "hang", "grow", "spread")]
     values = [{"do": "", "value": value} for value in (0.5, None, {"reward": 2, "tries": 3}, {"tries": 3}, "much")]
     *failed, number, nothing, mapping, unnamed, text = played(obey, *records, *values)
-    raised, died, late, hidden, grown, spread = failed
-    assert "ValueError: no key" in raised and "ended its process" in died and hidden == Score(1.0, "")
+    raised, died, late, grown, spread = failed
+    assert "ValueError: no key" in raised and "ended its process" in died
     assert "rollout.agent_timeout_s=3" in late
     assert "rollout.agent_memory_gib=0.25" in grown and "rollout.agent_processes=8" in spread
     assert (number, nothing, mapping) == (Score(0.5, ""), None, Score(2.0, "", {"tries": 3.0}))
@@ -100,9 +129,25 @@ def test_a_command_reads_the_record_and_prints_the_reward_last(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "agent.py").write_text(COMMAND)
-    lasts = [json.dumps({"reward": 0.25, "steps": 2}), "3", "", '{"steps": 2}', '{"reward": NaN}']
+    long = '{"reward": 0.25,' + " " * 200_000 + '"steps": 2}'
+    lasts = [json.dumps({"reward": 0.25, "steps": 2}), "3", "", '{"steps": 2}', '{"reward": NaN}', long + "\n\n"]
     records = [{"prompt": "1+1=", "last": last, "code": 0} for last in lasts] + [{"prompt": "é", "last": "", "code": 3}]
     found = played(f"{sys.executable} '{tmp_path}/agent.py'", *records)
     assert found[:4] == [Score(0.25, "", {"steps": 2.0}), None, None, None]
-    assert "finite" in found[4] and "exit status 3" in found[5]
+    assert "finite" in found[4] and "exit status 3" in found[6]
+    assert found[5] == found[0]
     assert "said 1+1= secret http://127.0.0.1:1/s/a/v1" in capfd.readouterr().out
+
+
+async def tell_key(record: dict[str, Any], base_url: str, api_key: str) -> float:
+    print("the key is", api_key, flush=True)
+    raise ValueError(api_key)
+
+
+def test_a_key_that_an_agent_prints_or_raises_is_hidden(capfd: pytest.CaptureFixture[str]) -> None:
+    key = new_session_key()
+    variables = session_variables("http://127.0.0.1:1/s/a/v1", "http://127.0.0.1:1/s/a", key)
+    (failure,) = played(tell_key, {}, variables=variables)
+    shown = "".join(capfd.readouterr())
+    assert "the key is session-key-..." in shown and "ValueError: session-key-..." in failure
+    assert key not in shown and key not in failure
