@@ -28,7 +28,7 @@ from workers.dataproto import CONTEXT_DEGREE, DataProto
 from workers.errors import ConfigError, DataError
 from workers.metrics import Metric, Metrics
 from workers.model.checkpoint.checkpoint import Checkpointer
-from workers.model.checkpoint.checkpoint_weights import CheckpointWeights, Shard
+from workers.model.checkpoint.checkpoint_weights import CheckpointWeights, Conversion, Shard
 from workers.model.checkpoint.export import FILE_BYTES, stored_dtype, write_folder, write_model
 from workers.model.checkpoint.loading import Source
 from workers.model.checkpoint.lora import (
@@ -462,19 +462,23 @@ class TrainingEngine:
         return metrics | ({"grad_norm": Metric.mean(norm, 1)} if finite else {})
 
     def named_weights(
-        self, dtype: torch.dtype | None = None, keeper: int | None = None
+        self, dtype: torch.dtype | None = None, keeper: int | None = None, *, frozen_tower: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield whole weights under the names and in the shapes of the model's files, on `device`. Collective.
 
-        A frozen vision tower's are left out. dtype: None keeps the parameters'. keeper: only rank that gets them, or
-        None for all. `lm_head.weight` is included even if tied: vLLM keeps a packed copy of the output layer.
+        dtype: None keeps the parameters'. keeper: only rank that gets them, or None for all. frozen_tower: also a
+        frozen vision tower's. `lm_head.weight` is included even if tied: vLLM keeps a packed copy of the output layer.
         """
         reshard(self.module)
-        return self.checkpoint_weights.convert(self.checkpoint_weights.updated, dtype, keeper)
+        return self.checkpoint_weights.convert(self._sent_conversions(frozen_tower), dtype, keeper)
 
-    def weights_metadata(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    def weights_metadata(self, dtype: torch.dtype | None = None, *, frozen_tower: bool = False) -> dict[str, Tensor]:
         """Return `named_weights` in order as meta tensors. Not collective."""
-        return self.checkpoint_weights.metadata(self.checkpoint_weights.updated, dtype)
+        return self.checkpoint_weights.metadata(self._sent_conversions(frozen_tower), dtype)
+
+    def _sent_conversions(self, frozen_tower: bool) -> list[Conversion]:
+        weights = self.checkpoint_weights
+        return [*weights.plan.values()] if frozen_tower else weights.updated
 
     def _shards(self) -> dict[str, Shard]:
         if self.has_adapters:

@@ -18,6 +18,7 @@ from workers.model.distillation import WholeLayer
 from workers.model.losses import make_policy_loss, make_sft_loss, make_sum_loss, weighted_log_probs
 from workers.model.losses.returns import KlPenalty, discounted_returns, discounts, token_rewards, turns_of, whiten
 from workers.roles.model_worker import TeacherWorker, TrainedWorker, micro_batches_of, token_block, token_column
+from workers.rollout.placement import needs_frozen_tower
 from workers.rollout.weight_delta import DeltaPacker, Payload
 from workers.rollout.weight_transfer import pack_weights
 
@@ -116,11 +117,12 @@ class PolicyWorker(TrainedWorker, TeacherWorker):
         # A colocated engine reads the weights of its rank. Over the network one rank sends.
         keeper = None if placement == "colocated" else 0
         dtype = self.engine.dtype  # the engines' dtype: half the bytes of float32 weights
+        frozen_tower = needs_frozen_tower(placement)
         self._sender = WeightSender(
             placement,
             engines,
-            partial(self.engine.named_weights, dtype, keeper),
-            self.engine.weights_metadata(dtype),
+            partial(self.engine.named_weights, dtype, keeper, frozen_tower=frozen_tower),
+            self.engine.weights_metadata(dtype, frozen_tower=frozen_tower),
             rank=self.coordinates.index,
             tensor_parallel=tensor_parallel,
             address=address,

@@ -24,6 +24,11 @@ def check_placement(placement: str, *, has_gpu: bool) -> None:
         )
 
 
+def needs_frozen_tower(placement: str) -> bool:
+    """Return whether an update brings a frozen vision tower too: a colocated engine's sleep drops every weight."""
+    return placement == "colocated"
+
+
 def ranks_of_engine(replica: int, tensor_parallel: int) -> range:
     """Return the policy ranks whose GPUs a colocated engine shares: consecutive, engine after engine."""
     return range(replica * tensor_parallel, (replica + 1) * tensor_parallel)

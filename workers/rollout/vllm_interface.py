@@ -10,7 +10,7 @@ from workers.config import ModelConfig, RolloutConfig, SamplingConfig
 from workers.errors import DataError, RolloutError
 from workers.rollout.adapters import adapter_arguments
 from workers.rollout.engine_options import check_engine_options
-from workers.rollout.placement import BACKENDS
+from workers.rollout.placement import BACKENDS, needs_frozen_tower
 from workers.rollout.requests import LENGTH, STOP, Response
 from workers.rollout.weight_transfer import ENGINE_OF_BACKEND, FROZEN_VISION, mark_actor
 
@@ -87,7 +87,7 @@ def engine_arguments(
         weight_transfer_config=WeightTransferConfig(
             backend=ENGINE_OF_BACKEND["shared_memory" if config.weight_sync == "delta" else BACKENDS[placement]]
         ),
-        additional_config={FROZEN_VISION: not model.train_vision},
+        additional_config={FROZEN_VISION: not model.train_vision and not needs_frozen_tower(placement)},
         # By default vLLM would choose Ray here, and look for its placement groups.
         distributed_executor_backend="uni" if config.tensor_parallel == 1 else "mp",
         **adapter_arguments(model.lora),

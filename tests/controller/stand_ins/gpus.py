@@ -102,11 +102,18 @@ class World:
         self.ledger.give(self.gpus, self.actor, "cached")
 
 
+WEIGHTS = ("model.embed_tokens.weight", "lm_head.weight")
+TOWER = ("visual.patch_embed.weight", "visual.merger.weight")
+"""Of a vision tower, frozen: the same in every version."""
+
+
 class StandInVllm:
-    """`AsyncLLM` as VllmEngineActor calls it. version: of the weights that it would sample with."""
+    """`AsyncLLM` as VllmEngineActor calls it. versions: of each weight that it would sample with."""
 
     def __init__(self, world: World) -> None:
-        self._world, self.version, self._name, self._updating = world, 0, "0", False
+        self._world, self._name, self._updating = world, "0", False
+        self.versions = dict.fromkeys((*WEIGHTS, *TOWER), 0)
+        self._received: set[str] = set()
         self._sleeps, self._log_prob = False, FIRST_LOG_PROB
         self._cached: dict[tuple[str, str], int] = {}  # versions of keys and values, by salt and adapters
         self._adapters: dict[int, str] = {}
@@ -120,7 +127,9 @@ class StandInVllm:
     async def sleep(self, level: int) -> None:
         self._world.event(f"sleep {level}")
         self._world.ledger.give(self._world.gpus, self._world.actor, "weights", "kv_cache")
-        self._sleeps, self.version = True, UNDEFINED if level == 2 else self.version
+        self._sleeps = True
+        if level == 2:
+            self.versions = dict.fromkeys(self.versions, UNDEFINED)
 
     async def wake_up(self, tags: list[str]) -> None:
         (tag,) = tags
@@ -143,11 +152,14 @@ class StandInVllm:
 
     async def update_weights(self, request: Any) -> None:
         assert self._updating and "weights" in self._owned()
+        self._received.update(request.update_info.get("names", WEIGHTS))
         self._world.event("receive")
 
     async def finish_weight_update(self, weight_version: str) -> None:
         assert self._updating
-        self._updating, self.version, self._name = False, int(weight_version), weight_version
+        self._updating, self._name = False, weight_version
+        self.versions.update(dict.fromkeys(self._received, int(weight_version)))
+        self._received.clear()
         if not self._world.loses_updates:
             self._log_prob = self._world.log_prob
 
@@ -176,12 +188,14 @@ class StandInVllm:
         del priority
         self._world.event("generate")
         assert self._owned() >= {"weights", "kv_cache"} and not self._sleeps, "the engine sleeps"
-        version, adapters = self.version, ""
+        undefined = [name for name, version in self.versions.items() if version == UNDEFINED]
+        assert not undefined, f"{undefined} were dropped by a sleep, and no update brought them"
+        version, adapters = self.versions[WEIGHTS[0]], ""
         if lora_request is not None:
             version, adapters = lora_request.lora_int_id, lora_request.lora_name
             assert self._adapters[version] == adapters
         elif not self._adapters:
-            assert version == int(self._name), f"weights {version} serve as version {self._name}"
+            assert {self.versions[name] for name in WEIGHTS} == {int(self._name)}, f"{self.versions} as {self._name}"
         assert self._cached.setdefault((prompt["cache_salt"], adapters), version) == version, "keys of older weights"
         self._world.prompt = prompt["prompt_token_ids"]
         answer, reason = self._world.answer(parameters.seed)
@@ -208,9 +222,7 @@ class StandInVllm:
 
 
 class StandInEngine:
-    """`workers.model.engine.TrainingEngine` as the training actors call it. WEIGHTS: what it would send."""
-
-    WEIGHTS = ("model.embed_tokens.weight", "lm_head.weight")
+    """`workers.model.engine.TrainingEngine` as the training actors call it, of a model with a frozen vision tower."""
 
     def __init__(self, world: World, settings: dict[str, Any]) -> None:
         self._world, self.num_parameters, self.dtype = world, 8, torch.bfloat16
@@ -285,14 +297,17 @@ class StandInEngine:
         return {"grad_norm": Metric.mean(1.0, 1), "skipped_steps": Metric.sum(0)}
 
     def named_weights(
-        self, dtype: torch.dtype | None = None, keeper: int | None = None
+        self, dtype: torch.dtype | None = None, keeper: int | None = None, *, frozen_tower: bool = False
     ) -> Iterator[tuple[str, torch.Tensor]]:
         # What is gathered lies beside the weights of an engine that is waiting for it.
         with self._pass("gather", beside=("states", "weights")):
-            yield from ((name, torch.zeros(2, 2)) for name in self.WEIGHTS)
+            yield from ((name, torch.zeros(2, 2)) for name in self.weights_metadata(frozen_tower=frozen_tower))
 
-    def weights_metadata(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-        return {name: torch.empty(2, 2, device="meta") for name in self.WEIGHTS}
+    def weights_metadata(
+        self, dtype: torch.dtype | None = None, *, frozen_tower: bool = False
+    ) -> dict[str, torch.Tensor]:
+        names = (*WEIGHTS, *TOWER) if frozen_tower else WEIGHTS
+        return {name: torch.empty(2, 2, device="meta") for name in names}
 
     def save_pretrained(self, path: str) -> None:
         with self._pass("save"):
@@ -338,9 +353,9 @@ class StandInSender:
             list(self._weights())
             return
         self._client.start_weight_update()
-        list(self._weights())
+        names = [name for name, _ in self._weights()]
         try:
-            self._client.update_weights({})
+            self._client.update_weights({"names": names})
         except Exception as error:
             raise NeverReturnsError from error  # the broadcast that the engine does not join any more
         self._client.finish_weight_update()

@@ -149,6 +149,9 @@ def test_a_frozen_tower_is_not_sent_and_stays(setup: Setup) -> None:
     frozen = trainer_of(setup.path)
     assert {name for name, _ in frozen.named_weights()} == {name for name in names if not of_tower(name)}
     assert frozen.weights_metadata().keys() == {name for name, _ in frozen.named_weights()}
+    # Colocated engines get it again, because their sleep drops it.
+    assert {name for name, _ in frozen.named_weights(frozen_tower=True)} == names
+    assert frozen.weights_metadata(frozen_tower=True).keys() == names
     setup.engines.call("freeze_vision", True)
     setup.change(lambda name: not of_tower(name))
     setup.send(left_out=of_tower)
