@@ -114,7 +114,7 @@ def run(
     from controller.training_loop import train
 
     make_step = step or step_of(inputs.step)
-    lines = [f"warning: {warning}" for warning in (*warnings(config), *inputs.warnings)]
+    lines = [f"warning: {warning}" for warning in (*warnings(config), *inputs.answer_warnings, *inputs.warnings)]
     for dataset in filter(None, (*inputs.sources, inputs.validation)):
         for count, what in ((dataset.dropped, "dropped"), (dataset.truncated, "truncated")):
             if count:

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
+from workers.math_answers import read_expected, read_response
+
 
 def exact_match(response: str, answer: str) -> dict[str, float | str]:
     """1 if the response equals the answer, ignoring white space around them."""
@@ -16,14 +18,15 @@ def exact_match(response: str, answer: str) -> dict[str, float | str]:
     return {"reward": float(given == answer.strip()), "answer": given}
 
 
-def math(response: str, answer: str) -> dict[str, float | str]:
-    r"""1 if the last expression, or that in `\boxed{}`, equals `answer` as mathematics: LaTeX, sets, units."""
-    from math_verify import parse, verify
+def math(response: str, answer: Any) -> dict[str, float | str]:
+    r"""1 if the last `\boxed{}` outside of thoughts, or the last expression, equals `answer` as mathematics.
 
-    found = parse(response)
-    wanted = parse(answer) or parse(f"${answer}$")
+    answer: LaTeX, a number or words. Raises DataError for None, and for a list of several.
+    """
+    expected = read_expected(answer)
+    response_answer = read_response(response)
     # Voting needs one text for equal answers: the parsed expression's, not the response's.
-    return {"reward": float(verify(wanted, found)), "answer": str(found[0]) if found else ""}
+    return {"reward": float(expected.equals(response_answer)), "answer": str(response_answer)}
 
 
 def format_tags(response: str) -> float:

@@ -38,6 +38,7 @@ from controller.data.prompts import (
 from controller.data.records import Record, check_loss_columns, check_teachers, read_records
 from controller.data.sample_functions import Functions
 from controller.lifecycle.judge_inputs import find_parser, question
+from controller.lifecycle.math_inputs import answer_warnings
 from controller.lifecycle.template_report import Examined, examine, short_lines
 from controller.lifecycle.user_functions import (
     Records,
@@ -83,7 +84,7 @@ class Tried:
     rollout.tools or function of rollout.agent, and function of run.step, or empty. tools: schemas of rollout.tools.
     identity: of the training data, for checkpoints. score, answered: of the reward and the environment, for an empty
     response to the first record. template: None for texts. functions: of samples. sampled: prompts of data.sampler.
-    parser: of a judge's answers.
+    parser: of a judge's answers. answer_warnings: answers that the math reward cannot read.
     """
 
     train: Records
@@ -101,6 +102,7 @@ class Tried:
     template: Examined | None
     functions: Functions
     sampled: Callable[[PromptDataset], SampledPrompts] | None
+    answer_warnings: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -178,6 +180,7 @@ def try_inputs(config: Config, log: Log = print, given: GivenFunctions = NONE_GI
         template,
         own_functions,
         sampler,
+        answer_warnings(config, train | held_out, log),
     )
 
 
@@ -197,6 +200,7 @@ def tried_lines(config: Config, tried: Tried) -> list[str]:
         *([f"{config.run.step}: imported, makes each step"] if tried.step else []),
         *(f"{value_of(config, key)}: {key}, tried on made-up samples" for key in tried.functions),
         *([f"{config.data.sampler}: data.sampler, tried on two steps"] if tried.sampled else []),
+        *(f"warning: {line}" for line in tried.answer_warnings),
     ]
 
 
@@ -324,6 +328,7 @@ def inputs_without_data(config: Config) -> Inputs:
         "weights": {},
         "first_prompt": "",
         "warnings": (),
+        "answer_warnings": (),
     }
     return Inputs(**nothing | empty)
 

@@ -78,6 +78,21 @@ def test_a_template_that_raises_on_a_later_prompt_names_the_record(workspace: Pa
     check_line(BadInput("later", ["chat.jsonl record 41 is not rendered", "TemplateError: no x"]), 2, line)
 
 
+def test_answers_that_the_math_reward_cannot_read_are_counted_before_a_run(workspace: Path) -> None:
+    answers = ["72", None, "{{", ["1", "2"], 0.5]
+    records = [{"prompt": "1+1=", "answer": answer} for answer in answers]
+    (workspace / "math.jsonl").write_text("\n".join(map(json.dumps, records)))
+    math = ["data.train=math.jsonl", "reward.function=workers.reward_functions:math", "data.validation=''"]
+    config = load(None, [*SETTINGS, *math])
+    tried = try_inputs(config)
+    refused, texts = tried.answer_warnings
+    assert all(part in refused for part in ("math.jsonl", "2 of 5", "record 2", "answer=None"))
+    assert all(part in texts for part in ("math.jsonl", "1 of 5", "record 3"))
+    assert f"warning: {refused}" in tried_lines(config, tried)
+    (workspace / "math.jsonl").write_text("\n".join(map(json.dumps, records[:1])))
+    assert try_inputs(config).answer_warnings == ()
+
+
 def test_an_environment_needs_a_template_that_shows_its_answers(workspace: Path) -> None:
     """Stock Qwen3's changes earlier turns, which does not matter."""
     (workspace / "chat.jsonl").write_text(json.dumps({"prompt": [{"role": "user", "content": "1+1="}]}))

@@ -1,0 +1,196 @@
+r"""Verdicts of the math reward, beside those of other graders on the same pairs.
+
+Columns of PAIRS: expected answer, response, right verdict, then what graders said: math-verify 0.9.0 (answer in `$`),
+verl's `math_reward` (string in the last box), `math_dapo` (strict box), `prime_math`; commit b178a3cd of verl.
+"""
+
+from collections.abc import Callable
+
+import pytest
+
+from workers.errors import DataError
+from workers.math_answers import examine_answers, read_expected
+from workers.reward_functions import math
+
+# fmt: off
+PAIRS = [
+    ("4", r"<think>\boxed{3}</think> \boxed{4}", 1, "0111"),
+    ("4", r"I get \boxed{3}, so the answer is \boxed{4}", 1, "0111"),
+    ("4", r"\boxed{3}, \boxed{4}", 0, "0111"),
+    ("3,4", r"\boxed{3}, \boxed{4}", 1, "1000"),
+    ("3,4", r"$\boxed{3}$ and $\boxed{4}$", 1, "1000"),
+    ("1, 2", r"\boxed{1, 2}", 1, "1111"),
+    ("1, 2", r"\boxed{2,1}", 1, "1000"),
+    ("1, 2", "1, 2", 1, "0001"),
+    ("1, 2", r"\boxed{2}", 0, "0000"),
+    ("1, 2", r"\boxed{1}", 0, "0000"),
+    ("y = 2x + 3", r"\boxed{y=2x+3}", 1, "1101"),
+    ("y = 2x + 3", "y = 2x+3", 1, "0001"),
+    ("y = 2x + 3", r"\boxed{2x + 3}", 1, "1101"),
+    ("y=2x+3", r"\boxed{3}", 0, "0000"),
+    ("3:2", r"\boxed{3:2}", 1, "1111"),
+    ("3:2", r"\boxed{3 : 2}", 1, "1100"),
+    ("3:2", "3:2", 1, "0001"),
+    ("3:2", "The ratio is $3:2$.", 1, "1000"),
+    ("3:2", "The ratio is 3:2.", 1, "0000"),
+    ("3:2", r"\boxed{2:3}", 0, "0000"),
+    ("3:2", r"\boxed{2}", 0, "0000"),
+    ("3:2", r"\boxed{3}", 0, "0000"),
+    ("3:2", r"\boxed{\frac{3}{2}}", 1, "1000"),
+    ("n=3k", r"\boxed{3}", 0, "0000"),
+    ("n=3k", r"\boxed{n=3k}", 1, "1111"),
+    ("n=3k", r"\boxed{3k}", 1, "1101"),
+    ("n=3k", "so n = 3k", 1, "0001"),
+    ("n=3k", "3", 0, "0000"),
+    ("1,000", r"\boxed{1000}", 1, "1001"),
+    ("1000", r"\boxed{1,000}", 1, "1001"),
+    ("72", "72", 1, "1001"),
+    ("72 apples", r"\boxed{72}", 1, "1000"),
+    ("72", r"\boxed{72 apples}", 1, "1000"),
+    ("72", r"\boxed{72\text{ apples}}", 1, "1101"),
+    ("50%", r"\boxed{0.5}", 1, "1001"),
+    (r"50\%", r"\boxed{50}", 1, "1101"),
+    ("50 percent", r"\boxed{50\%}", 1, "1000"),
+    ("#### 72", "72", 1, "1000"),
+    ("so 3\n#### 72", r"\boxed{72}", 1, "1000"),
+    ("72", "it is 3\n#### 72", 1, "1000"),
+    ("blue", r"\boxed{blue}", 1, "1111"),
+    ("blue", r"\boxed{\text{blue}}", 1, "1001"),
+    ("blue", "blue", 1, "0001"),
+    ("blue", r"\boxed{red}", 0, "0000"),
+    ("A", r"\boxed{A}", 1, "1111"),
+    ("A", r"\boxed{B}", 0, "0000"),
+    ("A", "The answer is A", 1, "0001"),
+    ("(A)", r"\boxed{A}", 1, "1001"),
+    ("Monday", r"\boxed{\text{Monday}}", 1, "1001"),
+    (r"\frac{1}{2}", r"\boxed{0.5}", 1, "1101"),
+    (r"\frac{1}{3}", r"\boxed{0.333}", 0, "0000"),
+    ("x^2+2x+1", r"\boxed{(x+1)^2}", 1, "1001"),
+    (r"\sqrt{8}", r"\boxed{2\sqrt{2}}", 1, "1001"),
+    ("(1,2)", r"\boxed{(1,2)}", 1, "1111"),
+    ("(1,2)", r"\boxed{(2,1)}", 0, "0000"),
+    ("[1,2)", r"\boxed{[1,2)}", 1, "1111"),
+    (r"\{1,2\}", r"\boxed{1,2}", 1, "1000"),
+    ("x>3", r"\boxed{(3,\infty)}", 1, "1000"),
+    (r"(3,\infty)", r"\boxed{x>3}", 1, "0000"),
+    (r"5\text{ cm}", r"\boxed{5}", 1, "1101"),
+    ("5 cm", r"\boxed{5}", 1, "1001"),
+    ("$5", r"\boxed{5}", 1, "1001"),
+    (r"\$5", r"\boxed{5}", 1, "0101"),
+    ("5", r"\boxed{\$5}", 1, "1101"),
+    (r"90^\circ", r"\boxed{90}", 1, "1101"),
+    ("90°", r"\boxed{90}", 1, "1000"),
+    ("2 pi", r"\boxed{2\pi}", 1, "0001"),
+    ("2π", r"\boxed{2\pi}", 1, "1000"),
+    ("2*x", r"\boxed{2x}", 1, "1001"),
+    ("sqrt(2)", r"\boxed{\sqrt{2}}", 1, "1001"),
+    ("1/2", r"\boxed{\frac{1}{2}}", 1, "1101"),
+    ("2^10", r"\boxed{1024}", 1, "1000"),
+    ("10!", r"\boxed{3628800}", 1, "1000"),
+    ("1e3", r"\boxed{1000}", 1, "0001"),
+    ("x=3", r"\boxed{3}", 1, "1101"),
+    ("3", r"\boxed{x=3}", 1, "1101"),
+    ("-3", r"\boxed{3}", 0, "0000"),
+    ("no solution", r"\boxed{\text{no solution}}", 1, "1001"),
+    (r"\text{Yes}", r"\boxed{Yes}", 1, "1001"),
+    ("12:30", r"\boxed{12:30}", 1, "1111"),
+    ("12:30", r"\boxed{1:30}", 0, "0000"),
+    ("3", r"<think> maybe \boxed{3}", 0, "1111"),
+    ("3", r"\boxed{3", 0, "0001"),
+    ("3", "", 0, "0000"),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\boxed{\begin{pmatrix}1\\2\end{pmatrix}}", 1, "1111"),
+    ("2", "So $x=1$ or $x=2$.", 0, "0001"),
+    (r"\pm 2", r"\boxed{2,-2}", 1, "1000"),
+    (r"\pm 2", r"\boxed{2}", 0, "0000"),
+    ("120_3", r"\boxed{120_3}", 1, "1111"),
+    (r"x \in \{1,2\}", r"\boxed{1,2}", 1, "1000"),
+    ("1 1/2", r"\boxed{1.5}", 1, "0001"),
+    (r"1\frac12", r"\boxed{1.5}", 1, "1001"),
+    ("3 million", r"\boxed{3000000}", 1, "0000"),
+    ("3", "Answer: 3", 1, "1001"),
+    ("3", "**Answer:** 3", 1, "1000"),
+    ("AB", r"\boxed{AB}", 1, "1111"),
+    ("ABCD", r"\boxed{ABDC}", 0, "1000"),
+    ("1,2,3", r"\boxed{1, 2, 3}", 1, "1101"),
+    ("1,2,3", r"\boxed{3,2,1}", 1, "1000"),
+    ("i", r"\boxed{i}", 1, "1111"),
+    ("1+2i", r"\boxed{2i+1}", 1, "1001"),
+    ("12 and 15", r"\boxed{12, 15}", 1, "1000"),
+    ("12 or 15", r"\boxed{15}", 0, "0000"),
+    ("2x", r"\boxed{2}", 0, "0000"),
+    ("x+2", r"\boxed{2}", 0, "0000"),
+    ("2m", r"\boxed{2}", 1, "1000"),
+    ("4", r"so \boxed{3}. Then \boxed{4}", 1, "0111"),
+    ("7", r"\(\boxed{7}\)", 1, "1111"),
+    ("10455", r"first \boxed{200}. Final Answer: The final answer is $10455$. I hope it is correct.", 1, "1001"),
+    ("ABCD", r"\boxed{ABCD}", 1, "1111"),
+    (r"1-\frac{1}{e}", r"\boxed{1+\frac{1}{e}}", 0, "0000"),
+    ("7,425,000", r"\boxed{7425000}", 1, "1001"),
+    (r"\text{east}", r"\boxed{\text{East}}", 1, "1001"),
+    (r"\frac{3}{4}", r"\boxed{75\%}", 1, "1000"),
+    (r"0.\overline{3}", r"\boxed{\frac{1}{3}}", 1, "0000"),
+    (r"11\frac{1}{4}", r"\boxed{11.25}", 1, "1001"),
+]
+# fmt: on
+DISAGREE = {
+    ("3:2", "The ratio is 3:2."),
+    ("n=3k", "so n = 3k"),
+    ("A", "The answer is A"),
+    (r"(3,\infty)", r"\boxed{x>3}"),
+    ("2 pi", r"\boxed{2\pi}"),
+    ("1e3", r"\boxed{1000}"),
+    ("1 1/2", r"\boxed{1.5}"),
+    ("3 million", r"\boxed{3000000}"),
+    (r"0.\overline{3}", r"\boxed{\frac{1}{3}}"),
+}
+"""Pairs on which the reward is wrong, by place: sentences without a box, and forms that math-verify does not read."""
+
+
+@pytest.mark.parametrize("place", range(len(PAIRS)))
+def test_the_verdict_is_right_but_for_the_listed_pairs(place: int) -> None:
+    answer, response, right, _ = PAIRS[place]
+    assert (math(response, answer)["reward"] == right) is ((answer, response) not in DISAGREE)
+
+
+def test_no_other_grader_is_right_more_often() -> None:
+    rights = [sum(int(verdicts[grader]) == right for _, _, right, verdicts in PAIRS) for grader in range(4)]
+    assert len(PAIRS) - len(DISAGREE) > max(rights)
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [(0.5, "0.5"), (72.0, "72.0"), (1e-7, "0.0000001"), (10**20, str(10**20)), (["3"], "3"), ((4,), "4")],
+)
+def test_numbers_and_lists_of_one_are_read_as_texts(answer: object, text: str) -> None:
+    assert math(rf"\boxed{{{text}}}", answer)["reward"] == 1
+    assert math(r"\boxed{-77}", answer)["reward"] == 0
+
+
+@pytest.mark.parametrize("answer", [None, "", " ", [], ["1", "2"], {"a": 1}, True, float("nan"), float("inf"), [None]])
+def test_another_type_of_answer_is_refused_by_name(answer: object) -> None:
+    with pytest.raises(DataError, match="answer="):
+        math(r"\boxed{1}", answer)
+
+
+@pytest.mark.parametrize(
+    "answer", ["1, 2", "y = 2x + 3", "3:2", "n=3k", r"\frac{1}{2}", "no solution", "(1, 2]", "x>3"]
+)
+@pytest.mark.parametrize("write", [str, r"\boxed{{{}}}".format, "${}$".format, "<think>7</think>\n{}".format])
+@pytest.mark.parametrize("space", [lambda text: text, lambda text: text.replace(" ", "  "), lambda text: f" {text} "])
+def test_an_answer_equals_itself(answer: str, write: Callable[[str], str], space: Callable[[str], str]) -> None:
+    assert math(write(space(answer)), answer)["reward"] == 1
+
+
+@pytest.mark.parametrize(("opens", "closes"), [("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("", "</think>")])
+def test_boxes_in_thoughts_do_not_answer(opens: str, closes: str) -> None:
+    thought = rf"{opens} maybe \boxed{{3}} {closes}"
+    assert math(rf"{thought} \boxed{{4}}", "4")["reward"] == 1
+    assert math(thought, "3")["reward"] == 0
+    assert math(rf"{thought} the answer is 5", "5")["reward"] == 1
+
+
+def test_answers_are_examined_by_kind() -> None:
+    examined = examine_answers(["72", None, "{{", r"\frac{1}{2}", ["1", "2"]])
+    assert [place for place, _ in examined["refused"]] == [1, 4]
+    assert examined["texts"] == [2]
+    assert not read_expected("{{").is_mathematics

@@ -1,0 +1,173 @@
+r"""Read answers for the reward `math`: what a response answers, and what a record expects.
+
+response --after its thoughts--> last \boxed{}, or text after ####, or all --math-verify--> expressions
+answer   --by type-->            text                                      --math-verify--> expressions
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from numbers import Number
+from typing import Any
+
+from workers.errors import DataError, clause, quoted
+
+THOUGHT = r"(?:think|thinking|thought|seed:think)"
+END_OF_THOUGHT = re.compile(rf"</{THOUGHT}>|\[/THINK\]|◁/think▷")
+START_OF_THOUGHT = re.compile(rf"<{THOUGHT}>|\[THINK\]|◁think▷")
+BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+LAYOUT = r"(?:\s|\$|\\(?:q?quad|[()\[\],; ]))*"
+JOINED = r"(?:[,;]\s*(?:and|or)?|and|or)"
+# Such as `\) and \( y =`. A comma in a sentence joins nothing: "\boxed{3}, so the answer is \boxed{4}".
+BETWEEN_BOXES = re.compile(rf"{LAYOUT}(?:{JOINED}|\\text\{{\s*{JOINED}\s*\}}){LAYOUT}(?:[A-Za-z]\w*\s*=\s*)?")
+MARKED_MATHEMATICS = re.compile(r"\$[^$]+\$|\\\(.+\\\)|\\\[.+\\\]", re.DOTALL)
+WHOLE = re.compile(r"\$+([^$]+)\$+")
+FACTORS = r"percent|pct|dozen|hundred|thousand|million|billion|trillion"
+COUNTED_THINGS = re.compile(rf"(-?[\d.,]*\d)\s+(?!{FACTORS})[A-Za-z]{{3,}}(?:\s+[A-Za-z]+)*\.?")
+WORDS = re.compile(r"(?:\\text\s*\{)?\s*([A-Za-z]{4,}|[A-Za-z]+(?: [A-Za-z]+)+)\s*\}?")
+WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
+FINAL = "####"  # of GSM8K
+FINAL_SENTENCE = "final answer is"  # of Minerva's prompts, which boxes of intermediate results may precede
+
+
+@dataclass(frozen=True)
+class MathAnswer:
+    """An answer. expressions: of math-verify, SymPy's and texts. text: without white space."""
+
+    expressions: Sequence[Any]
+    text: str
+
+    @property
+    def is_mathematics(self) -> bool:
+        """Whether math-verify can compare it, not only its text."""
+        return any(not isinstance(each, str) for each in self.expressions)
+
+    def equals(self, other: "MathAnswer") -> bool:
+        """Whether `other`, of a response, is this record's answer."""
+        from math_verify import verify
+
+        same_text = bool(self.text) and self.text == other.text
+        return same_text or bool(verify(list(self.expressions), list(other.expressions)))
+
+    def __str__(self) -> str:
+        return str(self.expressions[0]) if self.expressions else ""
+
+
+def read_expected(answer: Any) -> MathAnswer:
+    """Read a record's answer: a text, a number, or a list with one of them. Raises DataError for another."""
+    text = _text_of(answer)
+    whole = WHOLE.fullmatch(text)
+    return _read_bare(whole[1]) if whole else _read_marked(text) or _read_bare(text)
+
+
+def examine_answers(answers: Sequence[Any]) -> dict[str, list[Any]]:
+    """Return the places of `refused` answers, with the reasons, and of those that are compared as `texts`."""
+    refused = list[tuple[int, str]]()
+    texts = list[int]()
+    for place, answer in enumerate(answers):
+        try:
+            if not read_expected(answer).is_mathematics:
+                texts.append(place)
+        except DataError as error:
+            refused.append((place, clause(error)))
+    return {"refused": refused, "texts": texts}
+
+
+def read_response(response: str) -> MathAnswer:
+    """Read what a response answers outside of its thoughts."""
+    text = without_thoughts(response)
+    # A sentence is not one expression: math-verify looks for the last one in it.
+    return _read_marked(text) or (_read_prose(text) if WORD.search(text) or "\n" in text else _read_bare(text))
+
+
+def without_thoughts(response: str) -> str:
+    """Return the text after the last thought, and before one that does not end."""
+    text = END_OF_THOUGHT.split(response)[-1]
+    return START_OF_THOUGHT.split(text)[0].strip()
+
+
+def _text_of(answer: Any) -> str:
+    value = answer[0] if isinstance(answer, (list, tuple)) and len(answer) == 1 else answer
+    if isinstance(value, str) and value.strip():
+        return value.strip()
+    if isinstance(value, Number) and not isinstance(value, bool):
+        try:
+            number = Decimal(str(value))
+        except InvalidOperation:
+            number = Decimal("nan")
+        if number.is_finite():
+            return f"{number:f}"  # 1e-07 would be a product of e
+    raise DataError(f"answer={quoted(answer)}: not a text or a finite number. Write one of them in the record.")
+
+
+def _read_marked(text: str) -> MathAnswer | None:
+    from math_verify import parse
+
+    if BOX.search(text):
+        contents, rest = last_boxes(text)
+        after = parse(rest) if FINAL_SENTENCE in rest.lower() else []
+        return MathAnswer(after, "") if after else _read_bare(contents)
+    if MARKED_MATHEMATICS.search(text):
+        return MathAnswer(parse(text), _squeezed(text))
+    return _read_bare(text.rpartition(FINAL)[2]) if FINAL in text else None
+
+
+def _read_prose(text: str) -> MathAnswer:
+    from math_verify import parse
+
+    return MathAnswer(parse(text), _squeezed(text))
+
+
+def _read_bare(text: str) -> MathAnswer:
+    """Read a text that is all mathematics, as in a box, or words."""
+    from math_verify import parse
+
+    text = text.strip()
+    if words := WORDS.fullmatch(text):  # as mathematics, ABCD is a product and equals ABDC
+        return MathAnswer(parse(f"\\boxed{{\\text{{{words[1]}}}}}"), _squeezed(words[1]).lower())
+    counted = COUNTED_THINGS.fullmatch(text)
+    expression = counted[1] if counted else text.replace("°", r"^\circ")
+    return MathAnswer(parse(f"\\boxed{{{expression}}}") if expression else [], _squeezed(text))
+
+
+def last_boxes(text: str) -> tuple[str, str]:
+    r"""Return the content of the last `\boxed{}`, with those before it that a comma, "and" or "or" joins to it.
+
+    Returns also the text after it. The content is "" if the last box does not end.
+    """
+    contents = list[str]()
+    rest = ""
+    next_start = len(text)
+    for start, first, end in reversed(list(_boxes(text))):
+        if contents and not BETWEEN_BOXES.fullmatch(text[end + 1 : next_start]):
+            break
+        if end == len(text):
+            return "", ""
+        rest = rest if contents else text[end + 1 :]
+        contents.insert(0, text[first:end])
+        next_start = start
+    return ", ".join(contents), rest
+
+
+def _boxes(text: str) -> Iterator[tuple[int, int, int]]:
+    """Yield each box outside of others: its start, and the start and end of its content."""
+    end = 0
+    for match in BOX.finditer(text):
+        if match.start() >= end:
+            end = _closing_brace(text, match.end())
+            yield match.start(), match.end(), end
+
+
+def _closing_brace(text: str, start: int) -> int:
+    """Return the place of the brace that closes one before `start`, or the text's length."""
+    depth = 1
+    for brace in re.finditer(r"\\.|[{}]", text[start:], re.DOTALL):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if not depth:
+            return start + brace.start()
+    return len(text)
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split()).strip("$")
