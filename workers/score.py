@@ -51,22 +51,41 @@ def is_finite(number: float) -> bool:
 
 
 def as_score(value: Any, response: str, *, of: str = "the reward function") -> Score:
-    """Convert a finite number, or a mapping with `reward`, others and perhaps `answer`. Raises DataError.
+    """Convert a finite number, or a mapping with `reward` (verl: `score`), others and perhaps `answer` (`pred`).
 
-    of: what returned it.
+    Raises DataError, which names a part that is no number. of: what returned it.
     """
-    parts = dict(value) if isinstance(value, Mapping) else {"reward": value}
+    parts = _with_our_names(value) if isinstance(value, Mapping) else {"reward": value}
     if "reward" not in parts:
         raise DataError(f"{of} returned a mapping without 'reward': {quoted(list(parts))}.")
     answer = parts.pop("answer", None)
-    try:
-        numbers = {str(name): float(part) for name, part in parts.items()}
-    except Exception:  # converting a value may raise anything
-        numbers = {"reward": float("nan")}
-    if not all(map(is_finite, numbers.values())):
+    numbers = {str(name): _number(part) for name, part in parts.items()}
+    bad = [name for name, number in numbers.items() if not is_finite(number)]
+    if bad:
         told = f"it returned {quoted(value)} for {quoted(response)}"
-        raise DataError(f"{of} must return finite float32 numbers, {told}.")
+        place = f", where {_said(value, bad[0])}" if isinstance(value, Mapping) else ""
+        raise DataError(f"{of} must return finite float32 numbers, {told}{place}.")
     return Score(numbers.pop("reward"), response, numbers, "" if answer is None else str(answer))
+
+
+def _with_our_names(value: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Rename verl's `score` and `pred`, where the mapping has no `reward`."""
+    if "reward" in value or "score" not in value:
+        return dict(value)
+    names = {"score": "reward"} if "answer" in value else {"score": "reward", "pred": "answer"}
+    return {names.get(name, name): part for name, part in value.items()}
+
+
+def _said(value: Mapping[Any, Any], name: str) -> str:
+    name = "score" if name == "reward" and "reward" not in value else name
+    return f"{name!r} is {quoted(value.get(name))}"
+
+
+def _number(part: Any) -> float:
+    try:
+        return float(part)
+    except Exception:  # converting a value may raise anything
+        return float("nan")
 
 
 def add_environment(score: Score, environment: Score, *, as_part: bool) -> Score:

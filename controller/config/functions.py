@@ -16,6 +16,7 @@ from typing import Any
 from workers.errors import ConfigError, clause
 from workers.user_code.functions import Signature
 from workers.user_code.rewards import RAW
+from workers.user_code.verl_form import SOLUTION, TRUTH, is_verl_form, sources_of
 
 GIVEN = "callable:"  # prefix of the name, in settings, of a function given to a call
 RESPONSES = {"response", "responses"}
@@ -109,7 +110,8 @@ def requested_columns(
 ) -> tuple[str, ...]:
     """Return the record columns, and `response_raw`, that the function takes besides `response` or `responses`.
 
-    key: its setting. Raises ConfigError if it takes neither, or requires a column that the data lack.
+    A function with `solution_str` takes verl's arguments. key: its setting. Raises ConfigError if it takes none of
+    these, or requires a column that the data lack.
     """
     names = set(signature.names)
     if "completions" in signature.required:
@@ -117,11 +119,28 @@ def requested_columns(
             f"{key}={name!r} takes 'completions', as rewards of TRL do. Here it takes 'responses', the texts "
             "of all samples, or 'response', a single text, and returns a number for each (see docs/migration.md)."
         )
+    if "solution_strs" in signature.required:
+        raise ConfigError(
+            f"{key}={name!r} takes 'solution_strs', as verl's batch manager gives. Here it takes 'solution_str' with "
+            "verl's other arguments, or 'responses', the texts of all samples, with lists of columns."
+        )
+    if is_verl_form(names):
+        return _verl_columns(signature, record, f"{key}={name!r}")
     if len(names & RESPONSES) != 1 and not signature.takes_all:
         raise ConfigError(f"{key}={name!r} must take a parameter 'response', or 'responses' for many at once.")
     offered = set(record)
     taken = requested_names(key, name, signature, offered | RESPONSES | {RAW})
     return tuple(each for each in taken if each not in RESPONSES and (each in offered or each in names))
+
+
+def _verl_columns(signature: Signature, record: Mapping[str, Any], which: str) -> tuple[str, ...]:
+    sources = sources_of(signature.names, record)
+    if lacking := sorted(set(signature.required) - sources.keys() - {SOLUTION, "extra_info"}):
+        raise ConfigError(
+            f"{which}: it takes verl's arguments, but the first record has nothing for {', '.join(lacking)}. Add the "
+            f"columns ({TRUTH} counts as ground_truth), or write `def reward(response, ...)` with columns of the data."
+        )
+    return tuple(sorted(set(sources.values())))
 
 
 def requested_names(key: str, name: str, signature: Signature, offered: Iterable[str]) -> tuple[str, ...]:

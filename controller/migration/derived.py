@@ -101,7 +101,6 @@ def _verl(theirs: Theirs, ours: Ours, to_decide: list[str]) -> None:
     if path:
         name = theirs.get("*custom_reward_function.name") or "compute_score"
         ours["reward.function"] = f"{path}:{name}"
-        to_decide.append(f"reward.function={path}:{name}: takes other arguments here, see docs/migration.md#verl.")
     elif manager := theirs.get("*reward_manager") or theirs.get("*reward_manager.*"):
         to_decide.append(f"reward.function: verl's reward manager {manager} scores by data source. Write a function.")
     if "run.dir" in ours:

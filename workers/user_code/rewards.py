@@ -18,6 +18,7 @@ import cloudpickle
 from workers.errors import BallastError, ConfigError, DataError, named, quoted
 from workers.score import Score, as_score, weighted
 from workers.user_code.process import RAISED, START_SECONDS, NoAnswerError, UserProcess
+from workers.user_code.verl_form import is_verl_form, verl_arguments
 
 # These stand among a record's columns, for functions that name them.
 RAW = "response_raw"  # the response with its special tokens
@@ -29,6 +30,7 @@ class RewardFunction:
     """A user's function or coroutine function, unpickled only in the process. name: for metrics. weight: in the reward.
 
     It gets `response`, a text, and the record's `columns`. With a parameter `responses`, lists of all samples at once.
+    With `solution_str`, verl's arguments.
     """
 
     name: str
@@ -113,7 +115,9 @@ def try_rewards(functions: Sequence[RewardFunction], record: Mapping[str, Any], 
 class Scorer:
     def __init__(self, functions: list[RewardFunction], timeout_s: float, concurrency: int) -> None:
         self._functions = {each: cloudpickle.loads(each.packed) for each in functions}
-        self._batched = [f for f, function in self._functions.items() if "responses" in signature(function).parameters]
+        parameters = {each: list(signature(function).parameters) for each, function in self._functions.items()}
+        self._batched = [function for function, names in parameters.items() if "responses" in names]
+        self._verl_names = {function: names for function, names in parameters.items() if is_verl_form(names)}
         self._timeout_s, self._loop = timeout_s, asyncio.new_event_loop()
         self._room = asyncio.Semaphore(concurrency)
 
@@ -144,6 +148,8 @@ class Scorer:
 
     async def _score_one(self, function: RewardFunction, call: Call) -> Any:
         columns = {name: call.columns[name] for name in function.columns if name in call.columns}
+        if names := self._verl_names.get(function):
+            return await self._result(function, verl_arguments(names, call.response, columns))
         return await self._result(function, {"response": call.response} | columns)
 
     async def _score_batch(self, function: RewardFunction, calls: list[Call]) -> list[Any]:

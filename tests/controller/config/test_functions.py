@@ -50,6 +50,64 @@ def test_a_parameter_that_is_missing_or_has_no_column_is_named(reward: Callable[
         requested_columns(signature_of(reward), RECORD, "f")
 
 
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):  # type: ignore[no-untyped-def]
+    return float(solution_str == ground_truth)
+
+
+VERL = {"prompt": [], "data_source": "gsm8k", "reward_model": {"style": "rule", "ground_truth": "4"}}
+
+
+def test_verls_arguments_come_from_its_columns() -> None:
+    taken = requested_columns(signature_of(compute_score), VERL | {"extra_info": {}, "answer": "5"}, "f")
+    assert taken == ("data_source", "extra_info", "reward_model")
+    taken = requested_columns(signature_of(compute_score), VERL | {"ground_truth": "4"}, "f")
+    assert taken == ("data_source", "ground_truth")
+    assert requested_columns(signature_of(lambda solution_str, **rest: 0.0), VERL, "f") == ()
+
+
+@pytest.mark.parametrize(
+    ("record", "named"),
+    [
+        ({"prompt": ""}, ("data_source", "ground_truth")),
+        ({"prompt": "", "data_source": "x", "reward_model": {"style": "rule"}}, ("ground_truth",)),
+        ({"prompt": "", "data_source": "x", "reward_model": "rule"}, ("ground_truth", "reward_model.ground_truth")),
+    ],
+)
+def test_what_records_lack_for_verls_arguments_is_named(record: dict[str, Any], named: tuple[str, ...]) -> None:
+    for name in named:
+        with refused(name):
+            requested_columns(signature_of(compute_score), record, "f")
+
+
+def test_verls_batched_form_is_named() -> None:
+    with refused("'solution_strs'"):
+        requested_columns(signature_of(lambda data_sources, solution_strs, ground_truths, extra_infos: 0.0), VERL, "f")
+
+
+def test_verls_mapping_is_read() -> None:
+    score = as_score({"score": 0.5, "acc": True, "pred": "4"}, "x")
+    assert (score.reward, score.parts, score.answer) == (0.5, {"acc": 1.0}, "4")
+    assert as_score({"score": 0.0, "acc": False, "pred": None}, "x").answer == ""
+    assert as_score({"reward": 1.0, "score": 0.5}, "x").parts == {"score": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        ({"reward": 1.0, "exact": None}, "'exact' is None"),
+        ({"reward": None, "exact": 1.0}, "'reward' is None"),
+        ({"score": None, "acc": True}, "'score' is None"),
+        ({"score": 1.0, "note": "good"}, "'note' is 'good'"),
+        ({"reward": 1.0, "exact": [1]}, "'exact' is [1]"),
+        ({"reward": float("inf")}, "'reward' is inf"),
+    ],
+)
+def test_a_part_that_is_no_number_is_named(value: dict[str, Any], named: str) -> None:
+    with pytest.raises(DataError) as caught:
+        as_score(value, "x")
+    assert named in str(caught.value)
+
+
 def test_a_reward_is_a_number_or_a_mapping_with_one() -> None:
     assert as_score(1, "x").reward == 1.0
     score = as_score({"reward": 0.5, "exact": True}, "x")
@@ -60,7 +118,7 @@ def test_a_reward_is_a_number_or_a_mapping_with_one() -> None:
 NAN = float("nan")
 
 
-@pytest.mark.parametrize("value", [None, "high", {"score": 1.0}, NAN, float("inf"), {"reward": 1.0, "exact": NAN}])
+@pytest.mark.parametrize("value", [None, "high", {"scores": 1.0}, NAN, float("inf"), {"reward": 1.0, "exact": NAN}])
 def test_what_is_no_reward_is_refused(value: object) -> None:
     with refused("'x'" if not isinstance(value, dict) or "reward" in value else "'reward'", DataError):
         as_score(value, "x")

@@ -146,6 +146,24 @@ def test_every_failure_costs_its_sample_alone(process: Callable) -> None:
     assert scores[-1].answer == "ccc"
 
 
+async def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, int]) -> object:
+    extra_info["calls"] = extra_info.get("calls", 0) + 1  # what one call writes, another one does not read
+    return {"score": float(solution_str == ground_truth), "acc": extra_info["calls"] == 1, "pred": data_source}
+
+
+@pytest.mark.parametrize("truth", [{"ground_truth": "4"}, {"reward_model": {"ground_truth": "4", "style": "rule"}}])
+@pytest.mark.parametrize("extra", [{}, {"extra_info": None}, {"extra_info": {"index": 3}}])
+def test_verls_compute_score_runs_as_it_is(
+    process: Callable, truth: dict[str, object], extra: dict[str, object]
+) -> None:
+    columns = {"data_source": "gsm8k"} | truth | extra
+    functions = packed(compute_score, columns=tuple(columns))
+    scores = process(functions).run([Call(number, text, columns) for number, text in enumerate("445")])
+    assert [score.failure for score in scores.values()] == [""] * 3
+    assert [score.reward for score in scores.values()] == [1.0, 1.0, 0.0]
+    assert [(score.parts, score.answer) for score in scores.values()] == [({"acc": 1.0}, "gsm8k")] * 3
+
+
 def test_half_a_character_of_a_function_stays_in_its_process(process: Callable) -> None:
     def halves(response: str) -> dict[str, object]:
         if response == "raises":
