@@ -3,13 +3,17 @@
 values of each function --as_score--> Score of each --weighted--> Score of the sample
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from workers.errors import DataError, quoted
 
 LARGEST = 3.4e38  # the largest float32
+OWN_PARTS = {"environment", "agent", "judge", "model", "overlong_penalty", "shaping"}
+OWN_METRICS = {"reward", "mean", "std", "failures", "kl", "kl_coefficient", "greedy"}
+OWN_NAMES = re.compile(r"(?:pass|maj)@\d+|(?:judge|tools)/.*")
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,28 @@ class Score:
 
 def is_finite(number: float) -> bool:
     return -LARGEST < number < LARGEST
+
+
+def is_reserved(part: str) -> bool:
+    """Whether a part of a reward with this name would replace a number of Ballast's own."""
+    return part in OWN_PARTS | OWN_METRICS or OWN_NAMES.fullmatch(part) is not None
+
+
+def part_named(function: str) -> str:
+    """Return the name of a function's reward among the parts, if several are weighted. Many are called `reward`."""
+    return f"{function}_function" if is_reserved(function) else function
+
+
+def check_parts(parts: Iterable[str], environment: Iterable[str] = (), *, ours: Iterable[str] = ()) -> None:
+    """Raise DataError for a part that has a name of ours, or that reward functions and the environment both give.
+
+    environment: parts of the environment or agent, among which are `ours`.
+    """
+    own = set(environment) - set(ours)
+    if names := sorted(filter(is_reserved, {*parts, *own})):
+        raise DataError(f"reward part {names[0]!r}: Ballast has a number of this name. Rename the part.")
+    if names := sorted(own & set(parts)):
+        raise DataError(f"reward part {names[0]!r}: reward functions and the environment both give it. Rename one.")
 
 
 def as_score(value: Any, response: str, *, of: str = "the reward function") -> Score:
@@ -124,7 +150,8 @@ def weighted(scores: Mapping[str, Score], weights: Mapping[str, float], response
     if len(scores) == 1:
         ((name, score),) = scores.items()
         return Score(weights[name] * score.reward, response, score.parts, score.answer)
-    parts = {name: score.reward for name, score in scores.items()}
-    parts |= {f"{name}/{part}": value for name, score in scores.items() for part, value in score.parts.items()}
+    parts = {part_named(name): score.reward for name, score in scores.items()}
+    for name, score in scores.items():
+        parts |= {f"{part_named(name)}/{part}": value for part, value in score.parts.items()}
     answer = next((score.answer for score in scores.values() if score.answer), "")
     return Score(sum(weights[name] * score.reward for name, score in scores.items()), response, parts, answer)

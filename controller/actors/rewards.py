@@ -18,8 +18,9 @@ from workers.placeholders import Placed
 from workers.remote_batch import stored
 from workers.roles.reward import RewardWorker, ScoreRequest, texts_of
 from workers.rollout.requests import SampleResult
-from workers.score import Score, add_environment
+from workers.score import Score, add_environment, check_parts
 from workers.user_code.rewards import MESSAGES, RewardFunction
+from workers.user_code.tools import TOOL_PARTS
 
 # Scoring is stateless and blocks outlive the actor: Ray may restart the actor and retry the call.
 AGAIN = {"max_restarts": 3, "max_task_retries": 3}
@@ -105,9 +106,14 @@ class RewardPool:
         return AutoTokenizer.from_pretrained(self._tokenizer_path, trust_remote_code=False)
 
     def joined(self, results: Sequence[SampleResult], scores: Sequence[Score]) -> dict[tuple[str, int], Score]:
-        """Return scores by key, with environments'. Raises WorkerError for a failure with reward.on_failure=stop."""
+        """Return scores by key, with environments'.
+
+        Raises WorkerError for a failure with reward.on_failure=stop, DataError for a reserved name of a part.
+        """
         found = {}
         for result, score in zip(results, scores, strict=True):
+            played = result.environment.parts if result.environment is not None else ()
+            check_parts(score.parts, played, ours=("agent", *TOOL_PARTS))
             if result.environment is not None:
                 joint = add_environment(score, result.environment, as_part=self._adds)
                 score = replace(joint, scored=score.scored)

@@ -1,8 +1,9 @@
 import numpy as np
 import pytest
 
+from workers.errors import DataError
 from workers.roles.reward import last_turn, turns
-from workers.score import Score, add_environment, with_texts
+from workers.score import Score, add_environment, check_parts, weighted, with_texts
 
 SCORED = Score(0.5, "text", {"format": 0.5}, "42")
 
@@ -31,6 +32,32 @@ def test_an_environments_opening_stands_before_what_was_written_after_it() -> No
 def test_a_failure_of_either_is_the_samples(scored: Score, environment: Score) -> None:
     credit = tuple((tokens, 0.0, state) for tokens, _, state in environment.credit)
     assert add_environment(scored, environment, as_part=True) == Score(0.0, "text", failure="it", credit=credit)
+
+
+METRICS = ["reward", "mean", "std", "failures", "kl", "kl_coefficient", "greedy", "pass@4", "maj@2", "tools/calls"]
+PARTS = ["environment", "shaping", "overlong_penalty", "model", "judge", "judge/clarity"]
+
+
+@pytest.mark.parametrize("name", [*METRICS, *PARTS])
+def test_a_part_with_a_name_of_ours_is_refused(name: str) -> None:
+    for parts, environment in (((name,), ()), ((), (name,)), (("format", name), ("moves",))):
+        with pytest.raises(DataError, match=f"'{name}'"):
+            check_parts(parts, environment)
+    check_parts(("format",), (name, "moves"), ours=(name,))
+
+
+@pytest.mark.parametrize("name", [name for name in METRICS + PARTS if name.isidentifier()])
+def test_a_function_with_a_name_of_ours_replaces_no_number(name: str) -> None:
+    scores = {name: Score(9.0, ""), "exact": Score(0.25, "", {"mean": 4.0})}
+    score = weighted(scores, {name: 0.0, "exact": 1.0}, "")
+    assert (score.reward, score.parts) == (0.25, {f"{name}_function": 9.0, "exact": 0.25, "exact/mean": 4.0})
+    check_parts(score.parts)
+
+
+def test_a_part_of_both_reward_function_and_environment_is_refused() -> None:
+    with pytest.raises(DataError, match="'format'"):
+        check_parts(("exact", "format"), ("format",))
+    check_parts(("means", "f/mean", "kl_term", "model_calls"), ("format",))
 
 
 @pytest.mark.parametrize(

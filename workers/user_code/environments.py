@@ -17,6 +17,7 @@ import cloudpickle
 
 from workers.environment import Observation, Text, Turn, as_observation, as_opening
 from workers.errors import BallastError, ConfigError, EpisodeError
+from workers.score import check_parts
 from workers.user_code.process import START_SECONDS, Fork, NoAnswerError, UserProcess
 
 PLAYER = "workers.user_code.environments:Player"
@@ -114,12 +115,14 @@ def try_environment(packed: bytes, record: dict[str, Any], timeout_s: float) -> 
         source.receive(START_SECONDS)
         process = source.fork()  # as in a run
         opening = call(process, timeout_s, "reset", record)
-        return Answered(opening, Observation(**call(process, timeout_s, "step", Turn(""))))
+        observation = Observation(**call(process, timeout_s, "step", Turn("")))
     except (NoAnswerError, EpisodeError) as error:
         failure = f"the import {error}" if isinstance(error, NoAnswerError) else str(error).rstrip(".")
         raise ConfigError(f"rollout.environment failed on the first record and an empty response: {failure}.") from None
     finally:
         source.end()
+    check_parts((), observation.parts)
+    return Answered(opening, observation)
 
 
 def call(process: Fork, timeout_s: float, method: str, argument: Any, setting: str = "reward.timeout_s") -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 import cloudpickle
 
 from workers.errors import BallastError, ConfigError, DataError, named, quoted
-from workers.score import Score, as_score, weighted
+from workers.score import Score, as_score, check_parts, weighted
 from workers.user_code.process import RAISED, START_SECONDS, NoAnswerError, UserProcess
 from workers.user_code.verl_form import is_verl_form, verl_arguments
 
@@ -97,7 +97,10 @@ class RewardProcess:
 
 
 def try_rewards(functions: Sequence[RewardFunction], record: Mapping[str, Any], timeout_s: float) -> Score:
-    """Score an empty response to a record. Raises ConfigError, because a function must score any text."""
+    """Score an empty response to a record. Raises ConfigError, because a function must score any text.
+
+    Raises DataError for a reserved name of a part.
+    """
     process = RewardProcess(functions, timeout_s=timeout_s, concurrency=1, quiet=True)
     try:
         score = process.run([Call(0, "", {**record, RAW: ""})])[0]
@@ -106,6 +109,7 @@ def try_rewards(functions: Sequence[RewardFunction], record: Mapping[str, Any], 
     if score.failure:
         failure = score.failure.rstrip(".")
         raise ConfigError(f"reward.function failed on the first record and an empty response: {failure}.")
+    check_parts(score.parts)
     return score
 
 

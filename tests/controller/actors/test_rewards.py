@@ -13,8 +13,11 @@ from controller.config.sections import RewardConfig
 from controller.data.prompts import Prompt
 from controller.rollout.samples import assemble
 from workers.dataproto import DataProto
+from workers.errors import DataError
 from workers.rollout.requests import SampleResult
+from workers.score import Score
 from workers.user_code.rewards import RewardFunction
+from workers.user_code.tools import TOOL_PARTS
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 LONG = 3_000
@@ -25,6 +28,22 @@ def rows(count: int, ids: list[int]) -> list[dict[str, np.ndarray]]:
     found = [np.array([*ids[:2], *[ids[0]] * (LONG - 1), ids[row]], np.int32) for row in range(count)]
     versions = np.array([-1, -1, *[0] * LONG], np.int32)
     return [{"input_ids": each, "weight_versions": versions} for each in found]
+
+
+@pytest.mark.parametrize(
+    ("parts", "environment"),
+    [({"mean": 9.0}, None), ({"mean": 9.0}, {}), ({}, {"std": 1.0}), ({"format": 1.0}, {"format": 0.0})],
+)
+def test_the_first_sample_with_a_reserved_part_ends_the_run(
+    parts: dict[str, float], environment: dict[str, float] | None
+) -> None:
+    pool = object.__new__(RewardPool)  # joining starts nothing
+    pool._adds, pool._on_failure = True, "zero"
+    played = None if environment is None else Score(1.0, "", environment)
+    with pytest.raises(DataError, match="reward part"):
+        pool.joined([SampleResult("a", 0, 2, 3, "stop", 0, environment=played)], [Score(0.25, "", parts)])
+    tools = Score(1.0, "", dict.fromkeys((*TOOL_PARTS, "agent"), 1.0))
+    pool.joined([SampleResult("a", 0, 2, 3, "stop", 0, environment=tools)], [Score(0.25, "", {"exact": 1.0})])
 
 
 def test_long_texts_stay_with_the_tokens_and_outlive_their_reward_worker(stand_in_folder: Path) -> None:

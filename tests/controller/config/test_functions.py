@@ -108,6 +108,17 @@ def test_a_part_that_is_no_number_is_named(value: dict[str, Any], named: str) ->
     assert named in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["mean", "std", "kl", "failures", "environment"])
+def test_a_part_with_a_name_of_ours_is_refused_before_a_run(name: str) -> None:
+    def reward(response: str) -> dict[str, float]:
+        return {"reward": 0.25, name: 9.0}
+
+    packed = cloudpickle.dumps(reward)
+    with refused(f"reward part '{name}'", DataError):
+        try_rewards([RewardFunction("reward", 1.0, packed, ())], RECORD, 10)
+    try_rewards([RewardFunction("f", 1.0, packed, ()), RewardFunction("g", 1.0, packed, ())], RECORD, 10)  # f/mean
+
+
 def test_a_reward_is_a_number_or_a_mapping_with_one() -> None:
     assert as_score(1, "x").reward == 1.0
     score = as_score({"reward": 0.5, "exact": True}, "x")
