@@ -39,6 +39,10 @@ class RolloutError(BallastError):
     """Generation cannot continue: no engine is left, or none answers."""
 
 
+class UnfinishedError(RolloutError):
+    """No sample of a round was finished, though engines are there: they refused or failed these requests."""
+
+
 class CheckpointError(BallastError):
     """A checkpoint is broken, foreign, of another model, or could not be written. The error names its folder."""
 

@@ -23,7 +23,7 @@ from controller.observability.shown_text import other_columns, shortened, shown_
 from controller.observability.step_metrics import session_metrics
 from workers.config import TeacherConfig
 from workers.dataproto import ROUTED_EXPERTS, object_column, record_column
-from workers.errors import RolloutError
+from workers.errors import RolloutError, UnfinishedError
 from workers.remote_batch import IMAGES, RemoteBatch, places, stored
 from workers.roles.reward import LONGEST_SENT
 from workers.rollout.requests import COUNTS, LENGTH, TURNS, Branch, SampleResult
@@ -323,8 +323,8 @@ def assemble(
 ) -> RolloutBatch:
     """Join finished samples and scores by (uid, sample). `drop_failed` omits samples without a score.
 
-    dropped: the last failure of every dropped sample. token_columns: columns to keep. Raises RolloutError if no sample
-    is left.
+    dropped: the last failure of every dropped sample. token_columns: columns to keep. Raises UnfinishedError if no
+    sample is left.
     """
     kept = [(result, block) for result, block in samples if not (drop_failed and scores[result.key].failure)]
     found = [result for result, _ in kept]
@@ -332,7 +332,7 @@ def assemble(
     if not found:
         reasons = [result.error for result in dropped] + failures
         reason = reasons[0] if reasons else "none was requested"
-        raise RolloutError(f"no sample of this round was finished. The first was given up because {reason}")
+        raise UnfinishedError(f"no sample of this round was finished. The first was given up because {reason}")
     blocks, rows = [block for _, block in kept], [result.row for result in found]
     columns = {
         "uid": np.array([result.uid for result in found]),

@@ -98,7 +98,9 @@ def _guard(app: FastAPI, key: str) -> None:
     @app.exception_handler(404)
     @app.exception_handler(405)
     async def refuse(request: Request, error: Exception) -> Response:
-        asked = f"{request.method} {request.url.replace(scheme='', netloc='')}"
+        # Not request.url, which a malformed Host header makes raise.
+        query = request.scope["query_string"].decode("latin-1")
+        asked = f"{request.method} {request.scope['path']}{query and '?'}{query}"
         unknown = f"{asked:.200}: not supported. docs/serve.md says what is."
         told = str(error) if isinstance(error, RefusedError) else unknown
         return JSONResponse({"detail": told}, status_code=getattr(error, "status", 404))

@@ -23,7 +23,7 @@ from controller.serving import wire
 from controller.serving.checkpoints import Checkpoints, oldest_step, path_of, state_of
 from controller.serving.log import Call, CallLog
 from controller.serving.wire import Answer, RefusedError, json_answer
-from workers.errors import ConfigError, LostError, RolloutError
+from workers.errors import ConfigError, LostError, RolloutError, UnfinishedError
 from workers.model.checkpoint.checkpoint_folder import remove
 
 POLL_SECONDS = 20.0  # that a request for an answer waits: clients give up after 45
@@ -167,10 +167,10 @@ class Service:
         """Accept a call once, after the call before it. Returns its future's name. Raises RefusedError."""
         content = _content(kind, body)
         given = {"model_id": content.model_id, "seq_id": content.seq_id} if kind == "forward_backward" else content
-        if kind in BEGINNING and content.get("session_id"):
+        if kind in BEGINNING and wire.optional_text(content, "session_id"):
             model_id, seq_id = _name(content), 0
         else:
-            model_id, seq_id = wire.text(given, "model_id"), int(wire.number(given, "seq_id", -1, 1, 2**53))
+            model_id, seq_id = wire.text(given, "model_id"), wire.whole(given, "seq_id", -1, 1, wire.LARGEST)
         await self._turn(model_id, seq_id)
         if (number := self._numbers.get((model_id, seq_id))) is None:
             number = self._accept(kind, content, body, model_id, seq_id)
@@ -256,8 +256,9 @@ class Service:
     def _claim(self, request: dict[str, Any], again: bool) -> tuple[str, _Policy]:
         """Return the name of a new model, and its policy. Raises RefusedError while clients train all of them."""
         session, rank = wire.text(request, "session_id"), self.config.model.lora.rank
-        self.check_base(request.get("base_model") or self.base_model)
-        asked = (request.get("lora_config") or {}).get("rank")
+        self.check_base(wire.optional_text(request, "base_model") or self.base_model)
+        lora = {} if request.get("lora_config") is None else wire.mapping(request, "lora_config")
+        asked = None if lora.get("rank") is None else wire.whole(lora, "rank", 0, 1, 2**20)
         if rank and asked not in (None, rank):
             raise RefusedError(f"rank={asked!r:.20}: the server trains model.lora.rank={rank}. Ask for it.")
         self.heard(session)
@@ -345,7 +346,7 @@ class Service:
         path, adapter = path_of(request, "weights"), self._models[request["model_id"]].adapter
         state = state_of(path)
         there = path in self.checkpoints.deleted or self.checkpoints.is_complete(state)
-        if (there or request.get("overwrite")) and not again:
+        if (there or wire.flag(request, "overwrite")) and not again:
             raise RefusedError(f"path={path}: a name can be saved once. Choose another.")
 
         def begin(number: int) -> Future[Answer]:
@@ -355,8 +356,9 @@ class Service:
         return begin
 
     def _load(self, request: dict[str, Any], again: bool) -> Begin:
-        path, session, optimizer = wire.text(request, "path"), request.get("session_id"), bool(request.get("optimizer"))
-        state, model = self.checkpoints.state(path), request.get("model_id", "")
+        path, session = wire.text(request, "path"), wire.optional_text(request, "session_id")
+        optimizer = wire.flag(request, "optimizer")
+        state, model = self.checkpoints.state(path), wire.optional_text(request, "model_id")
         model, policy = self._claim(request, again) if session else (model, self._models[model])
 
         def begin(number: int) -> Future[Answer]:
@@ -370,14 +372,17 @@ class Service:
 
     def _publish(self, request: dict[str, Any], again: bool) -> Begin:
         model = wire.text(request, "model_id")
-        path, policy = path_of(request, "sampler_weights") if request.get("path") else "", self._models[model]
+        path = path_of(request, "sampler_weights") if wire.optional_text(request, "path") else ""
+        policy, kind = self._models[model], wire.optional_text(request, "kind")
+        if kind not in ("", "snapshot", "inflight"):
+            raise RefusedError(f"kind={kind!r:.40}: unknown. Choose snapshot or inflight.")
         if path in self.checkpoints.deleted and not again:
             raise RefusedError(f"path={path}: it was deleted. Choose another name.")
 
         def begin(number: int) -> Future[Answer]:
             sampler = f"{model}:sampler:{number}"
             sent = self._send(policy)
-            weights = NEWEST if request.get("kind") == "inflight" else policy.weights
+            weights = NEWEST if kind == "inflight" else policy.weights
             self._note(kind="sampler", name=sampler, model=model, weights=weights, path=path)
             answer = {"type": "save_weights_for_sampler", "path": path or None, "sampling_session_id": sampler}
             return self._answered(number, sent, lambda _: json_answer(**answer))
@@ -403,7 +408,8 @@ class Service:
 
     def create_sampler(self, request: dict[str, Any]) -> str:
         """Return the name of a sampler of the base model or of a model's newest weights. Raises RefusedError."""
-        path, name = request.get("model_path"), f"{wire.text(request, 'session_id')}:sampler:{uuid.uuid4().hex}"
+        path = wire.optional_text(request, "model_path")
+        name = f"{wire.text(request, 'session_id')}:sampler:{uuid.uuid4().hex}"
         if not path:
             self.check_base(wire.text(request, "base_model"))
         elif path not in self.checkpoints.samplers:
@@ -418,19 +424,19 @@ class Service:
 
     def sample(self, request: dict[str, Any]) -> dict[str, Any]:
         """Begin to sample, once a `seq_id` of the sampler. Returns its future. Raises RefusedError."""
-        sampler, seq_id = wire.text(request, "sampling_session_id"), int(wire.number(request, "seq_id", 0, 0, 2**53))
-        name, count = f"sample-{sampler}-{seq_id}", int(wire.number(request, "num_samples", 1, 1, 4096))
+        sampler, seq_id = wire.text(request, "sampling_session_id"), wire.whole(request, "seq_id", 0, 0, wire.LARGEST)
+        name, count = f"sample-{sampler}-{seq_id}", wire.whole(request, "num_samples", 1, 1, 4096)
         future = {"request_id": name, "sample_sequence_ids": [f"{name}-{n}" for n in range(count)]}
         if name in self._pending or name in self._samples:
             return future
         policy, version = self._sampled(sampler)
         longest = self.config.max_model_tokens
         prompt = wire.read_prompt(request, vocabulary=self._run.vocabulary, longest=longest - 1)
-        settings = wire.read_sampling(request, self.config.rollout.sampling)
+        settings = wire.read_sampling(request, self.config.rollout.sampling, self._run.vocabulary)
         if len(prompt) + settings.max_new_tokens > longest:
             raise RefusedError(f"max_tokens={settings.max_new_tokens}: with the prompt above {longest}. Ask for fewer.")
-        seed = (request.get("sampling_params") or {}).get("seed")
-        with_prompt = bool(request.get("prompt_logprobs"))
+        seed = wire.read_seed(request)
+        with_prompt = wire.flag(request, "prompt_logprobs")
         passed = [self._prompt_log_probs(prompt, policy, version)] if with_prompt and len(prompt) > 1 else []
         sampled = self._run.sample(
             [prompt], count, settings, seed=seed, record=False, adapter=policy.adapter, version=version
@@ -463,6 +469,8 @@ class Service:
             found, *passed = await asyncio.gather(*map(asyncio.wrap_future, futures))
             after_first = passed[0].log_probs[0][1:] if passed else np.empty(0) if with_prompt else None
             answer = await asyncio.to_thread(wire.sample_answer, found.sequences, after_first)
+        except UnfinishedError as error:  # of this request alone: the engines go on
+            answer = wire.failure(error)
         except STOPS as error:
             self._stop(error)
             return
@@ -500,7 +508,7 @@ class Service:
 
 def _name(request: dict[str, Any]) -> str:
     """Name of a new model, as the SDK derives it."""
-    session, number = wire.text(request, "session_id"), int(wire.number(request, "model_seq_id", -1, 0, 2**53))
+    session, number = wire.text(request, "session_id"), wire.whole(request, "model_seq_id", -1, 0, wire.LARGEST)
     return f"{session}:train:{number}"
 
 

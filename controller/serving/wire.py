@@ -30,7 +30,12 @@ LOSS_SETTINGS = {"ppo": CLIPS, "cispo": CLIPS, "gspo": CLIPS, "dro": {"beta": "b
 STEP_SETTINGS = {"learning_rate": "learning_rate", "beta1": "beta1", "beta2": "beta2", "eps": "epsilon"}
 STEP_SETTINGS |= {"weight_decay": "weight_decay"}
 UNSUPPORTED = ["topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k"]
-UNSUPPORTED += ["record_stability_info"]
+UNSUPPORTED += ["record_stability_info", "prompt_logprobs_last_n"]
+SAMPLING = {"max_tokens", "seed", "stop", "temperature", "top_k", "top_p"}
+MOST_STOPS = 256  # which the engine looks for after every token
+LONGEST_TEXT = 1000  # characters of a name, a path or a stop
+LARGEST = 2**53  # whole number that every JSON reader takes exactly
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 
@@ -66,12 +71,14 @@ def failure(error: BaseException) -> Answer:
 
 def read_json(body: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(body or b"{}")
+        content = json.loads(body.decode() or "{}")  # of bytes, `loads` takes half characters
+        if SURROGATE.search(body):  # half a character, which no file takes
+            json.dumps(content, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise RefusedError("body: not a JSON object. Use the `tinker` SDK.")
-    return found
+        content = None
+    if not isinstance(content, dict):
+        raise RefusedError("body: not a JSON object in UTF-8. Use the `tinker` SDK.")
+    return content
 
 
 def read_message(body: bytes) -> Any:
@@ -157,12 +164,14 @@ def _dense(name: str, tensor: Any, length: int) -> np.ndarray:
 
 
 def _checked_ids(ids: np.ndarray, vocabulary: int, longest: int) -> np.ndarray:
-    """An id outside the model would end a rank."""
-    if not 1 <= len(ids) <= longest:
-        raise RefusedError(f"tokens: {len(ids)}, where the server takes 1 to {longest}. Shorten them.")
-    if ids.min() < 0 or ids.max() >= vocabulary:
-        raise RefusedError(f"tokens: an id is outside the model's vocabulary of {vocabulary}. Use its tokenizer.")
+    _check_count(len(ids), longest)
+    _check_range("tokens", (int(ids.min()), int(ids.max())), vocabulary)
     return ids.astype(np.int32)
+
+
+def _check_count(tokens: int, longest: int) -> None:
+    if not 1 <= tokens <= longest:
+        raise RefusedError(f"tokens: {tokens}, where the server takes 1 to {longest}. Shorten them.")
 
 
 def pass_answer(log_probs: Sequence[np.ndarray], metrics: Mapping[str, float]) -> Answer:
@@ -177,41 +186,84 @@ def pass_answer(log_probs: Sequence[np.ndarray], metrics: Mapping[str, float]) -
 
 def read_prompt(request: Mapping[str, Any], *, vocabulary: int, longest: int) -> list[int]:
     """Read the prompt of a sampling request. longest: prompt, in tokens."""
-    chunks = _object(request, "prompt").get("chunks", [])
-    if any(not isinstance(chunk, dict) or "tokens" not in chunk for chunk in chunks):
+    chunks = mapping(request, "prompt").get("chunks", [])
+    if not isinstance(chunks, list) or not all(isinstance(chunk, dict) for chunk in chunks):
+        raise RefusedError("prompt: its chunks are not a list of objects. Use the `tinker` SDK.")
+    if any("tokens" not in chunk or chunk.get("type", "encoded_text") != "encoded_text" for chunk in chunks):
         raise RefusedError("prompt: only text is supported. Remove images and audio.")
-    try:
-        ids = np.asarray([token for chunk in chunks for token in chunk["tokens"]], np.int64)
-    except (TypeError, ValueError, OverflowError):
-        raise RefusedError("prompt: tokens are not whole numbers. Use the `tinker` SDK.") from None
-    found: list[int] = _checked_ids(ids, vocabulary, longest).tolist()
-    return found
+    ids = list[int]()
+    for chunk in chunks:
+        ids += _whole_numbers("prompt: tokens", chunk["tokens"])
+    _check_count(len(ids), longest)
+    _check_range("tokens", ids, vocabulary)
+    return ids
 
 
-def read_sampling(request: Mapping[str, Any], usual: SamplingConfig) -> SamplingConfig:
-    """Read `sampling_params`. usual: its `max_new_tokens` is the default."""
-    if asked := [each for each in UNSUPPORTED if request.get(each)]:
-        raise RefusedError(f"{asked[0]}: not supported. Leave it out.")
-    given = _object(request, "sampling_params")
-    stop = given.get("stop")
-    stops = [] if stop is None else stop if isinstance(stop, list) else [stop]
-    texts = all(isinstance(each, str) for each in stops)
-    if not texts and not all(isinstance(each, int) for each in stops):
-        raise RefusedError("stop: neither texts nor token ids. Pass a list of one of them.")
+def read_sampling(request: Mapping[str, Any], usual: SamplingConfig, vocabulary: int) -> SamplingConfig:
+    """Read `sampling_params`. usual: its `max_new_tokens` is the default.
+
+    Raises RefusedError for what engines would refuse: they answer only after retries, as if they had failed.
+    """
+    if names := [name for name in UNSUPPORTED if request.get(name)]:
+        raise RefusedError(f"{names[0]}: not supported. Leave it out.")
+    given = mapping(request, "sampling_params")
+    if unknown := sorted(given.keys() - SAMPLING):
+        raise RefusedError(f"sampling_params: {unknown[0]!r:.80} is not supported. Leave it out.")
+    texts, ids = _stops(given.get("stop"), vocabulary)
     return SamplingConfig(
         temperature=number(given, "temperature", 1.0, 0, 2),
         top_p=number(given, "top_p", 1.0, 1e-9, 1),
-        top_k=max(0, int(number(given, "top_k", 0, -1, 2**31 - 1))),
-        max_new_tokens=int(number(given, "max_tokens", usual.max_new_tokens, 1, 2**31 - 1)),
-        stop=list(stops) if texts else [],
-        stop_token_ids=[] if texts else list(stops),
+        top_k=max(0, whole(given, "top_k", 0, -1, 2**31 - 1)),
+        max_new_tokens=whole(given, "max_tokens", usual.max_new_tokens, 1, 2**31 - 1),
+        stop=texts,
+        stop_token_ids=ids,
     )
+
+
+def read_seed(request: Mapping[str, Any]) -> int | None:
+    """Read the seed of `sampling_params`."""
+    given = mapping(request, "sampling_params")
+    return None if given.get("seed") is None else whole(given, "seed", 0, -LARGEST, LARGEST)
+
+
+def _stops(stop: Any, vocabulary: int) -> tuple[list[str], list[int]]:
+    stops = [] if stop is None else stop if isinstance(stop, list) else [stop]
+    if len(stops) > MOST_STOPS:
+        raise RefusedError(f"stop: {len(stops)} of them, where the server takes {MOST_STOPS}. Pass fewer.")
+    if stops and all(isinstance(each, str) for each in stops):
+        if not all(1 <= len(each) <= LONGEST_TEXT for each in stops):
+            raise RefusedError(f"stop: a text is empty or above {LONGEST_TEXT} characters. Change it.")
+        return list(stops), []
+    ids = _whole_numbers("stop", stops)
+    _check_range("stop", ids, vocabulary)
+    return [], ids
+
+
+def _whole_numbers(name: str, values: Any) -> list[int]:
+    if not isinstance(values, list) or any(type(value) is not int for value in values):  # True is an int too
+        raise RefusedError(f"{name}: not a list of whole numbers. Use the `tinker` SDK.")
+    return list(values)
+
+
+def _check_range(name: str, ids: Sequence[int], vocabulary: int) -> None:
+    """An id outside the model would end a rank or an engine."""
+    if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
+        raise RefusedError(f"{name}: an id is outside the model's vocabulary of {vocabulary}. Use its tokenizer.")
 
 
 def read_step(request: Mapping[str, Any]) -> dict[str, Any]:
     """Read `adam_params` as arguments of `OpenRun.step`. A `grad_clip_norm` of 0 does not clip."""
-    given = _object(request, "adam_params")
-    settings = {ours: number(given, name, 0, 0, 1e9) for name, ours in STEP_SETTINGS.items() if name in given}
+    given = mapping(request, "adam_params")
+    if unknown := sorted(given.keys() - STEP_SETTINGS.keys() - {"grad_clip_norm"}):
+        raise RefusedError(f"adam_params: {unknown[0]!r:.80} is not supported. Leave it out.")
+    if given.get("learning_rate") is None:
+        raise RefusedError("learning_rate: missing. Pass it in adam_params.")
+    settings = dict[str, Any]()
+    for name, ours in STEP_SETTINGS.items():
+        if given.get(name) is not None:
+            settings[ours] = number(given, name, 0, 0, 1e9)
+    if wrong := [name for name in ("beta1", "beta2") if settings.get(name, 0) >= 1]:
+        raise RefusedError(f"{wrong[0]}={settings[wrong[0]]:g}: not below 1. Change it.")
     return settings | {"max_grad_norm": number(given, "grad_clip_norm", 0, 0, 1e30) or math.inf}
 
 
@@ -223,17 +275,38 @@ def number(given: Mapping[str, Any], name: str, default: float, low: float, high
     return value
 
 
-def text(given: Mapping[str, Any], name: str) -> str:
-    value = given.get(name)
-    if not isinstance(value, str) or not value:
-        raise RefusedError(f"{name}={value!r:.40}: not a text. Use the `tinker` SDK.")
+def whole(given: Mapping[str, Any], name: str, default: int, low: int, high: int) -> int:
+    """Read a whole number within bounds, which may be missing or null."""
+    value = default if given.get(name) is None else given[name]
+    if type(value) is not int or not low <= value <= high:
+        raise RefusedError(f"{name}={value!r:.40}: not a whole number from {low} to {high}. Change it.")
     return value
 
 
-def _object(given: Mapping[str, Any], name: str) -> dict[str, Any]:
+def flag(given: Mapping[str, Any], name: str) -> bool:
+    """Read true or false, which may be missing or null."""
+    value = given.get(name)
+    if not (value is None or isinstance(value, bool)):
+        raise RefusedError(f"{name}={value!r:.40}: neither true nor false. Change it.")
+    return bool(value)
+
+
+def text(given: Mapping[str, Any], name: str) -> str:
+    value = given.get(name)
+    if not isinstance(value, str) or not 1 <= len(value) <= LONGEST_TEXT:
+        raise RefusedError(f"{name}={value!r:.40}: not a text of 1 to {LONGEST_TEXT} characters. Use the `tinker` SDK.")
+    return value
+
+
+def optional_text(given: Mapping[str, Any], name: str) -> str:
+    """Read a text that may be missing, null or empty."""
+    return "" if given.get(name) in (None, "") else text(given, name)
+
+
+def mapping(given: Mapping[str, Any], name: str) -> dict[str, Any]:
     value = given.get(name)
     if not isinstance(value, dict):
-        raise RefusedError(f"{name}: missing. Use the `tinker` SDK.")
+        raise RefusedError(f"{name}: not an object. Use the `tinker` SDK.")
     return value
 
 

@@ -129,13 +129,15 @@ def test_settings_of_another_loss_and_bodies_of_another_kind_are_refused() -> No
 
 def test_parameters_of_sampling_and_of_steps() -> None:
     usual = SamplingConfig(max_new_tokens=9)
-    read = wire.read_sampling({"sampling_params": {"temperature": 0.5, "top_k": -1, "stop": ["a"], "seed": 3}}, usual)
+    read = wire.read_sampling(
+        {"sampling_params": {"temperature": 0.5, "top_k": -1, "stop": ["a"], "seed": 3}}, usual, 32
+    )
     assert (read.temperature, read.top_k, read.stop, read.max_new_tokens) == (0.5, 0, ["a"], 9)
-    read = wire.read_sampling({"sampling_params": {"max_tokens": 4, "stop": [5], "top_p": 0.9}}, usual)
+    read = wire.read_sampling({"sampling_params": {"max_tokens": 4, "stop": [5], "top_p": 0.9}}, usual, 32)
     assert (read.stop_token_ids, read.stop, read.max_new_tokens, read.top_p) == ([5], [], 4, 0.9)
     for broken in ({"temperature": -1}, {"top_p": 0}, {"max_tokens": 0}, {"temperature": True}, {"stop": [0.5]}):
         with refused(next(iter(broken)), RefusedError):
-            wire.read_sampling({"sampling_params": broken}, usual)
+            wire.read_sampling({"sampling_params": broken}, usual, 32)
     step = wire.read_step({"adam_params": adam(grad_clip_norm=0.0)})
     assert step == {"learning_rate": 0.1, "beta1": 0.9, "beta2": 0.95, "epsilon": 1e-12, "weight_decay": 0.0} | {
         "max_grad_norm": np.inf
