@@ -21,6 +21,7 @@ from controller.config import Config, load
 from controller.config.sections import RewardConfig, ValidationConfig
 from controller.lifecycle.session import exit_code
 from workers.errors import ConfigError, clause
+from workers.http_limits import uvicorn_config
 from workers.network import LOOPBACK
 
 if TYPE_CHECKING:
@@ -68,8 +69,10 @@ def _given_key(file: Path | None) -> str:
         key = file.read_text().strip() if file else next((os.environ[name] for name in KEYS if name in os.environ), "")
     except OSError as error:
         raise ConfigError(f"--api-key-file={file}: {error.strerror}. Name a file with the key.") from None
-    if (file or key) and not key.startswith(KEY_PREFIX):
-        raise ConfigError(f"API key: it must begin with {KEY_PREFIX}, which the SDK demands. Change it.")
+    except UnicodeDecodeError:
+        raise ConfigError(f"--api-key-file={file}: not a text. Name a file with the key.") from None
+    if (file or key) and not _is_key(key):
+        raise ConfigError(f"API key: it must be {KEY_PREFIX} and ASCII characters, as the SDK demands. Change it.")
     return key
 
 
@@ -102,8 +105,8 @@ def serve(start: Callable[[], AbstractContextManager["OpenRun"]], port: socket.s
 
         service = Service(run, CallLog(folder), stop)
         app = make_app(service, key or _fresh_key(folder))
-        settings = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE_SECONDS)
-        server = uvicorn.Server(settings)
+        settings = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": GRACE_SECONDS}
+        server = uvicorn.Server(uvicorn_config(app, **settings))
         print(f"serving on http://{LOOPBACK}:{port.getsockname()[1]}", flush=True)
         server.run([port])
     if stopped:
@@ -111,13 +114,28 @@ def serve(start: Callable[[], AbstractContextManager["OpenRun"]], port: socket.s
 
 
 def _fresh_key(folder: Path) -> str:
-    """Return the key of the run's folder, made once, which only this user can read."""
+    """Return the key of the run's folder, made once, which only this user can read. Raises ConfigError for another."""
     path = folder / "api-key"
     if not path.exists():
-        with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+        unfinished = path.with_suffix(".tmp")  # a kill between open and write left an empty key
+        unfinished.unlink(missing_ok=True)
+        with open(os.open(unfinished, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
             file.write(KEY_PREFIX + secrets.token_hex(32))
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    try:
+        key = path.read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        key = ""
+    if not _is_key(key):
+        raise ConfigError(f"{path}: it holds no key that begins with {KEY_PREFIX}. Remove it, for a new one.")
     print(f"the clients' key is in {path}", flush=True)
-    return path.read_text()
+    return key
+
+
+def _is_key(key: str) -> bool:
+    return key.startswith(KEY_PREFIX) and len(key) > len(KEY_PREFIX) and key.isascii() and key.isprintable()
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """HTTP of a `Service`: routes of Tinker's API, for clients with its key."""
 
+import asyncio
 import hmac
 import io
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -16,6 +17,7 @@ from controller.serving.service import Service
 from controller.serving.wire import RefusedError
 
 MOST_BYTES = 64 * 2**20  # of a body, compressed or not. The SDK sends some 5 MB at once
+BODY_SECONDS = 300.0  # for a client to send a body
 API = "/api/v1"
 MOST = 2**31  # in place of a limit: clients that give none want all
 PROTOBUF = "application/x-protobuf"
@@ -25,9 +27,13 @@ CALLS = ("create_model", "forward_backward", "optim_step", "save_weights", "load
 async def body_of(request: Request) -> bytes:
     """Return the body, decompressed. Raises RefusedError above MOST_BYTES, before more of it is in memory."""
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        _check_size(len(body))
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in request.stream():
+                body += part
+                _check_size(len(body))
+    except TimeoutError:
+        raise RefusedError(f"body: it did not arrive within {BODY_SECONDS:g} s. Send it again.", 408) from None
     if request.headers.get("content-encoding", "").lower() != "zstd":
         return bytes(body)
     try:

@@ -21,6 +21,7 @@ from typing import Any
 from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector, web
 
 from workers.errors import ConfigError, EpisodeError
+from workers.http_limits import guarded
 from workers.rollout.api_forms import error_body
 from workers.rollout.session import SessionRecord
 from workers.user_code.agents import as_json
@@ -30,6 +31,7 @@ RETURN_SECONDS = 30.0  # that a recorded session waits for its agent, before ano
 AGAIN_SECONDS = 0.5  # between tries to reach a lost engine's gateway
 SERVER_ERRORS = 10  # of a request, which an engine that dies may cause, before its agent sees one
 STOP_SECONDS = 1.0  # for open requests
+BACKLOG = 4096
 HEAD_BYTES = 4096  # of an answer, which hold its id
 KEPT_HERE = {"host", "connection", "transfer-encoding", "content-length", "content-encoding", "accept-encoding", "date"}
 KEPT_HERE |= {"server", "authorization", "x-api-key"}
@@ -94,8 +96,13 @@ class SessionFront:
         app.router.add_route("*", "/sessions/{name}{rest:.*}", self._pass_on)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=STOP_SECONDS)
         await self._runner.setup()
+        server = self._runner.server
+        assert server is not None
         try:
-            await web.TCPSite(self._runner, self._host, self._port).start()
+            # Not a TCPSite, which has no limits on heads that do not end.
+            self._listener = await asyncio.get_running_loop().create_server(
+                guarded(server), self._host, self._port, backlog=BACKLOG
+            )
         except OSError as error:
             raise ConfigError(
                 f"rollout.gateway.port={self._port}: nothing can listen there on rollout.gateway.host={self._host} "
@@ -104,6 +111,7 @@ class SessionFront:
 
     async def stop(self) -> None:
         await self.forget(list(self._held))
+        self._listener.close()
         await self._runner.cleanup()
 
     # --- for rollout actors and the driver ----------------------------------------------------------------------------
@@ -173,6 +181,10 @@ class SessionFront:
 
     async def _ask(self, request: web.Request) -> web.Response:
         self._check(request, self._key)
+        try:
+            origin = request.url.origin()
+        except ValueError:
+            raise web.HTTPBadRequest(text="The header Host is not an address.") from None
         deadline = time.monotonic() + ASK_SECONDS
         held = None
         while held is None or held.taken.is_set():
@@ -182,7 +194,7 @@ class SessionFront:
                 return web.Response(status=204, headers={"Retry-After": "1"})
             held = self._held.get(name)
         held.taken.set()
-        url = f"{request.url.origin()}/sessions/{name}"
+        url = f"{origin}/sessions/{name}"
         access = {"id": name, "base_url": f"{url}/v1", "session_url": url, "api_key": self.key_of(name)}
         return web.json_response(access | {"record": held.task}, dumps=as_json)
 
@@ -219,7 +231,8 @@ class SessionFront:
 
     def _check(self, request: web.Request, *keys: str) -> None:
         given = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not any(hmac.compare_digest(given.encode(), key.encode()) for key in keys):
+        sent = given.encode(errors="surrogateescape")  # which stands for bytes that are not UTF-8
+        if not sum(hmac.compare_digest(sent, key.encode()) for key in keys):  # `any` would stop at the first
             raise web.HTTPUnauthorized(text="The key is wrong.")
 
     async def _passed(self, request: web.Request, held: _Held) -> web.StreamResponse:

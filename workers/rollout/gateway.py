@@ -23,6 +23,7 @@ from urllib.parse import quote
 
 from workers.config import ModelConfig, RolloutConfig, SamplingConfig
 from workers.errors import DataError, named
+from workers.http_limits import uvicorn_config
 from workers.rendering import Options
 from workers.rollout.api_forms import answers_in, error_body
 from workers.rollout.image_inputs import ImageInputs
@@ -165,7 +166,7 @@ class Gateway:
         address, port = found.getsockname()[:2]
         settings: dict[str, Any] = {"lifespan": "off", "ws": "none", "log_config": None, "access_log": False}
         settings |= {"server_header": False, "date_header": False, "timeout_keep_alive": KEEP_ALIVE_SECONDS}
-        self._server = uvicorn.Server(uvicorn.Config(app, **settings))
+        self._server = uvicorn.Server(uvicorn_config(app, **settings))
         self._server.capture_signals = nullcontext  # they are the actor's
         self._serving = asyncio.create_task(self._server.serve(sockets=[found]))
         self.url = f"http://{address}:{port}"
@@ -256,7 +257,10 @@ class Gateway:
         """Read a request. Returns None if the client leaves before its end."""
         limit = int(self._limits.max_request_mib * 2**20)
         too_large = RefusedError(413, f"rollout.gateway.max_request_mib={self._limits.max_request_mib:g}: larger body.")
-        if int(headers.get(b"content-length", b"0")) > limit:
+        length = headers.get(b"content-length", b"0")
+        if not length.isdigit():
+            raise RefusedError(400, "content-length: not a number.")
+        if int(length) > limit:
             raise too_large
         parts, size = [], 0
         try:

@@ -1,5 +1,6 @@
 """What the server takes from the network: its key, bodies within their limit, and nothing but its routes."""
 
+import asyncio
 import re
 import socket
 import time
@@ -17,6 +18,7 @@ from controller.config import load
 from controller.serving import app as serving
 from controller.serving.log import CallLog
 from controller.serving.service import Service
+from controller.serving.wire import RefusedError
 from tests.controller.serving.messages import adam, datum, passes
 from tests.controller.serving.tiny_run import SETTINGS, TinyRun
 from tests.refusals import refused
@@ -174,6 +176,45 @@ def test_a_fresh_key_is_only_in_a_file_of_its_user(tmp_path: Path, capsys: pytes
     assert re.fullmatch("tml-[0-9a-f]{64}", key) and key == serve._fresh_key(tmp_path)
     assert (tmp_path / "api-key").stat().st_mode & 0o777 == 0o600
     assert key not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b"tml-", b"short", b"tml-\xff", b"tml-a\nb", "tml-é".encode()])
+def test_a_key_file_without_a_key_is_refused(tmp_path: Path, content: bytes) -> None:
+    for path in (tmp_path / "api-key", tmp_path / "given"):
+        path.write_bytes(content)
+    with refused(str(tmp_path / "api-key")):
+        serve._fresh_key(tmp_path)
+    with pytest.raises(ConfigError):
+        serve._given_key(tmp_path / "given")
+
+
+def test_a_kill_while_the_key_is_written_leaves_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def die(descriptor: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.fsync", die)
+    with pytest.raises(KeyboardInterrupt):
+        serve._fresh_key(tmp_path)
+    assert not (tmp_path / "api-key").exists()
+    monkeypatch.undo()
+    assert re.fullmatch("tml-[0-9a-f]{64}", serve._fresh_key(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["api-key"]
+
+
+def test_a_body_that_does_not_come_is_given_up(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "BODY_SECONDS", 0.01)
+
+    class Slow:
+        def stream(self) -> Any:
+            async def parts() -> Any:
+                yield b"{"
+                await asyncio.sleep(60)
+
+            return parts()
+
+    with pytest.raises(RefusedError) as caught:
+        asyncio.run(serving.body_of(Slow()))  # type: ignore[arg-type]
+    assert caught.value.status == 408
 
 
 def test_keys_of_users_come_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

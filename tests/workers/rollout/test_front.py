@@ -113,7 +113,7 @@ async def staged(**settings: Any) -> AsyncIterator[Stage]:
     stage = Stage()
     stage.front = SessionFront(KEY, "127.0.0.1", 0, **({"max_request_mib": 0.01, "timeout_s": 30.0} | settings))
     await stage.front.start()
-    stage.url = f"http://127.0.0.1:{stage.front._runner.addresses[0][1]}"
+    stage.url = f"http://127.0.0.1:{stage.front._listener.sockets[0].getsockname()[1]}"
     async with ClientSession() as stage.http:
         yield stage
         await stage.front.stop()
