@@ -116,5 +116,5 @@ def uvicorn_config(app: Any, **settings: Any) -> Any:
 
     config = uvicorn.Config(app, **settings)
     config.load()
-    config.http_protocol_class = guarded(config.http_protocol_class)
+    config.http_protocol_class = guarded(config.http_protocol_class)  # type: ignore[assignment]
     return config

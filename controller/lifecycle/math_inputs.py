@@ -8,6 +8,7 @@ from controller.data.records import Record
 from controller.lifecycle.user_functions import Records, waiting
 from controller.observability.slow_work import Log
 from workers.errors import ConfigError, quoted
+from workers.user_code.functions import TIMEOUT_SETTING
 from workers.user_code.process import NoAnswerError, ask
 
 MATH = "workers.reward_functions:math"
@@ -29,9 +30,9 @@ def answer_warnings(config: Config, data: Records, log: Log = print) -> tuple[st
 def _examined(config: Config, path: str, records: Sequence[Record]) -> list[str]:
     places = range(0, len(records), -(-len(records) // MOST_EXAMINED))
     answers = [records[place].get(COLUMN) for place in places]
-    limits = {"timeout_s": config.resources.user_code_timeout_s, "setting": "resources.user_code_timeout_s"}
+    limit_s = config.resources.user_code_timeout_s
     try:
-        examined = ask("workers.math_answers:examine_answers", answers, **limits)
+        examined = ask("workers.math_answers:examine_answers", answers, timeout_s=limit_s, setting=TIMEOUT_SETTING)
     except NoAnswerError as error:
         raise ConfigError(f"reward.function={MATH}: reading the answers of {path} {error}.") from None
     share = f"of {counted(len(answers), 'examined answer')}"
