@@ -79,7 +79,7 @@ def check_parts(parts: Iterable[str], environment: Iterable[str] = (), *, ours: 
 def as_score(value: Any, response: str, *, of: str = "the reward function") -> Score:
     """Convert a finite number, or a mapping with `reward` (verl: `score`), others and perhaps `answer` (`pred`).
 
-    Raises DataError, which names a part that is no number. of: what returned it.
+    Raises DataError, which names a part that is not a number. of: what returned it.
     """
     parts = _with_our_names(value) if isinstance(value, Mapping) else {"reward": value}
     if "reward" not in parts:
