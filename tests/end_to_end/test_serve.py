@@ -171,6 +171,9 @@ def test_samples_have_stops_seeds_and_log_probs_of_their_prompt(service: tinker.
     assert stopped.stop_reason == "stop" and tokenizer.decode(stopped.tokens) == text[: text.index(text[4:6]) + 2]
     (by_id,) = sample(temperature=0.0, stop=[whole[2]])
     assert by_id == whole[: whole.index(whole[2]) + 1]
+    for stop in ([-1], [1_000_000], [10**30], [""]):  # engines refuse these, and the server goes on
+        with pytest.raises(Exception, match="stop"):
+            sample(stop=stop)
     found = sampler.sample(prompt, 1, types.SamplingParams(max_tokens=1), include_prompt_logprobs=True).result()
     assert found.prompt_logprobs[0] is None and all(value < 0 for value in found.prompt_logprobs[1:])
     with pytest.raises(Exception, match="topk_prompt_logprobs"):
