@@ -17,10 +17,10 @@ THOUGHT = r"(?:think|thinking|thought|seed:think)"
 END_OF_THOUGHT = re.compile(rf"</{THOUGHT}>|\[/THINK\]|◁/think▷")
 START_OF_THOUGHT = re.compile(rf"<{THOUGHT}>|\[THINK\]|◁think▷")
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-LAYOUT = r"(?:\s|\$|\\(?:q?quad|[()\[\],; ]))*"
-JOINED = r"(?:[,;]\s*(?:and|or)?|and|or)"
+LAYOUT = r"(?:\s|\$|\\(?:q?quad|[()\[\],; ]))*+"  # possessive: long white space is tried once
+JOINED = r"(?:[,;]\s*+(?:and|or)?|and|or)"
 # Such as `\) and \( y =`. A comma in a sentence joins nothing: "\boxed{3}, so the answer is \boxed{4}".
-BETWEEN_BOXES = re.compile(rf"{LAYOUT}(?:{JOINED}|\\text\{{\s*{JOINED}\s*\}}){LAYOUT}(?:[A-Za-z]\w*\s*=\s*)?")
+BETWEEN_BOXES = re.compile(rf"{LAYOUT}(?:{JOINED}|\\text\{{\s*+{JOINED}\s*+\}}){LAYOUT}(?:[A-Za-z]\w*\s*+=\s*+)?")
 MARKED_MATHEMATICS = re.compile(r"\$[^$]+\$|\\\(.+\\\)|\\\[.+\\\]", re.DOTALL)
 WHOLE = re.compile(r"\$+([^$]+)\$+")
 FACTORS = r"percent|pct|dozen|hundred|thousand|million|billion|trillion"

@@ -50,7 +50,7 @@ class Gateway:
         self.hang.set()
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
-        self.heard.append((request.path_qs, request.headers["Authorization"], await request.text()))
+        self.heard.append((request.path_qs, request.headers["Authorization"], (await request.read()).decode()))
         try:
             await self.hang.wait()
         except asyncio.CancelledError:
@@ -162,6 +162,10 @@ def test_an_agent_gets_a_session_plays_it_and_ends_it_once() -> None:
                 assert (await stream.read()).endswith(b"[DONE]\n\n")
 
             assert (await stage.call("s", "/sessions/s/reward", {"reward": 0.5, "response_id": "answer-0"}))[0] == 200
+            headers = {"x-api-key": given["api_key"], "Content-Type": "application/json; charset=unknown"}
+            body = b'{"reward": 0.5, "response_id": "answer-0"}'
+            async with stage.http.post(f"{stage.url}/sessions/s/reward", data=body, headers=headers) as posted:
+                assert posted.status == 200  # the gateway reads no charset either
             assert (await stage.call("s", "/sessions/s/bad/reward", {"reward": 1}))[0] == 400
             assert not played.done()
             assert (await stage.call("s", "/sessions/s/reward", {"reward": 1}, key=KEY))[0] == 200
