@@ -332,7 +332,7 @@ def _raylet_watched(config: TrainingConfig) -> Iterator[None]:
         with suppress(ChildProcessError):  # another thread has waited for it
             end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         if not over.is_set():
-            print(f"error: Ray's raylet {_raylet_end(end)}; {what_is_left(config)}.", file=sys.stderr)
+            print(f"error: Ray's raylet ended with {_raylet_end(end)}; {what_is_left(config)}.", file=sys.stderr)
 
     for pid in raylets:
         threading.Thread(target=watch, args=(pid,), daemon=True).start()
@@ -344,11 +344,11 @@ def _raylet_watched(config: TrainingConfig) -> Iterator[None]:
 
 def _raylet_end(end: os.waitid_result | None) -> str:
     if end is None:
-        return "ended with an unknown code"
+        return "an unknown code"
     if end.si_code == os.CLD_EXITED and end.si_status == 0:
-        return "ended with code 0, as when somebody sends it SIGTERM"
+        return "code 0, as when somebody sends it SIGTERM"
     kind = "code" if end.si_code == os.CLD_EXITED else "signal"
-    return f"ended with {kind} {end.si_status}, as when memory is short"
+    return f"{kind} {end.si_status}, as when memory is short"
 
 
 def _fail(error: Exception, code: int) -> int:

@@ -33,7 +33,7 @@ def overrides_of(placement: str) -> list[str]:
         "policy.optimizer.learning_rate=3e-3",
     ]
     if placement == "shared_memory":
-        return common
+        return [*common, "resources.device=cpu"]  # also on a machine with a GPU
     # Colocated, every step puts the engine to sleep (its memory is the policy's) and wakes it with new weights.
     return [*common, "resources.device=cuda", f"rollout.placement={placement}", "rollout.gpu_memory_utilization=0.3"]
 
