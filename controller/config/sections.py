@@ -104,8 +104,9 @@ class DataConfig:
     train: str = setting(
         "",
         "Prompts: a .jsonl, .json, .parquet or .arrow file, a folder with files of one kind (`datasets.save_to_disk`, "
-        "a hub repository), or a data set of the hub, `owner/name[:subset][@split]`, such as "
-        "`openai/gsm8k:main@train`. The split defaults to `train`. Or tasks of a package, "
+        "a hub repository), `folder@split` if it has several splits, a pattern such as `data/part-*.jsonl`, or a data "
+        "set of the hub, `owner/name[:subset][@split]`, such as `openai/gsm8k:main@train`. The hub's split defaults "
+        "to `train`. Or tasks of a package, "
         "`reasoning_gym:NAME` (see docs/your-own.md) or `verifiers:NAME` (see docs/agents.md). Other "
         "columns go to the reward function.",
     )

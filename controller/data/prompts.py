@@ -7,11 +7,11 @@ PromptDataset of each source --PromptMixture, by weight--> take(start, count), a
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
+from controller.data.data_files import data_folder
 from controller.data.records import Record
 from controller.observability.slow_work import Log, count_if_slow
 from workers.errors import DataError
@@ -247,12 +247,7 @@ class PromptMixture:
 
 def image_sources(record: Record, key: str, pixels: tuple[int, int], path: str, where: str) -> list[ImageSource]:
     """Return a record's images, unread. key: its column. path: of the data, in whose folder relative paths start."""
-    return [ImageSource(value, where, folder_of(path), pixels) for value in record.get(key) or ()]
-
-
-def folder_of(path: str) -> str:
-    """Return the folder of a data set, in which relative paths of images start."""
-    return path if Path(path).is_dir() else str(Path(path).parent)
+    return [ImageSource(value, where, str(data_folder(path)), pixels) for value in record.get(key) or ()]
 
 
 def shown_image(image: Image) -> str:

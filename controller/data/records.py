@@ -14,7 +14,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, cast
 
-from controller.config.model_files import about_copy
+from controller.data.data_files import data_files
 from controller.data.hub import hub_dataset, hub_records
 from controller.observability.shown_text import shortened
 from controller.observability.slow_work import Log, count_if_slow
@@ -74,7 +74,7 @@ def iter_records(path: str, prompt_key: str = "", image_key: str = "") -> Iterat
             yield _checked(record, where, prompt_key, image_key)
         return
     try:
-        files = data_files(Path(path))
+        files = data_files(path)
     except OSError as error:
         raise DataError(f"{shortened(path, 80)} cannot be read: {error.strerror or error}.") from None
     for file in files:
@@ -103,43 +103,6 @@ def _checked(record: Any, where: str, prompt_key: str, image_key: str) -> Record
     return record | {prompt_key: prompt} | ({image_key: images} if images else {})
 
 
-def data_files(path: Path) -> list[Path]:
-    """Find a path's data files: itself, or a folder's by name. Raises DataError if there are none."""
-    if path.is_dir():
-        found = sorted(file for file in path.rglob("*") if file.suffix in READERS and _is_data(file))
-        _check_regular(found)
-        kinds = {file.suffix for file in found}
-        if not found:
-            raise DataError(f"{path} holds no data file ({', '.join(READERS)}).")
-        if len(kinds) > 1:
-            raise DataError(f"{path} holds files of several kinds ({', '.join(sorted(kinds))}). Name one of them.")
-        return found
-    if not path.exists():
-        raise DataError(
-            f"there is no file {path} (relative paths start at the working directory){about_copy(str(path))}."
-        )
-    if path.suffix not in READERS:
-        raise DataError(f"{path} is none of {', '.join(READERS)}, nor a folder of such files.")
-    _check_regular([path])
-    return [path]
-
-
-def _check_regular(files: Iterable[Path]) -> None:
-    for file in files:
-        if not file.is_file():
-            raise DataError(
-                f"{file} is not a regular file, such as a pipe that is read once. Write the records to a file."
-            )
-
-
-def _is_data(file: Path) -> bool:
-    return (
-        not file.is_dir()
-        and file.name not in ("dataset_info.json", "state.json", "dataset_dict.json")
-        and not file.name.startswith((".", "cache-"))
-    )
-
-
 def _json_lines(file: Path) -> Iterator[tuple[str, Any]]:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -148,11 +111,25 @@ def _json_lines(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _json(file: Path) -> Iterator[tuple[str, Any]]:
+    if _holds_a_record_a_line(file):
+        yield from _json_lines(file)
+        return
     content = _parsed(file.read_bytes(), str(file))
     if not isinstance(content, list):
-        raise DataError(f"{file} must be a list of records. Write one record a line to a .jsonl file otherwise.")
+        raise DataError(f"{file} must be a list of records, or hold one record a line.")
     for number, record in enumerate(content, start=1):
         yield f"{file} record {number}", record
+
+
+def _holds_a_record_a_line(file: Path) -> bool:
+    """Whether the first line is a whole record and another follows. `Dataset.to_json` and pandas write it so."""
+    with file.open("rb") as lines:
+        texts = filter(None, map(bytes.strip, lines))
+        first = next(texts, b"")
+        try:
+            return first.startswith(b"{") and isinstance(json.loads(first), dict) and next(texts, None) is not None
+        except (ValueError, RecursionError):
+            return False
 
 
 def _parsed(text: bytes, where: str) -> Any:

@@ -13,8 +13,8 @@ from controller.checkpoints.progress import check_same_data
 from controller.config import load_as
 from controller.config.offline import OfflineConfig, PreferencesConfig, SftConfig
 from controller.config.training import counted
+from controller.data.data_files import data_folder
 from controller.data.identity import DataIdentity, offline_identity
-from controller.data.prompts import folder_of
 from controller.data.records import Record, read_records
 from controller.engines.fleet import RestartBudget
 from controller.lifecycle.inputs import TRIED_PROMPTS, load_renderer, quoted, try_template
@@ -131,7 +131,7 @@ def _examples_of(config: OfflineConfig, record: Record, path: str, where: str) -
         examples = preference_examples(record, (data.prompt_key, data.chosen_key, data.rejected_key), where)
     else:
         examples = reward_examples(record, data, config.loss.name, where)
-    images = record.get(data.image_key), data.image_pixels.limits, folder_of(path)
+    images = record.get(data.image_key), data.image_pixels.limits, str(data_folder(path))
     return with_options(reading_images(examples, *images, where), record, data.chat_template_arguments, where)
 
 

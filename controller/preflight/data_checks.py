@@ -1,13 +1,13 @@
 """Check data.*: files exist, and their first records have the required columns."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from controller.config import Config
 from controller.config.functions import check_function
 from controller.config.model_files import ModelFiles
 from controller.config.sections import ImagePixelsConfig
+from controller.data.data_files import is_on_disk
 from controller.data.hub import check_split
 from controller.data.records import iter_records
 from workers.errors import ConfigError, DataError
@@ -57,7 +57,7 @@ def check_data(config: Config, model: ModelFiles) -> None:
 
 def is_elsewhere(config: Config, path: str) -> bool:
     """Return whether a data set exists only on the described cluster."""
-    return config.is_described and not Path(path).exists()
+    return config.is_described and not is_on_disk(path)
 
 
 def check_image_pixels(pixels: ImagePixelsConfig) -> None:

@@ -86,6 +86,7 @@ def test_paths_without_data_are_refused(tmp_path: Path) -> None:
         ("x.parquet", "PAR1 is not enough", "x.parquet"),
         ("x.arrow", "PAR1 is not enough", "x.arrow"),
         ("x.json", '{"prompt": "a"}', "a list of records"),
+        ("x.json", '{"prompt": "a"}\n{"prompt"', "x.json:2"),
         ("x.jsonl", '{"prompt": "a"}\nnot json\n', "x.jsonl:2"),
         ("x.jsonl", '{"question": "a"}\n', "Set data.prompt_key"),
         ("x.jsonl", "[1]\n", "x.jsonl:1"),
