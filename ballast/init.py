@@ -37,15 +37,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--recipe", choices=RECIPES, default="grpo", help="the algorithm (grpo)")
     options = parser.parse_args(None if arguments is None else list(arguments))
     content = starter(options.recipe)
-    there = [name for name in content if (options.folder / name).exists()]
+    folder = str(options.folder)[:80]
     try:
-        if there:
-            raise FileExistsError(f"{options.folder / there[0]} is there. Name another folder.")
+        for name in content:
+            if (options.folder / name).exists():
+                raise FileExistsError(f"{options.folder / name} is there. Name another folder.")
         for name, text in content.items():
             (options.folder / name).parent.mkdir(parents=True, exist_ok=True)
             (options.folder / name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        reason = getattr(error, "strerror", None) or error
+        text = str(error) if isinstance(error, FileExistsError) and not error.errno else f"{folder!r}: {reason}. Name another."
+        print(f"error: {text}", file=sys.stderr)
         return 2
     print(
         f"{options.folder}: {', '.join(content)}. Next:\n"

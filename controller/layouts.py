@@ -193,11 +193,15 @@ def _search(arguments: Sequence[str] | None) -> None:
         prog="python -m controller.layouts", usage=USAGE, description="Find a run's fastest layouts."
     )
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the settings of a layout")
-    parser.add_argument("--take", type=int, default=1, metavar="N", help="its number in the list (1)")
+    parser.add_argument(
+        "--take", type=int, default=1, choices=range(1, SHOWN + 1), metavar="N", help="its number in the list (1)"
+    )
     own, rest = parser.parse_known_args(arguments)
     request = parse_arguments([*rest, "--dry-run"], COMMAND)
     if request.cluster is None:
         raise ConfigError("--cluster: describe the nodes, as in --cluster nodes=8,gpus=8,gpu=H100.")
+    if own.write and own.write.exists():
+        raise ConfigError(f"--write {own.write}: the file exists. Name another file, or remove it.")
     search = LayoutSearch(request)
     print("seconds of a step, GiB of the fullest GPU; idle: trainers, engines", flush=True)
     found = []
@@ -209,7 +213,9 @@ def _search(arguments: Sequence[str] | None) -> None:
             "--cluster: no layout fits into memory and the rules. Describe more GPUs, or remove overrides."
         )
     if own.write:
-        taken = found[min(own.take, len(found)) - 1]
+        if own.take > len(found):
+            raise ConfigError(f"--take {own.take}: the list has {len(found)} layouts. Name one of these.")
+        taken = found[own.take - 1]
         asked = replace(taken, resources=load(request.config, request.overrides).resources)
         own.write.write_text(changed_yaml(asked), encoding="utf-8")
         print(f"{own.write}: layout {own.take}. Measure its memory with --dry-run --cluster")

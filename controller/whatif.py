@@ -82,6 +82,10 @@ class RecordedRun:
         self._cores = inf if self.config.uses_gpus else float(len(os.sched_getaffinity(0)))
 
     @property
+    def prompts(self) -> int:
+        return len(self._numbers)
+
+    @property
     def steps_per_hour(self) -> float:
         return _rate([self._metrics[record["step"]]["time/step_s"] for record in self._steps])
 
@@ -317,6 +321,11 @@ def predict(folder: Path, overrides: Sequence[str]) -> Prediction:
         before, after = (simulate(run.simulated(config)) for config in (run.config, changed))
     except (ArithmeticError, LookupError, TypeError, ValueError):
         raise DataError(f"{folder}: timeline.jsonl or lengths.jsonl is damaged. Take another run.") from None
+    if not before or not after:
+        wanted = max(run.config.batch.prompts_per_step, changed.batch.prompts_per_step)
+        raise ConfigError(
+            f"batch.prompts_per_step={wanted}: {folder} has {run.prompts} recorded prompts, too few. Lower it."
+        )
     simulated, expected = (_rate([step.seconds for step in steps]) for steps in (before, after))
     return Prediction(recorded, simulated, expected, before, after)
 

@@ -63,6 +63,11 @@ class EpisodeError(BallastError):
     """An environment raised, hung, died or answered with the wrong type. Only that sample is lost."""
 
 
+def without_control(text: str) -> str:
+    """Escape characters that steer a terminal, as a user's exception may hold them. Lines and tabs stay."""
+    return "".join(char if char.isprintable() or char in "\n\t" else f"\\x{ord(char):02x}" for char in text)
+
+
 def quoted(value: object) -> str:
     try:
         return _QUOTES.repr(value)
@@ -72,13 +77,14 @@ def quoted(value: object) -> str:
 
 def clause(error: BaseException) -> str:
     """First line of an error's text without its full stop."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
+    first = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
+    return without_control(first)
 
 
 def named(error: BaseException) -> str:
     """Type and first words of an error in users' code."""
     try:
-        text = next(iter(str(error).splitlines()), "").rstrip(".")
+        text = without_control(next(iter(str(error).splitlines()), "").rstrip("."))
     except Exception:
         text = ""
     line = f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -17,6 +17,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from controller.config.aliases import answer, previous_name
+from controller.config.user_paths import with_user_paths
 from workers.errors import ConfigError
 
 Schema = TypeVar("Schema")
@@ -129,13 +130,24 @@ def read(schema: type[Schema], files: Sequence[str | Path], overrides: Sequence[
     for source, part in parts:
         _follow_renames(part, known, source)
         _check_keys_and_types(part, known, source)
-        merged = OmegaConf.unsafe_merge(merged, part)  # in place: `merge` copies all settings for every override
+        merged = _merge(merged, part)
         for key, found in known.items():  # a mapping given again replaces the one before
             if found.type in (Numbers, Biases) and OmegaConf.select(part, key) is not None:
                 OmegaConf.update(merged, key, OmegaConf.select(part, key), merge=False)
     config = _to_object(merged, known)
     _check_ranges(config, known)
     return cast(Schema, config)
+
+
+def _merge(merged: Any, part: DictConfig) -> Any:
+    try:
+        return OmegaConf.unsafe_merge(merged, part)  # in place: `merge` copies all settings for every override
+    except OmegaConfBaseException as error:
+        raise _refusal(error) from None
+
+
+def _refusal(error: OmegaConfBaseException) -> ConfigError:
+    return ConfigError(f"{error.full_key}: {str(error.msg or error).splitlines()[0]}. Correct the value.")
 
 
 def _read_file(path: Path) -> DictConfig:
@@ -199,6 +211,8 @@ def _read_override(override: str, known: Mapping[str, Setting]) -> DictConfig:
     if not value.strip() and key in known and known[key].type is str:
         override = f"{key}=''"  # as a shell gives `key=` and `key=""`. YAML would read it as null
     try:
+        if key in known and _holds_several(known[key]) and "${" in value:  # YAML reads its brace as a mapping
+            raise _no_reference(key)
         _check_scalars(value, f"{key}: ")
         return OmegaConf.from_dotlist([override])
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeEncodeError):
@@ -233,14 +247,17 @@ def _check_keys_and_types(part: DictConfig, known: Mapping[str, Setting], source
     for key, value in _leaves(cast(dict[str, Any], OmegaConf.to_container(part)), known, source):
         if key not in known:
             raise ConfigError(f"{source}{key} is not a setting; {_suggestion(key, list(known))}")
-        if known[key].type == Options and "${" in str(value):
-            raise ConfigError(f"{source}{key}: ${{...}} is not read here, give the values themselves.")
+        if _holds_several(known[key]) and "${" in str(value):
+            raise _no_reference(source + key)
         if value == MISSING and not known[key].required:  # OmegaConf would drop it silently
             raise ConfigError(f"{source}{key}: ??? stands for a value that is not set. Leave the key out instead.")
         # OmegaConf checks the type of ${...} after merging.
         deferred = isinstance(value, str) and (value == MISSING or "${" in value)
         if not deferred and not is_of_type(value, known[key].type):
             raise ConfigError(f"{source}{key} must be {_TYPES[known[key].type]}, not {shown(value)}.")
+        expanded = with_user_paths(value, f"{source}{key}")
+        if expanded != value:
+            OmegaConf.update(part, key, expanded, merge=False)
 
 
 def _leaves(
@@ -262,12 +279,21 @@ def _leaves(
             yield key, value
 
 
+def _holds_several(setting: Setting) -> bool:
+    return setting.type not in (bool, int, float, str)
+
+
+def _no_reference(key: str) -> ConfigError:
+    return ConfigError(f"{key}: ${{...}} is not read in lists and mappings. Give the values themselves.")
+
+
 _TYPES = {
     bool: "true or false (bool)",
     int: "a whole number (int)",
     float: "a number (float)",
     str: "a text (str)",
     Numbers: "numbers by name (NAME: NUMBER, ...)",
+    dict[str, str]: "texts by name (NAME: TEXT, ...)",
     Biases: "numbers by token id (ID: NUMBER, ...)",
     list[str]: "a list of texts ([TEXT, ...])",
     list[int]: "a list of whole numbers ([NUMBER, ...])",
@@ -285,8 +311,7 @@ def is_of_type(value: Any, wanted: type) -> bool:
     if kind is dict:
         names, values = inner
         return isinstance(value, dict) and all(
-            (names is str or is_of_type(name, names)) and (values is Any or is_of_type(each, values))
-            for name, each in value.items()
+            isinstance(name, names) and (values is Any or is_of_type(each, values)) for name, each in value.items()
         )
     accepted: dict[type, tuple[type, ...]] = {int: (int,), float: (int, float), str: (str, int, float)}
     return isinstance(value, accepted[wanted])
@@ -335,7 +360,7 @@ def _to_object(merged: Any, known: Mapping[str, Setting]) -> Any:
             raise ConfigError(f"{', '.join(unset)} {verb} not set. Set it in the file or as {unset[0]}=VALUE.")
         return OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key}: {str(error.msg or error).splitlines()[0]}.") from None
+        raise _refusal(error) from None
 
 
 def _check_ranges(config: Any, known: Mapping[str, Setting]) -> None:

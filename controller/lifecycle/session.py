@@ -45,6 +45,7 @@ from workers.errors import (
     ResourceError,
     UnsupportedModelError,
     clause,
+    without_control,
 )
 
 if TYPE_CHECKING:
@@ -352,8 +353,12 @@ def _raylet_end(end: os.waitid_result | None) -> str:
 
 
 def _fail(error: Exception, code: int) -> int:
-    text = str(error) if code == 1 else str(error).replace("\n", "\\n")  # an error may quote any text
-    print(f"error: {text}", file=sys.stderr)
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror:  # `[Errno 13] Permission denied: ...` otherwise
+        text = f"{error.filename or 'a file'}: {error.strerror}."
+    if code != 1:
+        text = text.replace("\n", "\\n")  # an error may quote any text
+    print(f"error: {without_control(text)}", file=sys.stderr)
     return code
 
 

@@ -235,7 +235,7 @@ class RunFolder:
         """Steps of a finished run from its summary.json, 0 without one."""
         try:
             return int(json.loads((self.path / "summary.json").read_text(encoding="utf-8"))["steps"])
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError):
             return 0
 
     @property

@@ -13,6 +13,8 @@ from controller.preflight.describe_time import TimeOptions
 from controller.preflight.time_inputs import DRAWS
 from workers.errors import ConfigError
 
+LARGEST_PRICE = 10**6
+
 
 @dataclass(frozen=True)
 class Command:
@@ -148,10 +150,17 @@ def _parser(command: Command) -> argparse.ArgumentParser:
     return parser
 
 
+def _price(text: str) -> float:
+    price = float(text)
+    if not 0 < price <= LARGEST_PRICE:
+        raise argparse.ArgumentTypeError(f"{text} must be above 0 and at most {LARGEST_PRICE:,}")
+    return price
+
+
 def _add_time_options(parser: argparse.ArgumentParser) -> None:
     """Add what --cluster predicts time with."""
     options = {
-        "--price": (float, 0.0, "price of a GPU for an hour"),
+        "--price": (_price, 0.0, "price of a GPU for an hour"),
         "--lengths": (Path, None, "folder of a run whose lengths count"),
         "--response-tokens": (str, "", f"length of responses: {DRAWS}"),
         "--measured": (Path, None, "folder of a run on the same machine, to fit the prediction to"),

@@ -20,11 +20,14 @@ from controller.actors.layout import Bundle, Pool, pools, reserved, role_request
 from controller.actors.placement import bundle_of_rank, groups_on_several_nodes
 from controller.config import Config, TrainingConfig
 from controller.config.file import settings, value_of
+from controller.observability.shown_text import shortened
 from workers.errors import ConfigError, ResourceError
 from workers.rollout.placement import ranks_of_engine
 
 FORM = "nodes=8,gpus=8,gpu=H100,cpus=96,memory_gib=1024"
 CPUS_OF_GPU = 12
+LARGEST_NODES = 100_000  # placing every rank of more nodes takes minutes
+LARGEST_FIGURE = 1e6
 FIGURES = ("gpu_gib", "tflops", "bandwidth", "link", "network")
 
 
@@ -64,13 +67,15 @@ def parse_cluster(text: str) -> Cluster:
     for part in text.split(","):
         match = re.fullmatch(rf"\s*(nodes|gpus|cpus|memory_gib|{'|'.join(FIGURES)})=(\d+(?:\.\d+)?)\s*", part)
         if match is None and (named := re.fullmatch(r"\s*gpu=(\w+)\s*", part)):
-            numbers["gpu"] = named.group(1)
+            _set_once(numbers, "gpu", named.group(1))
             continue
         if match is None:
             known = ", ".join(("nodes", "gpus", "gpu", "cpus", "memory_gib", *FIGURES))
-            raise ConfigError(f"--cluster: {part!r} is none of {known}. Write {FORM}.")
+            raise ConfigError(f"--cluster: {shortened(part, 40)!r} is none of {known}. Write {FORM}.")
         number = float(match.group(2))
-        numbers[match.group(1)] = int(number) if number.is_integer() else number
+        if number > LARGEST_FIGURE or (not number and match.group(1) in FIGURES):
+            raise ConfigError(f"--cluster: {shortened(part, 40)}: must be above 0 and at most {LARGEST_FIGURE:,.0f}.")
+        _set_once(numbers, match.group(1), int(number) if number.is_integer() else number)
     if name := numbers.get("gpu"):
         numbers = {"gpu_gib": _gib_of(name), "cpus": CPUS_OF_GPU * numbers.get("gpus", 0)} | numbers
     needed = ("nodes", "cpus", *(["gpu_gib"] if numbers.get("gpus") else []))
@@ -79,7 +84,15 @@ def parse_cluster(text: str) -> Cluster:
         raise ConfigError(
             f"--cluster {text}: {', '.join(missing) or 'a count'} must be above 0 and whole. Write {FORM}."
         )
+    if numbers["nodes"] * max(1, numbers.get("gpus", 0)) > LARGEST_NODES:
+        raise ConfigError(f"--cluster: {shortened(text, 60)}: more than {LARGEST_NODES:,} GPUs or nodes. Give fewer.")
     return Cluster(**numbers)
+
+
+def _set_once(numbers: dict[str, Any], name: str, value: Any) -> None:
+    if name in numbers:
+        raise ConfigError(f"--cluster: {name} is given twice. Give it once.")
+    numbers[name] = value
 
 
 def _gib_of(gpu: str) -> float:

@@ -28,6 +28,8 @@ RESERVED = frozenset(_NAMES.split())
 def check_data(config: Config, model: ModelFiles) -> None:
     """Raise ConfigError, naming the setting, for data or a curriculum that the run cannot use."""
     _check_sources(config)
+    if not config.data.prompt_key:
+        raise ConfigError("data.prompt_key='': names no column. Set it to the column with the prompt.")
     check_image_pixels(config.data.image_pixels)
     check_installed("rollout.environment", config.rollout.environment)
     paths = [("data.sources" if config.data.sources else "data.train", path) for path in config.data.weights]

@@ -19,6 +19,7 @@ from workers.errors import ConfigError
 from workers.model_config import ATTENTION_KEPT, RECOMPUTED
 
 DRAWS = "lognormal:1500,0.9 (median, sigma), fixed:1500 or uniform:100,2000"
+LONGEST = 10**9
 DEFAULT = (0.25, 0.8)
 """Without lengths: median of a log-normal distribution as a share of the longest response, and its sigma."""
 
@@ -125,5 +126,12 @@ def drawn_lengths(text: str, longest: int) -> list[int]:
     }
     if kind not in quantiles:
         raise ConfigError(f"--response-tokens {text}: {kind} is unknown. Write {DRAWS}.")
+    if numbers.count(",") != (kind != "fixed"):
+        raise ConfigError(f"--response-tokens {text}: {kind} has another count of numbers. Write {DRAWS}.")
+    if not 0 < first <= LONGEST or second > LONGEST or (kind == "uniform" and first > second):
+        raise ConfigError(
+            f"--response-tokens {text}: lengths are above 0, at most {LONGEST:,}, and the shorter is first. "
+            f"Write {DRAWS}."
+        )
     lengths = [quantiles[kind]((number + 0.5) / 1000) for number in range(1000)]
     return [max(1, min(longest, round(length))) for length in lengths]

@@ -85,7 +85,7 @@ def _parsed(text: bytes, where: str) -> Line:
     try:
         line = json.loads(text)
         return line | {"uid": str(line["uid"]), "sample": int(line["sample"])}
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
         raise DataError(f"{where} is not a sample. Give another --output, or remove that file.") from None
 
 
@@ -141,7 +141,7 @@ def check_same_job(folder: Path, job: Mapping[str, Any]) -> None:
         return
     try:
         then = json.loads(path.read_text(encoding="utf-8").replace(*NAME_OF_0_2))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read ({error}). Give another --output, or remove that folder.") from None
     now = json.loads(json.dumps(job))
     if others := [name for name in now if now[name] != then.get(name)]:

@@ -28,6 +28,13 @@ def test_a_folder_to_start_from_passes_its_dry_run(
     assert main(["fit", "--config", "config.yaml", *CLUSTER, "--no-measure"]) == 0, capsys.readouterr().err
 
 
+@pytest.mark.parametrize("folder", ["a\0b", "x" * 5000, "/dev/null/x", "/proc/x", "\ud800"])
+def test_a_folder_that_cannot_be_made_is_refused_in_one_line(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", folder]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and "Errno" not in error and len(error) < 300
+
+
 @pytest.mark.slow
 def test_a_wheel_has_all_that_its_commands_need(tmp_path: Path) -> None:
     source, wheels, target = tmp_path / "source", tmp_path / "wheels", tmp_path / "target"

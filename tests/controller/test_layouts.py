@@ -62,6 +62,30 @@ def test_the_taken_layout_is_written_as_a_configuration(tmp_path: Path, capsys: 
     assert written.rollout == expected.rollout
 
 
+@pytest.mark.parametrize("number", ["99", "11", "0", "-1", "1.5", ""])
+def test_a_layout_that_is_not_in_the_list_is_not_written(
+    number: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*EIGHT, "--write", str(tmp_path / "layout.yaml"), f"--take={number}"]) == 2
+    assert "--take" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_a_short_list_has_no_last_layout_under_other_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("controller.layouts.SHOWN", 2)
+    monkeypatch.setattr(LayoutSearch, "best", lambda self, best=LayoutSearch.best: islice(best(self), 1))
+    assert main([*EIGHT, "--write", str(tmp_path / "layout.yaml"), "--take=2"]) == 2
+    assert "--take 2" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_a_file_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "layout.yaml"
+    file.write_text("mine")
+    assert main([*EIGHT, "--write", str(file)]) == 2
+    assert f"--write {file}" in capsys.readouterr().err and file.read_text() == "mine"
+
+
 def test_nodes_without_a_named_gpu_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*EIGHT[:2], "--cluster", "nodes=1,gpus=8,gpu_gib=80,cpus=64"]) == 2
     assert "--cluster:" in capsys.readouterr().err

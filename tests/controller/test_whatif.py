@@ -163,6 +163,11 @@ def test_settings_that_change_the_recorded_times_are_refused(recorded: Path) -> 
         predict(recorded, ["rollout.tensor_parallel=2"])
 
 
+def test_a_step_of_more_prompts_than_recorded_is_refused(recorded: Path) -> None:
+    with pytest.raises(ConfigError, match="batch.prompts_per_step=1000"):
+        predict(recorded, ["batch.prompts_per_step=1000"])
+
+
 def test_a_timeline_without_prompts_is_refused(recorded: Path, tmp_path: Path) -> None:
     for name in ("config.yaml", "metrics.jsonl", "lengths.jsonl"):
         (tmp_path / name).write_text((recorded / name).read_text())

@@ -251,3 +251,38 @@ def test_a_switch_that_has_become_a_choice_reads_both(tmp_path: Path, given: str
     assert load(None, ["model.path=m", f"model.gradient_checkpointing={given}"]).model.gradient_checkpointing == mode
     with refused("model.attention"):
         load(file, ["model.attention=true"])  # which was none
+
+
+MAPPINGS = [found.key for found in SETTINGS if getattr(found.type, "__origin__", None) is dict]
+
+
+@pytest.mark.parametrize("key", MAPPINGS)
+@pytest.mark.parametrize("value", ["/models/rm", "[a]", "3", "{a: ${run.seed}}", "{a: '${run.seed}'}", "{[1]: 2}", ""])
+def test_every_mapping_refuses_other_values_by_its_name(tmp_path: Path, key: str, value: str) -> None:
+    with refused(key):
+        load(write_workspace(tmp_path), [f"{key}={value}"])
+
+
+@pytest.mark.parametrize("key", [found.key for found in SETTINGS if found.type is dict[str, float]])
+def test_names_of_a_mapping_are_texts(tmp_path: Path, key: str) -> None:
+    with refused(key):
+        load(write_workspace(tmp_path), [f"{key}={{1: 2}}"])
+
+
+@pytest.mark.parametrize("start", ["~", "$HOME"])
+def test_a_home_is_read_as_a_shell_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: str) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    base = write_workspace(tmp_path)
+    for key in ("run.dir", "data.train", "model.path"):
+        config = load(base, [f"{key}={start}/x y"])
+        section, _, name = key.partition(".")
+        assert getattr(getattr(config, section), name) == "/home/me/x y"
+    mapped = load(base, ["data.train=", f"data.sources={{{start}/a.jsonl: 2}}", f"teacher.paths={{a: {start}/t}}"])
+    assert mapped.data.sources == {"/home/me/a.jsonl": 2} and mapped.teacher.paths == {"a": "/home/me/t"}
+    assert load(base, [f"data.system_prompt=a {start}/x"]).data.system_prompt == f"a {start}/x"
+
+
+@pytest.mark.parametrize("value", ["$BALLAST_UNSET/x", "~nosuchuser/x"])
+def test_a_home_that_is_not_known_is_refused(tmp_path: Path, value: str) -> None:
+    with refused(f"data.train={value}"):
+        load(write_workspace(tmp_path), [f"data.train={value}"])

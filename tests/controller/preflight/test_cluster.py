@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from controller.actors.layout import pools, role_requests
 from controller.config import Config
 from controller.fit import main
-from controller.preflight.cluster import Cluster, groups_across_nodes, parse_cluster, place, roles_on_node
+from controller.preflight.cluster import FIGURES, Cluster, groups_across_nodes, parse_cluster, place, roles_on_node
 from controller.preflight.describe_cluster import placement_lines
 from tests.refusals import refused
 from workers.errors import ConfigError
@@ -40,6 +40,12 @@ def test_a_cluster_is_read_from_one_line() -> None:
         ("nodes=0,cpus=1", "nodes"),
         ("nodes=1.5,cpus=1", "whole"),
         ("nodes=1,cpus=8,gpus=8", "gpu_gib"),
+        ("nodes=10000000,gpus=8,gpu=H100", "nodes=10000000"),
+        ("nodes=50000,gpus=8,gpu=H100", "nodes=50000"),
+        ("nodes=1,nodes=2,cpus=8", "nodes"),
+        ("nodes=1,gpus=8,gpu=H100,gpu=A100", "gpu"),
+        *((f"nodes=1,gpus=8,gpu=H100,{name}=0", f"{name}=0") for name in FIGURES),
+        (f"nodes=1,gpus=8,gpu=H100,bandwidth=1{'0' * 400}", "bandwidth=1"),
     ],
 )
 def test_a_line_of_another_form_is_refused(text: str, named: str) -> None:

@@ -67,7 +67,13 @@ def test_distributions_have_their_medians_and_limits() -> None:
     assert np.median(drawn_lengths("", 4000)) == pytest.approx(1000, rel=0.01)
 
 
-@pytest.mark.parametrize("text", ["normal:3,4", "fixed", "lognormal:a,b", "fixed:"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("normal:3,4", "fixed", "lognormal:a,b", "fixed:", "fixed:3,4", "lognormal:3", "uniform:3"),
+        *("uniform:2000,100", "uniform:0,10", "fixed:0", f"fixed:1{'0' * 400}", "uniform:-3,4", "lognormal:nan,1"),
+    ],
+)
 def test_other_distributions_are_refused(text: str) -> None:
     with refused(f"--response-tokens {text}: "):
         drawn_lengths(text, 100)
@@ -81,6 +87,12 @@ def test_lengths_of_a_run_are_its_sequences_less_its_mean_prompt(tmp_path: Path)
     (tmp_path / "lengths.jsonl").unlink()
     with refused(f"--lengths {tmp_path}: "):
         recorded_lengths(tmp_path)
+
+
+@pytest.mark.parametrize("price", ["nan", "inf", "-3", "0", "1e400", "much"])
+def test_a_price_is_a_positive_number(price: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--config", "config.yaml", "--dry-run", "--cluster", "nodes=1,cpus=2", f"--price={price}"]) == 2
+    assert "--price" in capsys.readouterr().err
 
 
 def test_every_change_keeps_the_gpus() -> None:

@@ -116,7 +116,7 @@ def read_manifest(path: Path) -> Manifest:
             raise TypeError("step and world_size must be whole numbers")
     except FileNotFoundError:
         raise CheckpointError(f"{path} is not a complete checkpoint: it has no {MANIFEST}.") from None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a checkpoint: its {MANIFEST} is not readable ({error}).") from None
     _check_listing(path, manifest)
     return manifest

@@ -1,0 +1,28 @@
+"""Replace `~/` and `$NAME/` at the start of values: no shell does so behind `=` or in a file."""
+
+import os
+import re
+from typing import Any
+
+from workers.errors import ConfigError
+
+_START = re.compile(r"(~\w*|\$[A-Za-z_]\w*|\$\{[A-Za-z_]\w*\})(?=/)")
+
+
+def with_user_paths(value: Any, where: str) -> Any:
+    """Return a setting's value with its texts, and a mapping's keys, expanded.
+
+    Raises ConfigError, naming the setting `where`, for a variable that is not set and a user that does not exist.
+    """
+    if isinstance(value, list):
+        return [with_user_paths(item, where) for item in value]
+    if isinstance(value, dict):
+        return {with_user_paths(name, where): with_user_paths(item, where) for name, item in value.items()}
+    start = _START.match(value) if isinstance(value, str) else None
+    if start is None:
+        return value
+    expanded = os.path.expanduser(os.path.expandvars(start[0]))
+    if expanded == start[0]:
+        kind = "there is no such user" if start[0].startswith("~") else "the environment has no such variable"
+        raise ConfigError(f"{where}={value}: {kind} as {start[0]}. Write the path itself.")
+    return expanded + value[start.end() :]
