@@ -47,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             (options.folder / name).write_text(text, encoding="utf-8")
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         reason = getattr(error, "strerror", None) or error
-        text = str(error) if isinstance(error, FileExistsError) and not error.errno else f"{folder!r}: {reason}. Name another."
+        is_there = isinstance(error, FileExistsError) and not error.errno
+        text = str(error) if is_there else f"{folder!r}: {reason}. Name another folder."
         print(f"error: {text}", file=sys.stderr)
         return 2
     print(

@@ -21,6 +21,7 @@ from controller.config.python_rewards import NONE_GIVEN, GivenFunctions
 from controller.config.training import counted, path_setting
 from controller.data.curriculum import SampledPrompts
 from controller.data.identity import DataIdentity, data_identity
+from controller.data.image_columns import blind_images, reads_images, texts_of
 from controller.data.prompts import (
     Curriculum,
     Prompt,
@@ -264,6 +265,7 @@ def tokenized(config: Config, tried: Tried, log: Log = print) -> Inputs:
             check_template(renderer, config.model.path, options, key="rollout.tools", answer=answer)
         else:
             check_template(renderer, config.model.path, options, key="rollout.environment")
+    blind = _blind_images(config, tried.train | tried.held_out)
     dataset = partial(PromptDataset, renderer=renderer, rules=rules, log=log)
     sources = [
         dataset(rows, shuffle=data.shuffle, seed=config.run.seed, name=path, curriculum=tried.curriculum)
@@ -300,9 +302,22 @@ def tokenized(config: Config, tried: Tried, log: Log = print) -> Inputs:
         first_prompt=_as_read(renderer.tokenizer, next(iter(sources[0]))),
         warnings=(
             *_template_warnings(config, tried),
+            *blind,
             *(line for each in (*sources, *validation) for line in left_out(each.name, each.unreadable)),
         ),
     )
+
+
+def _blind_images(config: Config, data: Mapping[str, list[Record]]) -> list[str]:
+    """Return warnings of images that the model would not see. Raises as `blind_images`."""
+    warnings: list[str] = []
+    if not reads_images(config):
+        return warnings
+    prompt_key, image_key = config.data.prompt_key, config.data.image_key
+    for path, rows in data.items():
+        read = ((bool(row.get(image_key)), texts_of(row[prompt_key])) for row in rows)
+        warnings += blind_images(path, rows, read, image_key)
+    return warnings
 
 
 def prompt_renderer(config: Config, tools: Sequence[Any], log: Log = print) -> tuple[Renderer, PromptRules]:

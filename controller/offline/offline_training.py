@@ -3,7 +3,7 @@
 records --examples--> examples --tokenizer--> SequenceDataset --> Ray, roles, trainer --> report
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from controller.config.offline import OfflineConfig, PreferencesConfig, SftConfi
 from controller.config.training import counted
 from controller.data.data_files import data_folder
 from controller.data.identity import DataIdentity, offline_identity
+from controller.data.image_columns import blind_images, reads_images, texts_of
 from controller.data.records import Record, read_records
 from controller.engines.fleet import RestartBudget
 from controller.lifecycle.inputs import TRIED_PROMPTS, load_renderer, quoted, try_template
@@ -118,8 +119,26 @@ def _read_examples(config: OfflineConfig) -> tuple[Examples, DataIdentity, list[
     first = [example for records in examples.values() for record in records[:TRIED_PROMPTS] for example in record]
     chats = [([*one.prompt, *one.response], one.options) for one in first if isinstance(one.response, list)]
     found = try_template(config, chats, config.data.chat_template_arguments, answered=True)
+    blind = _blind_images(config, read, examples)
     has_tools = any(options.get("tools") for _, options in chats)
-    return examples, identity, found.warnings(tools=has_tools) if found else []
+    return examples, identity, [*(found.warnings(tools=has_tools) if found else []), *blind]
+
+
+def _blind_images(config: OfflineConfig, data: Mapping[str, list[Record]], examples: Examples) -> list[str]:
+    """Return warnings of images that the model would not see. Raises as `blind_images`."""
+    warnings: list[str] = []
+    if not reads_images(config):
+        return warnings
+    for path, records in data.items():
+        read = ((any(example.images for example in row), _texts(row)) for row in examples[path])
+        warnings += blind_images(path, records, read, config.data.image_key)
+    return warnings
+
+
+def _texts(row: Sequence[Example]) -> Iterator[str]:
+    for example in row:
+        yield from texts_of(example.prompt)
+        yield from texts_of(example.response)
 
 
 def _examples_of(config: OfflineConfig, record: Record, path: str, where: str) -> tuple[Example, ...]:

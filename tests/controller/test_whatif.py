@@ -164,7 +164,7 @@ def test_settings_that_change_the_recorded_times_are_refused(recorded: Path) -> 
 
 
 def test_a_step_of_more_prompts_than_recorded_is_refused(recorded: Path) -> None:
-    with pytest.raises(ConfigError, match="batch.prompts_per_step=1000"):
+    with pytest.raises(ConfigError, match=r"batch\.prompts_per_step=1000"):
         predict(recorded, ["batch.prompts_per_step=1000"])
 
 

@@ -69,6 +69,46 @@ def test_a_cap_below_the_images_of_a_prompt_is_refused(workspace: Path, vision_m
     read_inputs(load(None, [*SETTINGS, "data.validation=''", *given, f"{cap}24"]))
 
 
+SEEN = {
+    "mark in a text": ("<image>1+1=", {}),
+    "mark in a chat": ([{"role": "user", "content": "<image>1+1="}], {}),
+    "mark in a part": ([{"role": "user", "content": [{"type": "text", "text": "<image>1+1="}]}], {}),
+}
+PICTURES = {
+    "image": "a.png",
+    "img_path": "a.png",
+    "pictures": ["a.jpeg"],
+    "photo": {"bytes": None, "path": "a.png"},
+    "screenshots": [{"bytes": None, "path": "a.png"}],
+}
+
+
+@pytest.mark.parametrize("case", SEEN)
+@pytest.mark.parametrize("column", ["", "image"])
+def test_a_mark_without_an_image_is_refused(
+    case: str, column: str, workspace: Path, vision_model: Callable[[str], Path]
+) -> None:
+    prompt, others = SEEN[case]
+    record = {"prompt": prompt, **others} | ({column: "a.png"} if column else {})
+    (workspace / "marked.jsonl").write_text(json.dumps(record))
+    given = ["data.train=marked.jsonl", "data.max_prompt_tokens=64"]
+    line = refusal(f"model.path={vision_model('qwen2_5_vl')}", *given)
+    assert "marked.jsonl record 1" in line and "data.image_key" in line and (not column or "'image'" in line)
+    if isinstance(prompt, str):  # the mark is text for a model that reads none
+        read_inputs(load(None, [*SETTINGS, "data.validation=''", *given]))
+
+
+@pytest.mark.parametrize("column", PICTURES)
+def test_a_column_of_images_that_nobody_reads_is_named(
+    column: str, workspace: Path, vision_model: Callable[[str], Path]
+) -> None:
+    (workspace / "blind.jsonl").write_text(json.dumps({"prompt": "1+1=", column: PICTURES[column]}))
+    given = ["data.validation=''", "data.train=blind.jsonl", "data.max_prompt_tokens=64"]
+    (warning,) = read_inputs(load(None, [*SETTINGS, *given, f"model.path={vision_model('qwen2_5_vl')}"])).warnings
+    assert "data.image_key='images'" in warning and repr(column) in warning
+    assert not read_inputs(load(None, [*SETTINGS, *given])).warnings
+
+
 def test_a_template_that_raises_on_a_later_prompt_names_the_record(workspace: Path) -> None:
     (workspace / "model" / "chat_template.jinja").write_text(CHAT)
     contents = ["1+1="] * 40 + ["x"]

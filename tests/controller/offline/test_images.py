@@ -1,5 +1,6 @@
 """Given sequences with images: their tokens are expanded, and none of them is learned."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,9 @@ import numpy as np
 import pytest
 
 from controller.config import load_as
-from controller.config.offline import OfflineConfig, PreferencesConfig, SftConfig
+from controller.config.offline import OfflineConfig, PreferencesConfig, RewardTrainingConfig, SftConfig
 from controller.offline.datasets import SequenceDataset
-from controller.offline.offline_training import _examples_of
+from controller.offline.offline_training import _examples_of, _read_examples
 from tests.refusals import refused
 from tests.workers.vision_families import pictures
 from workers.errors import DataError
@@ -48,6 +49,32 @@ def _dataset(
     config: Any = load_as(schema, None, ["model.path=model", f"data.train={path}", "resources.device=cpu"])
     examples = [_examples_of(config, record, path, f"record {n}") for n, record in enumerate(records, start=1)]
     return SequenceDataset(examples, renderer, config.data, name=path, shuffle=False)
+
+
+SCHEMAS: dict[type[OfflineConfig], dict[str, Any]] = {
+    SftConfig: {"prompt": "<image>How many?", "response": "two"},
+    PreferencesConfig: {"prompt": "How many?", "chosen": "<image>two", "rejected": "ten"},
+    RewardTrainingConfig: {
+        "prompt": [{"role": "user", "content": "<image>How many?"}],
+        "chosen": _said("two"),
+        "rejected": _said("ten"),
+    },
+}
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_images_that_the_model_would_not_see_are_named(
+    schema: type[OfflineConfig], folder: Path, vision_model: Callable[[str], Path]
+) -> None:
+    path, model = folder / "train.jsonl", vision_model("qwen2_5_vl")
+    config = load_as(schema, None, [f"model.path={model}", f"data.train={path}", "resources.device=cpu"])
+    record = SCHEMAS[schema] | {"image": "a.png"}
+    path.write_text(json.dumps(record))
+    with refused("data.image_key to 'image'", DataError):
+        _read_examples(config)
+    path.write_text(json.dumps(record).replace("<image>", ""))
+    _, _, warnings = _read_examples(config)
+    assert any("data.image_key" in line and "'image'" in line for line in warnings)
 
 
 def test_conversations_and_responses_with_images(folder: Path, renderer: Renderer, ray_session: None) -> None:
