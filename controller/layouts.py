@@ -42,6 +42,7 @@ USAGE = (
     "[--response-tokens DISTRIBUTION] [--measured runs/NAME] [key.sub=value ...]"
 )
 SHOWN = 10
+MOST_GPUS = 4096
 MOST_CHECKED = 200
 """Layouts that are checked before the search gives up."""
 SETTINGS = {
@@ -67,6 +68,11 @@ class LayoutSearch:
         assert request.cluster is not None
         if not request.cluster.gpu:
             raise ConfigError("--cluster: layouts are searched on GPUs. Name them, as in nodes=8,gpus=8,gpu=H100.")
+        if request.cluster.nodes * request.cluster.gpus > MOST_GPUS:
+            raise ConfigError(
+                f"--cluster: layouts are searched for at most {MOST_GPUS:,} GPUs, which takes half a minute. Describe "
+                "fewer nodes, and raise policy.parallel.replicate in the layout."
+            )
         self._request, self._cluster, self._gib = request, request.cluster, USABLE_SHARE * request.cluster.gpu_gib
         self.config = load(request.config, request.overrides)
         run_on(self.config, self._cluster)

@@ -17,7 +17,7 @@ from controller.observability.console import plain_console
 from controller.observability.run_folder import Row, RunFolder
 from controller.observability.session_tree import SHOWN, clean, drawn, is_whole, summary
 from controller.preflight.arguments import OneLineParser
-from workers.errors import DataError
+from workers.errors import ConfigError, DataError
 
 COLUMNS = ("turns", "branches", "tokens", "reward", "advantage")
 
@@ -33,6 +33,8 @@ def _show(arguments: Sequence[str] | None) -> None:
     parser.add_argument("--session", type=int, metavar="K", help="sample to draw, by its number in the step's table")
     parser.add_argument("--validation", action="store_true", help="held-out responses instead of training samples")
     options = parser.parse_args(arguments)
+    if not options.folder.is_dir():
+        raise ConfigError(f"{options.folder}: there is no such folder. Give a folder like runs/NAME.")
     run, step, number = RunFolder(options.folder), options.step, options.session
     steps = run.validated_steps if options.validation else sorted({row["step"] for row in run.samples})
     step = max(steps, default=0) if step is None else step

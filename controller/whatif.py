@@ -28,7 +28,7 @@ from controller.config.file import value_of
 from controller.engines.simulation import EngineSpeed, Phase, SimulatedRun, SimulatedSample, SimulatedStep, simulate
 from controller.engines.staleness_schedule import Staleness
 from controller.lifecycle.session import exit_code
-from controller.observability.run_folder import RunFolder
+from controller.observability.run_folder import RunFolder, check_run_folder
 from controller.observability.timeline import read_timeline
 from controller.planning.planner import draw_mini_batches, plan_arguments
 from controller.preflight.arguments import OneLineParser
@@ -70,6 +70,7 @@ class RecordedRun:
     """The records of a run's folder. Raises DataError if one is missing, and ConfigError."""
 
     def __init__(self, folder: Path) -> None:
+        check_run_folder(folder)
         self.config = load(folder / "config.yaml")
         self._metrics = {row["step"]: row for row in RunFolder(folder).metrics}
         found = json_records(folder / "lengths.jsonl", has_step, check_lengths)

@@ -76,9 +76,17 @@ def quoted(value: object) -> str:
 
 
 def clause(error: BaseException) -> str:
-    """First line of an error's text without its full stop."""
-    first = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
-    return without_control(first)
+    """An error's text in one line without its full stop. A library may say in the second line what is wrong."""
+    text = without_control(" ".join(str(error).split())) or type(error).__name__
+    return (text if len(text) <= LONGEST_QUOTE else f"{text[:LONGEST_QUOTE]}...").rstrip(".")
+
+
+def why_not_json(error: Exception) -> str:
+    """Say why a text is not JSON, without Python's advice on its own limits."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deep"
+    text = clause(error)
+    return "a number has more than 4,300 digits" if "set_int_max_str_digits" in text else text
 
 
 def named(error: BaseException) -> str:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from workers.errors import ConfigError
+from workers.errors import ConfigError, why_not_json
 
 
 def read_json(path: Path, key: str) -> dict[str, Any]:
@@ -14,7 +14,7 @@ def read_json(path: Path, key: str) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{key}: {path} cannot be read: {error.strerror or error}.") from None
     except (ValueError, RecursionError) as error:  # numbers of 5,000 digits are ValueErrors, too
-        raise ConfigError(f"{key}: {path} is not valid JSON: {error}.") from None
+        raise ConfigError(f"{key}: {path} is not valid JSON: {why_not_json(error)}.") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{key}: {path} is not a JSON object.")
     return content

@@ -211,7 +211,9 @@ def _read_override(override: str, known: Mapping[str, Setting]) -> DictConfig:
     if not value.strip() and key in known and known[key].type is str:
         override = f"{key}=''"  # as a shell gives `key=` and `key=""`. YAML would read it as null
     try:
-        if key in known and _holds_several(known[key]) and "${" in value:  # YAML reads its brace as a mapping
+        if (
+            key in known and _holds_several(known[key]) and "${" in value.lstrip()[1:]
+        ):  # YAML reads its brace as a mapping
             raise _no_reference(key)
         _check_scalars(value, f"{key}: ")
         return OmegaConf.from_dotlist([override])
@@ -247,7 +249,8 @@ def _check_keys_and_types(part: DictConfig, known: Mapping[str, Setting], source
     for key, value in _leaves(cast(dict[str, Any], OmegaConf.to_container(part)), known, source):
         if key not in known:
             raise ConfigError(f"{source}{key} is not a setting; {_suggestion(key, list(known))}")
-        if _holds_several(known[key]) and "${" in str(value):
+        within = isinstance(value, (list, dict)) or known[key].type == Options
+        if within and "${" in str(value):  # a whole list may follow another setting
             raise _no_reference(source + key)
         if value == MISSING and not known[key].required:  # OmegaConf would drop it silently
             raise ConfigError(f"{source}{key}: ??? stands for a value that is not set. Leave the key out instead.")

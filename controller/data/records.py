@@ -18,7 +18,7 @@ from controller.data.data_files import data_files
 from controller.data.hub import hub_dataset, hub_records
 from controller.observability.shown_text import shortened
 from controller.observability.slow_work import Log, count_if_slow
-from workers.errors import DataError
+from workers.errors import DataError, why_not_json
 from workers.rendering import cleaned, with_images
 from workers.user_code.task_sources import package_of, task_records
 
@@ -136,7 +136,7 @@ def _parsed(text: bytes, where: str) -> Any:
     try:
         value = json.loads(text)
     except ValueError as error:  # also of bytes that are not UTF-8
-        raise DataError(f"{where} is not JSON: {error}.") from None
+        raise DataError(f"{where} is not JSON: {why_not_json(error)}.") from None
     except RecursionError:
         raise _too_deep(where) from None
     if text.count(b"[") + text.count(b"{") > DEEPEST and not _is_flat(value):

@@ -32,7 +32,7 @@ from controller.config.recorded import load_recorded
 from controller.config.training import counted
 from controller.observability.health import warnings
 from controller.observability.metric_table import spec_of
-from controller.observability.run_folder import Row, RunFolder
+from controller.observability.run_folder import Row, RunFolder, check_run_folder
 from controller.observability.session_tree import Entry, entries, headline, is_whole
 from controller.observability.shown_text import redacted, shortened
 
@@ -121,6 +121,7 @@ def write_report(folder: Path) -> Path:
 
     Raises DataError for a folder without metrics, ConfigError if its config.yaml does not fit this version.
     """
+    check_run_folder(folder)
     run, config = RunFolder(folder), load_recorded(folder / "config.yaml")
     loader = PackageLoader("controller.observability", ".")
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from balancing.analysis.lengths_file import check_lengths, has_step, json_records
-from workers.errors import DataError, OutputError
+from workers.errors import ConfigError, DataError, OutputError
 from workers.images import PlacedImage, png_of
 
 if TYPE_CHECKING:
@@ -198,6 +198,13 @@ class RunWriter:
 class Curve:
     steps: list[int]
     values: list[float]
+
+
+def check_run_folder(folder: Path, option: str = "") -> None:
+    """Raise ConfigError unless `folder` holds a run. option: that names it, empty for a word of the command line."""
+    if not (folder / "config.yaml").is_file():
+        problem = "holds no run, it has no config.yaml" if folder.is_dir() else "there is no such folder"
+        raise ConfigError(f"{option}{' ' * bool(option)}{folder}: {problem}. Give a folder like runs/NAME.")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from balancing.time_model import Efficiency, Machine, Workload
 from balancing.time_model.fitting import Measured, fit
 from controller.config import Config
 from controller.config.recorded import load_recorded
-from controller.observability.run_folder import RunFolder
+from controller.observability.run_folder import RunFolder, check_run_folder
 from controller.preflight.cluster import Cluster
 from controller.preflight.time_inputs import layout_of, recorded_lengths, shape_of
 from workers.errors import ConfigError
@@ -31,6 +31,7 @@ def fitted_to(folder: Path, machine: Machine) -> tuple[Machine, Efficiency, str]
 
 def measured(folder: Path) -> Measured:
     """Read what a run of `controller.fit` without staleness shows. Raises ConfigError, or DataError without records."""
+    check_run_folder(folder, "--measured")
     config = load_recorded(folder / "config.yaml")
     if not isinstance(config, Config) or config.rollout.max_staleness:
         raise ConfigError(f"--measured {folder}: not a run of controller.fit with rollout.max_staleness=0. Give one.")

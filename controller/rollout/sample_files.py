@@ -24,7 +24,7 @@ import ray
 from controller.observability.run_folder import writing
 from controller.rollout.samples import SAMPLED_COLUMNS, RolloutBatch
 from workers.dataproto import ROUTED_EXPERTS, DataProto, object_column
-from workers.errors import DataError
+from workers.errors import DataError, clause
 from workers.images import Image, PlacedImage, keys
 from workers.placeholders import Placed
 from workers.remote_batch import IMAGES, RemoteBatch, fetched, places
@@ -248,7 +248,8 @@ def _opened(path: Path) -> Iterator[Mapping[str, np.ndarray]]:
         with np.load(path, allow_pickle=False) as arrays:
             yield arrays
     except (OSError, ValueError, KeyError, TypeError, BadZipFile, zlib.error) as error:
-        raise DataError(f"{path} cannot be read: {error}") from None
+        reason = "it is not a file of samples" if "allow_pickle" in str(error) else clause(error)
+        raise DataError(f"{path} cannot be read: {reason}. Record the samples again.") from None
 
 
 def _as_bytes(value: Any) -> np.ndarray:

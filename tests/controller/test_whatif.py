@@ -1,6 +1,7 @@
 """Predictions of recorded runs, against runs that are played token by token under the other settings."""
 
 import heapq
+import importlib
 import itertools
 import json
 import math
@@ -184,3 +185,9 @@ def test_the_command_prints_a_table_of_eighty_columns(recorded: Path, capsys: py
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     assert lines[1].split()[:3] == ["steps", "an", "hour"]
+
+
+@pytest.mark.parametrize("module", ["report", "whatif", "show"])
+def test_a_folder_that_is_not_there_is_named_itself(module: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert importlib.import_module(f"controller.{module}").main(["nowhere"]) == 2
+    assert capsys.readouterr().err.startswith("error: nowhere: ")

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from workers.errors import CheckpointError, DataError
+from workers.errors import CheckpointError, DataError, why_not_json
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +117,9 @@ def read_manifest(path: Path) -> Manifest:
     except FileNotFoundError:
         raise CheckpointError(f"{path} is not a complete checkpoint: it has no {MANIFEST}.") from None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not a checkpoint: its {MANIFEST} is not readable ({error}).") from None
+        raise CheckpointError(
+            f"{path} is not a checkpoint: its {MANIFEST} is not readable ({why_not_json(error)})."
+        ) from None
     _check_listing(path, manifest)
     return manifest
 
