@@ -11,10 +11,10 @@ Special tokens written in a text are read as such. Templates are programs that m
 import json
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,16 @@ from workers.errors import ConfigError, DataError, named
 from workers.images import Image, url_of
 from workers.json_file import read_json
 from workers.placeholders import Placed, Placeholders
+from workers.template_forms import (
+    IMAGE_PART,
+    ROLES,
+    Messages,
+    TemplateForms,
+    advice,
+    first_hidden,
+    try_forms,
+    without_nulls,
+)
 from workers.user_code.functions import TIMEOUT_SETTING
 from workers.user_code.process import NoAnswerError, ask
 
@@ -86,11 +96,12 @@ def read_template(file: str, setting: str = "model.chat_template") -> str:
 @dataclass(frozen=True)
 class Variables:
     """Names that a template reads. arguments: those that look like a caller's, because the template does not set them,
-    or asks whether they are set.
+    or asks whether they are set. words: all texts in its code, among them the keys of messages and the roles.
     """
 
     read: frozenset[str]
     arguments: frozenset[str]
+    words: frozenset[str] = frozenset()
 
 
 @lru_cache
@@ -125,7 +136,9 @@ def variables_of(template: str) -> Variables:
         and isinstance(node.node, nodes.Name)
         and (id(node.node), node.node.name) not in in_macros
     }
-    return Variables(frozenset(read), frozenset(read - OF_EVERY_TEMPLATE - (stored - asked)))
+    words = {node.attr for node in tree.find_all(nodes.Getattr)}
+    words |= {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+    return Variables(frozenset(read), frozenset(read - OF_EVERY_TEMPLATE - (stored - asked)), frozenset(words))
 
 
 def check_read(template: str, options: Iterable[str]) -> None:
@@ -165,54 +178,15 @@ def _of_file(path: Path) -> dict[str, Any]:
     return read_json(path, "model.path") if path.is_file() else {}
 
 
-Messages = list[dict[str, Any]]
 Options = dict[str, Any]
 """Of `apply_chat_template`: `tools`, JSON schemas, and variables of the template by name."""
 CONTROLS = {"add_generation_prompt", "continue_final_message"}  # options that this module sets
 LONGEST_RENDERED = 20_000_000  # characters: above any model's context, and tokenized within a minute
-PROBE = "probe"
-IMAGE_PART = {"type": "image"}
-IMAGE_PLACES = ("image", "image_url", "url", "path")
-"""Names under which parts of messages hold images."""
 IMAGE_IN_TEXT = "<image>"
-
-
-def cleaned(prompt: Any, where: str) -> Any:
-    """Check a prompt and drop keys that are None, which Arrow adds. Raises DataError, naming the record `where`."""
-    if not isinstance(prompt, (str, list)):
-        raise DataError(f"{where} has a prompt of type {type(prompt).__name__}. A string or chat messages are needed.")
-    if not prompt:
-        raise DataError(f"{where} has an empty prompt.")
-    return prompt if isinstance(prompt, str) else [_message(message, where) for message in prompt]
-
-
-def _message(message: Any, where: str) -> dict[str, Any]:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise DataError(f"{where} has a malformed chat message. Give it a role and a content.")
-    found = {name: value for name, value in message.items() if value is not None}
-    content = found.get("content")
-    if isinstance(content, list):
-        return found | {"content": [_part(part, where) for part in content]}
-    if not isinstance(content, str) and (content is not None or not found.get("tool_calls")):
-        raise DataError(
-            f"{where} has a chat message of role {message['role']!r} whose content is of type "
-            f"{type(content).__name__}. Give it a text, which may be empty."
-        )
-    return found
-
-
-def _part(part: Any, where: str) -> dict[str, Any]:
-    part = {"type": "text", "text": part} if isinstance(part, str) else part
-    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-    if kind in ("image", "image_url"):
-        found = next((part[name] for name in IMAGE_PLACES if part.get(name) is not None), None)
-        found = found.get("url") if isinstance(found, dict) and "url" in found else found
-        return IMAGE_PART if found is None else IMAGE_PART | {"image": found}
-    if kind != "text" or not isinstance(part.get("text"), str):
-        raise DataError(
-            f"{where} has a chat message with a part of type {kind!r}. Only parts of types 'text' and 'image' are read."
-        )
-    return {"type": "text", "text": part["text"]}
+READ_OF_MESSAGES = {"role", "content", "tool_calls", "weight", "train"}
+"""Keys of messages that need no template: `tokenized.is_trained` reads the last two."""
+READ_OF_TOOLS = {*READ_OF_MESSAGES, "tool_call_id", "name"}
+"""Keys of answers of tools: the last two say to which call they belong."""
 
 
 def with_images(prompt: Any, column: Any, where: str) -> tuple[Any, list[Any]]:
@@ -283,19 +257,12 @@ def options_of(record: Mapping[str, Any], run: Options, where: str) -> Options:
 def _parsed(record: Mapping[str, Any], column: str, kind: type, where: str) -> Any:
     value = record.get(column)
     try:
-        found = json.loads(value) if isinstance(value, str) else _without_none(value)
+        found = json.loads(value) if isinstance(value, str) else without_nulls(value)
     except ValueError:
         found = value
     if found is not None and not isinstance(found, kind):
         raise DataError(f"{where} has {column!r} of type {type(found).__name__}. Give a {kind.__name__}, or its JSON.")
     return found
-
-
-def _without_none(value: Any) -> Any:
-    """Drop keys that are None, which Arrow adds."""
-    if isinstance(value, dict):
-        return {name: _without_none(inner) for name, inner in value.items() if inner is not None}
-    return [_without_none(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _tool(tool: Any, where: str) -> dict[str, Any]:
@@ -306,30 +273,11 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
     return tool if "function" in tool else {"type": "function", "function": tool}
 
 
-def forms(render: Callable[[Messages], str]) -> tuple[bool, bool]:
-    """Whether a template shows contents that are texts, and those that are lists of parts."""
-
-    def shows(content: Any) -> bool:
-        try:
-            text = render([{"role": "user", "content": content}])
-        except Exception:  # templates may raise anything
-            return False
-        return PROBE in text and f"'{PROBE}'" not in text and f'"{PROBE}"' not in text
-
-    return shows(PROBE), shows([{"type": "text", "text": PROBE}])
-
-
-def in_form(messages: Messages, texts: bool, parts: bool) -> Messages:
-    """Convert contents to a form that the template shows: parts joined, or a text as a part."""
-
-    def shown(content: Any) -> Any:
-        if isinstance(content, list) and not parts:
-            if IMAGE_PART in content:
-                raise ValueError("it shows no parts of messages, such as images")
-            return "".join(part["text"] for part in content)
-        return [{"type": "text", "text": content}] if isinstance(content, str) and parts and not texts else content
-
-    return [m | {"content": shown(m["content"])} if "content" in m else m for m in messages]
+def _structure(message: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what decides whether a template shows a message."""
+    content = message.get("content") or ""
+    parts = [part["type"] for part in content] if isinstance(content, list) else bool(content.strip())
+    return message["role"], str(parts), len(message.get("tool_calls") or ()), *sorted(message.keys())
 
 
 def check_size(text: str) -> str:
@@ -344,7 +292,7 @@ class Renderer:
 
     vocabulary: number of the model's ids, 0 if unknown. timeout_s: of a rendering, 0 for none. continue_last: whether
     to continue a final assistant message. source: the setting that the template comes from. placeholders: of a model
-    that reads images.
+    that reads images. unread: a warning for each key and role of messages that the template never reads.
     """
 
     tokenizer: Any
@@ -353,6 +301,9 @@ class Renderer:
     continue_last: bool = False
     source: str = "model.path"
     placeholders: Placeholders | None = None
+    unread: dict[str, str] = field(default_factory=dict)
+    _forms: dict[bool, TemplateForms] = field(default_factory=dict, init=False, repr=False)
+    _shown: set[Any] = field(default_factory=set, init=False, repr=False)
 
     @classmethod
     def with_template(cls, tokenizer: Any, file: str, vocabulary: int = 0, timeout_s: float = 0.0) -> "Renderer":
@@ -381,12 +332,16 @@ class Renderer:
             start = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
             ids = bare if bare[:start] == whole[:start] else [*whole[:start], *bare]
         else:
-            ids = self.ids(self.text(prompt, where, **(options or {}), **self._end(prompt, where)), where)
+            options = (options or {}) | self.end(prompt, where)
+            text = self.text(prompt, where, **options)
+            self.check_shown(prompt, where, **options)
+            ids = self.ids(text, where)
         if len(ids) == 0:
             raise DataError(f"{where} has an empty prompt.")
         return np.asarray(ids, dtype=np.int32)
 
-    def _end(self, prompt: Messages, where: str) -> dict[str, bool]:
+    def end(self, prompt: Messages, where: str) -> dict[str, bool]:
+        """Return the option for the end of a prompt. Raises DataError, naming `where`, unless it may end so."""
         if prompt[-1]["role"] != "assistant":
             return {"add_generation_prompt": True}
         if not self.continue_last:
@@ -398,14 +353,15 @@ class Renderer:
 
     def text(self, messages: Messages, where: str, **options: Any) -> str:
         """Render cleaned messages with options of `apply_chat_template`. Raises DataError, naming `where`."""
-        if not getattr(self.tokenizer, "chat_template", None):
-            raise DataError(f"{where} holds chat messages, but the tokenizer of model.path has no chat template.")
+        self._check_template(where)
         try:
             if given := options.keys() - CONTROLS:
                 check_read(self.tokenizer.get_chat_template(tools=options.get("tools")), given)
-            return self._render(in_form(messages, *self._forms), **options)
+            return self._formed(messages, **options)
         except ConfigError as error:
             raise DataError(f"{where} is not rendered: {error}") from None
+        except DataError as error:
+            raise DataError(f"{where} is not rendered by the chat template of {self.source}: {error}.") from None
         except Exception as error:  # templates may raise anything
             raise DataError(
                 f"{where} is not rendered by the chat template of {self.source}: {named(error)}."
@@ -425,12 +381,61 @@ class Renderer:
         """Return ids of messages, and which the template marks as the assistant's. Raises DataError, naming `where`."""
         self.text(messages, where, **options)
         options |= {"return_dict": True, "return_assistant_tokens_mask": True}
-        found = self._applied(in_form(messages, *self._forms), **options)
+        found = self._applied(self._forms_for(options).apply(messages), **options)
         return self.checked(found["input_ids"], where), np.array(found["assistant_masks"], dtype=bool)
 
-    @cached_property
-    def _forms(self) -> tuple[bool, bool]:
-        return forms(self._render)
+    def check_shown(self, messages: Messages, where: str, **options: Any) -> None:
+        """Raise DataError, naming `where`, if the template leaves out the content or the calls of a cleaned message.
+
+        Conversations of the same roles and options are tried once.
+        """
+        self._check_template(where)
+        try:
+            self._note_unread(messages, where, options)
+        except DataError as error:
+            raise DataError(f"{where} is not rendered by the chat template of {self.source}: {error}.") from None
+        key = (*map(_structure, messages), *sorted((name, repr(value)[:99]) for name, value in options.items()))
+        if key in self._shown:
+            return
+        if hidden := first_hidden(partial(self._formed, **options), messages):
+            number, what = hidden
+            raise DataError(
+                f"{where}: the chat template of {self.source} leaves out the {what} of message {number + 1}, of role "
+                f"{messages[number]['role']!r}. {advice(messages[number], what)}."
+            )
+        self._shown.add(key)
+
+    def _check_template(self, where: str) -> None:
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise DataError(f"{where} holds chat messages, but the tokenizer of model.path has no chat template.")
+
+    def _note_unread(self, messages: Messages, where: str, options: Options) -> None:
+        words = variables_of(self.tokenizer.get_chat_template(tools=options.get("tools"))).words
+        for message in self._forms_for(options).apply(messages):
+            role = message["role"]
+            if role not in words and role not in ROLES:
+                self.unread.setdefault(
+                    role,
+                    f"{where}: the chat template of {self.source} shows the role {role!r} and does not know it. Rename "
+                    f"it to one of {', '.join(ROLES)}.",
+                )
+            keys = {name for name, value in message.items() if value not in (None, "", [], {})}
+            for name in sorted(keys - words - (READ_OF_TOOLS if role == "tool" else READ_OF_MESSAGES)):
+                self.unread.setdefault(
+                    f"{role}.{name}",
+                    f"{where}: the chat template of {self.source} never reads the key {name!r} of messages of role "
+                    f"{role!r}. Rename or remove it.",
+                )
+
+    def _forms_for(self, options: Options) -> TemplateForms:
+        has_tools = bool(options.get("tools"))
+        if has_tools not in self._forms:
+            tools = {"tools": options["tools"]} if has_tools else {}
+            self._forms[has_tools] = try_forms(partial(self._render, **tools))
+        return self._forms[has_tools]
+
+    def _formed(self, messages: Messages, **options: Any) -> str:
+        return self._render(self._forms_for(options).apply(messages), **options)
 
     def _render(self, messages: Messages, **options: Any) -> str:
         return check_size(str(self._applied(messages, tokenize=False, **options)))

@@ -4,16 +4,18 @@ import math
 import resource
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from inspect import isfunction
 from typing import Any
 
 from workers.config import LossConfig, OptimizerConfig
-from workers.errors import BallastError, ConfigError, clause, named
+from workers.errors import BallastError, ConfigError, DataError, clause, named
 from workers.loss_config import DistillationConfig, undecorated
-from workers.rendering import Messages, Options, check_read, check_size, forms, in_form, variables_of
+from workers.rendering import Messages, Options, check_read, check_size, variables_of
 from workers.template_findings import template_findings
+from workers.template_forms import try_forms
 from workers.user_code.functions import load, load_module, packed_text
 from workers.user_code.process import RAISED
 
@@ -120,17 +122,18 @@ def render_prompts(
 
     resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
     template, run_options, tokens = examined
-    shown = {text: forms(partial(render, template=text)) for text in {template, *(text for text, *_ in prompts)}}
+    forms = {text: try_forms(partial(render, template=text)) for text in {template, *(text for text, *_ in prompts)}}
 
     def in_its_form(messages: Messages, begins: bool, options: Options, text: str = template) -> str:
         check_read(text, options)
-        return render(in_form(messages, *shown[text]), text, begins=begins, **options)
+        return render(forms[text].apply(messages), text, begins=begins, **options)
 
     number = 0
     try:
         for text, messages, options in prompts:
             number += 1
-            in_its_form(messages, not answered, options, text)
+            with suppress(DataError):  # of the record, which tokenizing names
+                in_its_form(messages, not answered, options, text)
         number = 0
         arguments, bos = tuple(sorted(variables_of(template).arguments)), special.get("bos_token", "")
         return asdict(template_findings(in_its_form, arguments, run_options, bos, tokens))

@@ -307,6 +307,6 @@ def with_system_prompt(prompt: Any, system_prompt: str, where: str) -> Any:
         return prompt
     if isinstance(prompt, str):
         raise DataError(f"{where} is a text, but data.system_prompt goes before chat messages. Make it a list of them.")
-    if prompt[0]["role"] == "system":
+    if prompt[0]["role"] in ("system", "developer"):
         return prompt
     return [{"role": "system", "content": system_prompt}, *prompt]

@@ -18,8 +18,10 @@ from controller.data.data_files import data_files
 from controller.data.hub import hub_dataset, hub_records
 from controller.observability.shown_text import shortened
 from controller.observability.slow_work import Log, count_if_slow
+from workers.chat_messages import cleaned
 from workers.errors import DataError, why_not_json
-from workers.rendering import cleaned, with_images
+from workers.rendering import with_images
+from workers.template_forms import without_nulls
 from workers.user_code.task_sources import package_of, task_records
 
 Record = dict[str, Any]
@@ -71,7 +73,7 @@ def iter_records(path: str, prompt_key: str = "", image_key: str = "") -> Iterat
         return
     if dataset := hub_dataset(path):
         for where, record in hub_records(path, dataset):
-            yield _checked(record, where, prompt_key, image_key)
+            yield _checked(_without_added(record), where, prompt_key, image_key)
         return
     try:
         files = data_files(path)
@@ -194,7 +196,21 @@ def _rows(file: Path, batches: Any) -> Iterator[tuple[str, Any]]:
     for batch in batches:
         for record in batch.to_pylist():
             number += 1
-            yield f"{file} record {number}", record
+            yield f"{file} record {number}", _without_added(record)
+
+
+def _without_added(record: Any) -> Any:
+    """Drop nulls of calls in a record of Arrow, which gives calls of different tools one struct of all arguments."""
+    return {name: _with_own_arguments(value) for name, value in record.items()} if isinstance(record, dict) else record
+
+
+def _with_own_arguments(value: Any) -> Any:
+    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
+        return value
+    return [
+        message | {"tool_calls": without_nulls(message["tool_calls"])} if message.get("tool_calls") else message
+        for message in value
+    ]
 
 
 READERS = {".jsonl": _json_lines, ".json": _json, ".parquet": _parquet, ".arrow": _arrow}

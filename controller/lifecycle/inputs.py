@@ -303,6 +303,7 @@ def tokenized(config: Config, tried: Tried, log: Log = print) -> Inputs:
         warnings=(
             *_template_warnings(config, tried),
             *blind,
+            *renderer.unread.values(),
             *(line for each in (*sources, *validation) for line in left_out(each.name, each.unreadable)),
         ),
     )

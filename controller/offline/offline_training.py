@@ -170,7 +170,9 @@ def read_inputs(config: OfflineConfig, log: Log = print) -> OfflineInputs:
     if config.head == "value" and first[-1] == renderer.tokenizer.pad_token_id:
         warnings.append(f"{pad} pads and ends responses, so transformers reads a score one token before reward.model")
     first_text = renderer.tokenizer.decode(first)
-    return OfflineInputs(train, validation, cost_model, identity, first_text, [*warnings, *train.warnings])
+    return OfflineInputs(
+        train, validation, cost_model, identity, first_text, [*warnings, *renderer.unread.values(), *train.warnings]
+    )
 
 
 def run(config: OfflineConfig, inputs: OfflineInputs, console: "Console", callbacks: Sequence["Callback"] = ()) -> None:

@@ -10,7 +10,6 @@ T tokens of a sequence.
 """
 
 import itertools
-import json
 import math
 import os
 import re
@@ -21,10 +20,11 @@ import numpy as np
 
 from controller.config.offline import RewardDataConfig
 from controller.data.records import Record
+from workers.chat_messages import cleaned, messages_in
 from workers.errors import DataError
 from workers.images import ImageSource
 from workers.placeholders import Placed, spread
-from workers.rendering import Messages, Options, Renderer, cleaned, options_of, with_images
+from workers.rendering import Messages, Options, Renderer, options_of, with_images
 
 Row = dict[str, np.ndarray]
 """`input_ids` int32 [T], `loss_mask` bool [T], and with labels of steps `label` float64 [T]."""
@@ -99,6 +99,7 @@ def preference_examples(record: Record, keys: tuple[str, str, str], where: str) 
     if missing := [key for key in response_keys if key not in record]:
         raise DataError(f"{where} has no {missing[0]!r}. Set data.chosen_key and data.rejected_key to its columns.")
     chosen, rejected = (record[key] for key in response_keys)
+    chosen, rejected = messages_in(chosen), messages_in(rejected)
     prompt = record.get(prompt_key)
     if prompt is None:
         prompt = _common_start(chosen, rejected, where)
@@ -153,6 +154,10 @@ def _common_start(chosen: Any, rejected: Any, where: str) -> Messages:
 
 
 def _example(prompt: Any, response: Any, where: str) -> Example:
+    if (messages := messages_in(prompt)) is not prompt:
+        prompt, response = messages, messages_in(response)
+    if isinstance(prompt, str) and prompt.isspace():
+        raise DataError(f"{where} has an empty prompt.")
     if isinstance(prompt, str) and isinstance(response, str):
         return Example(prompt, response)
     if isinstance(prompt, str):
@@ -169,6 +174,7 @@ def _example(prompt: Any, response: Any, where: str) -> Example:
 
 
 def _messages(value: Any, where: str) -> Messages:
+    value = messages_in(value)
     if not isinstance(value, list):
         raise DataError(f"{where} has a value of type {type(value).__name__} in place of a list of chat messages.")
     if not value:
@@ -185,7 +191,26 @@ def example_row(renderer: Renderer, example: Example, where: str, train_on: str 
         return _text_row(renderer, example.prompt, example.response, where)
     messages, first = [*example.prompt, *example.response], len(example.prompt)
     turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
-    return _chat_row(renderer, messages, turns if train_on == ALL_TURNS else turns[-1:], example.options, where)
+    trained = [is_trained(message, number, where) for number, message in enumerate(messages, start=1)]
+    turns = [turn for turn in (turns if train_on == ALL_TURNS else turns[-1:]) if trained[turn]]
+    renderer.check_shown(messages, where, **example.options)
+    return _chat_row(renderer, messages, turns, example.options, where)
+
+
+def is_trained(message: dict[str, Any], number: int, where: str) -> bool:
+    """Whether a message's `weight` (OpenAI) and `train` (axolotl) let it be learned. Raises DataError if they cannot
+    be honoured.
+    """
+    for name in ("weight", "train"):
+        value = message.get(name)
+        if value is not None and (not isinstance(value, (bool, int, float)) or value not in (0, 1)):
+            raise DataError(f"{where}: message {number} has {name}={value!r:.80}. Give 0 or 1, false or true.")
+        if value and message["role"] != "assistant":
+            raise DataError(
+                f"{where}: message {number}, of role {message['role']!r}, has {name}={value!r}, and only the "
+                "assistant's messages are learned. Remove it."
+            )
+    return all(message.get(name) in (None, 1) for name in ("weight", "train"))
 
 
 def scored_row(renderer: Renderer, example: Example, where: str) -> Row:
@@ -234,13 +259,19 @@ def _chat_row(renderer: Renderer, messages: Messages, turns: Sequence[int], opti
         return renderer.text(messages, where, **options, add_generation_prompt=add_generation_prompt)
 
     marked = turns and MARKS.search(str(renderer.tokenizer.chat_template))
-    if marked and all(message["role"] != "assistant" for message in messages[: turns[0]]):
+    spoken = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    if marked and spoken == turns:
         return _row(*renderer.marked(messages, where, **options), where)
     whole = render(messages)
     ids, ends = renderer.ids_and_ends(whole, where)
     if marked:
         learned = renderer.marked(messages, where, **options)[1]
-        return _row(ids, learned & (ends > _span(render, messages, turns[0], whole, where)[0]), where)
+        learned &= ends > _span(render, messages, turns[0], whole, where)[0]
+        for turn in spoken:
+            if turn > turns[0] and turn not in turns:
+                start, stop = _span(render, messages, turn, whole, where)
+                learned &= (ends <= start) | (ends > stop)
+        return _row(ids, learned, where)
     learned = np.zeros(len(ids), dtype=bool)
     special = [token for token, added in renderer.tokenizer.added_tokens_decoder.items() if added.special]
     for turn in turns:
@@ -285,9 +316,9 @@ def _span(render: Callable[..., str], messages: Messages, turn: int, whole: str,
 
 
 def _stand_ins(message: dict[str, Any], text: str) -> Iterator[dict[str, Any]]:
-    for arguments in ({"value": text}, json.dumps({"value": text})) if message.get("tool_calls") else ():
+    if message.get("tool_calls"):
         *earlier, last = message["tool_calls"]
-        call = last | {"function": last["function"] | {"arguments": arguments}}
+        call = last | {"function": last.get("function", last) | {"arguments": {"value": text}}}
         yield {"role": "assistant", "content": "", "tool_calls": [*earlier, call]}
     yield {"role": "assistant", "content": text}
 

@@ -21,9 +21,10 @@ from controller.observability.shown_text import shown_prompt
 from examples.addition.warm_start import create_model
 from examples.addition.warm_start import tokenizer as characters
 from tests.controller.stand_ins.run import SETTINGS
+from workers.chat_messages import cleaned
 from workers.errors import BallastError, ConfigError
 from workers.model.model import load_tokenizer
-from workers.rendering import Renderer, cleaned
+from workers.rendering import Renderer
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ '+' if m.role == 'user' else '=' }}{{ m.content }}"

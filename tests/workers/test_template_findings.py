@@ -9,8 +9,9 @@ import pytest
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from tests.documentation.template_pages import STOCK
-from workers.rendering import Messages, Options, forms, in_form, variables_of
+from workers.rendering import Messages, Options, variables_of
 from workers.template_findings import APPENDS, CALLING, REASONED, REFUSES, TOOL, TURNS, Following, template_findings
+from workers.template_forms import try_forms
 
 TEMPLATES = sorted(path.stem for path in STOCK.glob("*.jinja") if not path.stem.endswith("_training"))
 TOKENS = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
@@ -21,11 +22,10 @@ Render = Callable[[Messages, bool, Options], str]
 def stock(name: str) -> tuple[Render, tuple[str, ...]]:
     text = (STOCK / f"{name}.jinja").read_text()
     template = _compile_jinja_template(text)
-    shown = forms(lambda messages: str(template.render(messages=messages, add_generation_prompt=False, **TOKENS)))
+    forms = try_forms(lambda messages: str(template.render(messages=messages, add_generation_prompt=False, **TOKENS)))
 
     def render(messages: Messages, begins: bool, options: Options) -> str:
-        messages = in_form(messages, *shown)
-        return str(template.render(messages=messages, add_generation_prompt=begins, **TOKENS | options))
+        return str(template.render(messages=forms.apply(messages), add_generation_prompt=begins, **TOKENS | options))
 
     return render, tuple(sorted(variables_of(text).arguments))
 

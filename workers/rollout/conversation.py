@@ -14,17 +14,17 @@ they are. Where the template would drop an earlier turn's thoughts, rollout.hist
 """
 
 import itertools
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from workers.chat_messages import cleaned
 from workers.environment import Text, Turn
 from workers.errors import ConfigError, DataError, EpisodeError
 from workers.images import Image, decoded
-from workers.rendering import Messages, Options, Renderer, cleaned, with_images
+from workers.rendering import Messages, Options, Renderer, with_images
 from workers.rollout.history import History
 from workers.rollout.parsing import TurnParser
 from workers.rollout.requests import Response, joined, not_sampled
@@ -74,6 +74,7 @@ class Conversation:
         if opening:
             self._messages += self._read(opening)[0]
             self.transcript = list(self._messages)
+            self._renderer.check_shown(self._messages, WHERE, **self._options, add_generation_prompt=True)
             prompt = self._encode([self._render(self._messages)], self._images)
         if self._rewrites:
             self._history = History(self._tokenizer, self._render(self._messages), prompt)
@@ -121,7 +122,7 @@ class Conversation:
         said = [*self._messages, self._history.opaque(message, ids)]
         try:
             rendered = self._render([*said, *following])
-            self.refused = following[0]["role"] == "tool" and not _shows(self._render, said, following)
+            self.refused = not _shows(self._render, said, following)
         except DataError:  # such as two calls where a template takes one
             self.refused = True
         if self.refused:
@@ -154,15 +155,7 @@ class Conversation:
         return joined(found)
 
     def _render(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
-        """Render, with the calls' arguments as texts if the template takes no objects."""
-        options = self._options | {"add_generation_prompt": add_generation_prompt}
-        try:
-            return self._renderer.text(messages, WHERE, **options)
-        except DataError:
-            texts = [_with_texts(message) for message in messages]
-            if texts == messages:
-                raise
-            return self._renderer.text(texts, WHERE, **options)
+        return self._renderer.text(messages, WHERE, **self._options, add_generation_prompt=add_generation_prompt)
 
 
 def continued(
@@ -216,13 +209,13 @@ def _shows(render: Callable[..., str], messages: Messages, following: Messages) 
 def _with_stand_ins(text: str, observation: Messages, calls: int) -> Iterator[tuple[dict[str, Any], Messages]]:
     """Assistant's messages that show `text` last, with the observation behind.
 
-    Before a tool's answer many templates ask for its call, with arguments in one of two forms.
+    Before a tool's answer many templates ask for its call.
     """
     answers = list(itertools.takewhile(lambda message: message["role"] == "tool", observation))
     named = [{"name": "tool", "tool_call_id": f"call{n:05}"} | answer for n, answer in enumerate(answers)]
     called = named or [{"name": "tool", "tool_call_id": f"call{n:05}"} for n in range(calls)]
-    for arguments in ({"value": text}, json.dumps({"value": text})) if called else ():
-        functions = [{"name": call["name"], "arguments": arguments} for call in called]
+    if called:
+        functions = [{"name": call["name"], "arguments": {"value": text}} for call in called]
         ids = [call["tool_call_id"] for call in called]
         made = [{"type": "function", "id": i, "function": f} for i, f in zip(ids, functions, strict=True)]
         yield {"role": "assistant", "content": "", "tool_calls": made}, [*named, *observation[len(named) :]]
@@ -240,17 +233,6 @@ def check_template(
         conversation.observed(response, conversation.turn(turn, finished=True), answer)
     except EpisodeError as failure:
         raise ConfigError(f"{key}: model.path={model}: {failure}.") from None
-
-
-def _with_texts(message: dict[str, Any]) -> dict[str, Any]:
-    def text(call: dict[str, Any]) -> dict[str, Any]:
-        function = call["function"]
-        arguments = function["arguments"]
-        written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        return call | {"function": function | {"arguments": written}}
-
-    calls = message.get("tool_calls")
-    return message | {"tool_calls": [text(call) for call in calls]} if calls else message
 
 
 def _text_only(observation: Text) -> str:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from workers.chat_messages import cleaned
 from workers.config import ModelConfig, RolloutConfig, SamplingConfig
 from workers.environment import Turn
 from workers.errors import ConfigError, DataError, EpisodeError
@@ -34,7 +35,6 @@ from workers.rendering import (
     Messages,
     Options,
     Renderer,
-    cleaned,
     image_parts,
     variables_of,
     with_image_parts,

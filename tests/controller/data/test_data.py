@@ -21,6 +21,9 @@ class Letters:
     def __call__(self, text: str, **_: bool) -> dict[str, list[int]]:
         return {"input_ids": [ord(c) for c in text]}
 
+    def get_chat_template(self, **_: object) -> str:
+        return self.chat_template
+
     def apply_chat_template(self, messages: list[dict], **_: object) -> str:
         return "".join(message["content"] for message in messages)
 

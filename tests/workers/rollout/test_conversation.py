@@ -17,9 +17,10 @@ from workers.environment import Turn
 from workers.errors import DataError, EpisodeError
 from workers.images import Image, digest_of, png_of
 from workers.model.processor import load_placeholders
-from workers.rendering import Messages, Renderer, forms, in_form
+from workers.rendering import Messages, Renderer
 from workers.rollout.conversation import Conversation, check_template, continued
 from workers.rollout.requests import STOP, Response, joined, not_sampled
+from workers.template_forms import try_forms
 
 APPENDING = (
     "{% for m in messages %}#{{ m['role'] == 'user' and 'u' or 'a' }}{{ m['content'] }}<eos>;{% endfor %}"
@@ -117,11 +118,11 @@ def stock_renderer(name: str) -> Callable[..., str]:
         tokens = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
         return str(template.render(messages=messages, add_generation_prompt=add_generation_prompt, **tokens))
 
-    shown = forms(raw)
+    forms = try_forms(raw)
 
     def render(messages: Messages, *, add_generation_prompt: bool = True) -> str:
         try:
-            return raw(in_form(messages, *shown), add_generation_prompt=add_generation_prompt)
+            return raw(forms.apply(messages), add_generation_prompt=add_generation_prompt)
         except Exception as error:
             raise DataError(str(error)) from error
 

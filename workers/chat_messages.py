@@ -1,0 +1,73 @@
+"""Chat messages of records and requests: checked, and in one form, whatever library wrote them.
+
+messages, or their JSON in a text --cleaned--> role, content: text | parts of types text and image, tool_calls, ...
+"""
+
+from typing import Any
+
+from workers.errors import DataError
+from workers.template_forms import IMAGE_PART, parsed_json
+
+IMAGE_PLACES = ("image", "image_url", "url", "path")
+"""Names under which parts of messages hold images."""
+
+
+def cleaned(prompt: Any, where: str) -> Any:
+    """Check a prompt and drop keys that are None, which Arrow adds. Raises DataError, naming the record `where`.
+
+    Chat messages may be JSON in a text.
+    """
+    prompt = messages_in(prompt)
+    if not isinstance(prompt, (str, list)):
+        raise DataError(f"{where} has a prompt of type {type(prompt).__name__}. A string or chat messages are needed.")
+    if not prompt or (isinstance(prompt, str) and prompt.isspace()):
+        raise DataError(f"{where} has an empty prompt.")
+    return prompt if isinstance(prompt, str) else [_message(message, where) for message in prompt]
+
+
+def messages_in(value: Any) -> Any:
+    """Return the chat messages that a text holds as JSON, and other values as they are."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    messages = parsed_json(value)
+    is_chat = isinstance(messages, list) and messages and all(isinstance(m, dict) and "role" in m for m in messages)
+    return messages if is_chat else value
+
+
+def _message(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise DataError(f"{where} has a malformed chat message. Give it a role and a content.")
+    found = {name: value for name, value in message.items() if value is not None}
+    if "tool_calls" in found:
+        found["tool_calls"] = _calls(found["tool_calls"], where)
+    content = found.get("content")
+    if isinstance(content, list):
+        return found | {"content": [_part(part, where) for part in content]}
+    if not isinstance(content, str) and (content is not None or not found.get("tool_calls")):
+        raise DataError(
+            f"{where} has a chat message of role {message['role']!r} whose content is of type "
+            f"{type(content).__name__}. Give it a text, which may be empty."
+        )
+    return found
+
+
+def _calls(value: Any, where: str) -> list[dict[str, Any]]:
+    calls = parsed_json(value)
+    functions = [call.get("function", call) if isinstance(call, dict) else call for call in calls or ()]
+    if not isinstance(calls, list) or not all(isinstance(function, dict) for function in functions):
+        raise DataError(f"{where} has a message with malformed tool_calls. Give a list of calls, each with a function.")
+    return calls
+
+
+def _part(part: Any, where: str) -> dict[str, Any]:
+    part = {"type": "text", "text": part} if isinstance(part, str) else part
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    if kind in ("image", "image_url"):
+        found = next((part[name] for name in IMAGE_PLACES if part.get(name) is not None), None)
+        found = found.get("url") if isinstance(found, dict) and "url" in found else found
+        return IMAGE_PART if found is None else IMAGE_PART | {"image": found}
+    if kind != "text" or not isinstance(part.get("text"), str):
+        raise DataError(
+            f"{where} has a chat message with a part of type {kind!r}. Only parts of types 'text' and 'image' are read."
+        )
+    return {"type": "text", "text": part["text"]}
