@@ -69,3 +69,22 @@ def test_arguments_that_are_no_json_are_refused_by_record() -> None:
 
 def test_nulls_of_arrow_are_dropped_from_calls() -> None:
     assert without_nulls([{"arguments": {"a": 1, "b": None, "c": [None]}}]) == [{"arguments": {"a": 1, "c": [None]}}]
+
+
+@pytest.mark.parametrize("prompt", [" ", "\n\t "])
+def test_a_prompt_of_white_space_is_empty(prompt: str) -> None:
+    with pytest.raises(DataError, match=r"record 1 has an empty prompt"):
+        cleaned(prompt, "record 1")
+
+
+def test_messages_as_json_text_are_messages() -> None:
+    assert cleaned(json.dumps([QUESTION]), "record 1") == [QUESTION]
+    assert cleaned("[1, 2] is a list", "record 1") == "[1, 2] is a list"
+
+
+def test_keys_that_no_template_reads_are_named_once() -> None:
+    renderer = Renderer(tokenizer("qwen2_5"))
+    for number in (1, 2):
+        renderer.check_shown([QUESTION | {"mood": "calm"}], f"record {number}")
+    (warning,) = renderer.unread.values()
+    assert "record 1" in warning and "'mood'" in warning

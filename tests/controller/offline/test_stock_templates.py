@@ -155,3 +155,22 @@ def test_a_configuration_chooses_the_turns(run: Any, command: str) -> None:
     assert found["last"]["response_tokens"].tolist() == ([said] if command == "sft" else [said, said - len("think4")])
     assert found["all"]["response_tokens"][0] > 3 * said
     assert found["all"]["length"].tolist() == found["last"]["length"].tolist()
+
+
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}])
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen2_5_training", "qwen3_training"])
+def test_a_turn_of_weight_zero_is_not_learned(name: str, mark: dict[str, Any]) -> None:
+    made, messages = renderer(TEMPLATES[name]), [dict(message) for message in CONVERSATIONS["plain"]]
+    messages[3] |= mark
+    (example,) = sft_examples({"messages": json.dumps(messages)}, ("messages", "prompt", "response"), "x")
+    found = example_row(made, example, "x")
+    assert WORDS.findall("".join(runs(made, found["input_ids"], found["loss_mask"]))) == ["say1", "say3"]
+
+
+@pytest.mark.parametrize(("place", "mark"), [(1, {"weight": 0.5}), (1, {"train": "no"}), (0, {"weight": 1})])
+def test_a_weight_that_cannot_be_honoured_is_refused(place: int, mark: dict[str, Any]) -> None:
+    made, messages = renderer(TEMPLATES["qwen2_5"]), [dict(message) for message in CONVERSATIONS["plain"]]
+    messages[place] |= mark
+    (example,) = sft_examples({"messages": messages}, ("messages", "prompt", "response"), "x")
+    with pytest.raises(DataError, match=rf"message {place + 1}"):
+        example_row(made, example, "x")
