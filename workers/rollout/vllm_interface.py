@@ -76,7 +76,8 @@ def engine_arguments(
         max_num_seqs=config.max_concurrent,
         scheduling_policy="priority" if config.max_staleness else "fcfs",
         tensor_parallel_size=config.tensor_parallel,
-        enable_prefix_caching=True,
+        # With layers that carry a state it needs chunked prefill, which a CPU's engine has not: see `_cpu_arguments`.
+        enable_prefix_caching=not (on_cpu and carries_state(model.path)),
         enable_return_routed_experts=model.router_replay != "none",
         logprobs_mode="raw_logprobs" if before_cut else "processed_logprobs",
         disable_log_stats=True,
@@ -95,6 +96,22 @@ def engine_arguments(
     )
     check_engine_options(config.engine)
     return AsyncEngineArgs(**(arguments | config.engine))
+
+
+def carries_state(path: str) -> bool:
+    """Return whether vLLM's model class has layers that carry a state from token to token (Mamba, gated delta, ...).
+
+    Asks vLLM, because many a config.json (Falcon-H1, Jamba) does not list such layers.
+    """
+    from transformers import PretrainedConfig
+    from vllm import ModelRegistry
+
+    try:
+        config, _ = PretrainedConfig.get_config_dict(path, local_files_only=True)
+    except OSError:
+        return False  # vLLM's own message, when it starts, says more
+    known = [ModelRegistry.models[name] for name in config.get("architectures") or () if name in ModelRegistry.models]
+    return any(model.inspect_model_cls().is_hybrid for model in known)
 
 
 def build_engine(arguments: "AsyncEngineArgs") -> "AsyncLLM":

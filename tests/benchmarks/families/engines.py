@@ -25,8 +25,8 @@ def send(folder: Path) -> Outcome:
     except BallastError as error:
         return Outcome("refused", reason=str(error))
     except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
-        return Outcome("crash", reason=f"{type(error).__name__}: {lines[-1]}")
+        lines = [line for line in str(error).strip().splitlines() if "errors.pydantic.dev" not in line] or [""]
+        return Outcome("crash", reason=f"{type(error).__name__}: {lines[-1].strip()}")
     difference = max(found["before"], found["sent"])
     if difference < LOG_PROB_TOLERANCE:
         return Outcome("exact", difference)

@@ -83,7 +83,6 @@ SHORT = {
     "the update brought nothing for": "vLLM does not replace its weights",
     "share parameters": "layers share parameters",
     "log-probs of engines and trainer differ": "differs",
-    "errors.pydantic.dev": "vLLM does not take the tiny configuration",
     "raises": "its code raises, as seen at load",
 }
 """Reasons in few words, by a part of the message."""

@@ -11,13 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from tests.benchmarks.families.shrinking import tiny_config
 from tests.refusals import refused
 from workers.config import ModelConfig, RolloutConfig, SamplingConfig
 from workers.errors import LostError, RolloutError
 from workers.rollout.engine_actor import VllmEngineActor
 from workers.rollout.gpu_transfer import EngineClient
 from workers.rollout.placement import check_placement
+from workers.rollout.weight_transfer import FROZEN_VISION
 from workers.rollout.vllm_interface import (
     as_response,
     check_prompt,
@@ -103,6 +106,30 @@ def test_type_and_weight_transfer_follow_the_placement(placement: str, dtype: st
         assert arguments.gpu_memory_utilization == 0.3
         default = engine_arguments(model, RolloutConfig(), placement=placement, max_model_tokens=99, seed=1)
         assert default.gpu_memory_utilization == (0.9 if placement == "apart" else 0.5)
+
+
+STATES = ["falcon_h1", "granitemoehybrid", "jamba", "lfm2", "nemotron_h", "qwen3_5_text", "qwen3_next"]
+
+
+@pytest.mark.parametrize("family", [*STATES, "qwen2", "gemma3_text"])
+def test_an_engine_on_a_cpu_caches_prefixes_where_no_layer_carries_a_state(family: str, tmp_path: Path) -> None:
+    """With both, vLLM asks for chunked prefill."""
+    config = tiny_config(family)
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]
+    config.save_pretrained(tmp_path)
+    model, options = ModelConfig(path=str(tmp_path)), {"max_model_tokens": 64, "seed": 1}
+    on_cpu = engine_arguments(model, RolloutConfig(), placement="shared_memory", **options)
+    assert (on_cpu.enable_chunked_prefill, on_cpu.enable_prefix_caching) == (False, family not in STATES)
+    assert engine_arguments(model, RolloutConfig(), placement="apart", **options).enable_prefix_caching
+
+
+@pytest.mark.parametrize("train_vision", [True, False])
+@pytest.mark.parametrize("placement", ["colocated", "apart", "shared_memory"])
+def test_an_engine_that_sleeps_needs_the_tower_in_every_update(placement: str, train_vision: bool) -> None:
+    model = ModelConfig(path="model", train_vision=train_vision)
+    arguments = engine_arguments(model, RolloutConfig(), placement=placement, max_model_tokens=99, seed=1)
+    left_out = not train_vision and placement != "colocated"
+    assert arguments.additional_config[FROZEN_VISION] == left_out
 
 
 @pytest.mark.parametrize("setting", ["none", "compare", "replay"])
