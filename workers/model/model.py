@@ -42,6 +42,7 @@ from workers.errors import BallastError, ConfigError, UnsupportedModelError, cla
 from workers.model.activations import activations_on_host
 from workers.model.attention.attention import ATTENTION_NAME, ballast_packed
 from workers.model.logprobs import MOST_GRAPHS, Head, OutputLayer, log_probs_of
+from workers.model.optimizer import is_vector
 from workers.model.rows.packing import ModelInput
 from workers.model.rules.families import (
     IMAGES_SEE_AHEAD,
@@ -103,8 +104,9 @@ class PackedModel(nn.Module):
     def layer_matrices(self) -> set[nn.Parameter]:
         """Return the weights of the layers that are matrices, and those of experts, [E, A, B]."""
         experts = {each for module in find_experts(self.model) for each in module.parameters(recurse=False)}
-        parameters = [each for layer in self.layers for each in layer.parameters()]
-        return {each for each in parameters if each.ndim == 2 or (each.ndim == 3 and each in experts)}
+        named = [item for layer in self.layers for item in layer.named_parameters()]
+        matrices = [each for name, each in named if not is_vector(name, each)]
+        return {each for each in matrices if each.ndim == 2 or (each.ndim == 3 and each in experts)}
 
     def layers_of(self, part: Part) -> list[nn.Module]:
         """Return a part's layers, and those of a trained tower, which are sharded one by one."""

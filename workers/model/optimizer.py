@@ -31,6 +31,8 @@ from workers.user_code.process import RAISED
 BUCKET = 2**26
 """Elements of a bucket, unless one parameter has more: 512 MiB of float32 moments, and three buckets on the device."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
+CHANNEL_PARAMETERS = frozenset({"A_log", "D", "time_mix_key", "time_mix_receptance", "time_mix_value"})
+"""Parameters of mixers that are no matrices, and that some models store in two dimensions or more."""
 
 
 def make_optimizer(
@@ -49,8 +51,9 @@ def make_optimizer(
     if config.name == "custom":
         return _custom_optimizer(named, config)
     by_group: dict[tuple[bool, bool, bool], list[nn.Parameter]] = defaultdict(list)
-    for each in sorted(named.values(), key=lambda each: each in tower):  # the first group's rate is the metric
-        decays = each.ndim >= 2 or config.weight_decay_on == "all"
+    ordered = sorted(named.items(), key=lambda item: item[1] in tower)  # the first group's rate is the metric
+    for name, each in ordered:
+        decays = config.weight_decay_on == "all" or not is_vector(name, each)
         own_rate = each in tower and config.vision_learning_rate > 0
         by_group[config.name == "muon" and each in matrices, decays, own_rate].append(each)
     groups: list[dict[str, Any]] = [
@@ -65,6 +68,15 @@ def make_optimizer(
     make = Muon if config.name == "muon" else OffloadedAdamW if offload else torch.optim.AdamW
     betas = (config.beta1, config.beta2)
     return make(groups, lr=config.learning_rate, betas=betas, eps=config.epsilon, fused=True)
+
+
+def is_vector(name: str, parameter: Tensor) -> bool:
+    """Return whether a parameter scales or shifts single channels, in whatever shape its module stores it.
+
+    gpt-oss stacks the biases of its experts to [E, n], Jamba's `A_log` is [channels, states].
+    """
+    leaf = name.rpartition(".")[2]
+    return parameter.ndim < 2 or leaf.endswith("bias") or leaf in CHANNEL_PARAMETERS
 
 
 def _custom_optimizer(named: dict[str, nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:

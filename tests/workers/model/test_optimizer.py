@@ -1,13 +1,17 @@
+import re
 from collections.abc import Iterator
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from tests.benchmarks.families.shrinking import tiny_config
 from tests.refusals import refused
 from tests.workers.model.test_activations import LateCopies
 from tests.workers.rollout.stream_races import StreamRaces
-from workers.config import OptimizerConfig
+from workers.config import ModelConfig, OptimizerConfig
 from workers.model.copies import CopyStream
+from workers.model.model import PackedCausalLM
 from workers.model.optimizer import make_optimizer, make_schedule, optimizer_state, resume_schedule
 
 OWN_SCHEDULE = f"{__name__}:fifths"
@@ -150,3 +154,22 @@ def test_a_step_that_does_not_wait_for_its_copies_races(small_buckets, races: St
     monkeypatch.setattr(CopyStream, left_out, lambda *_: None)
     trained(True)
     assert races.races
+
+
+@pytest.mark.parametrize(
+    "family", ["gpt_oss", "jamba", "kimi_linear", "falcon_mamba", "qwen3_moe", "deepseek_v3", "gpt2"]
+)
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_biases_and_states_are_vectors_in_whatever_shape_a_family_keeps_them(family: str, name: str) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config(family))
+    packed = PackedCausalLM(model, ModelConfig(path=family))
+    names = {parameter: parameter_name for parameter_name, parameter in packed.named_parameters()}
+    config = OptimizerConfig(name=name, weight_decay=0.1)
+    optimizer = make_optimizer(packed.named_parameters(), config, packed.layer_matrices)
+    for group in optimizer.param_groups:
+        found = [names[parameter] for parameter in group["params"]]
+        vectors = [each for each in found if re.search(r"(bias|A_log|\.D|norm\w*\.weight|sinks)$", each)]
+        assert not vectors or (group["weight_decay"] == 0 and "momentum" not in group), vectors
+        matrices = [each for each in found if re.search(r"(_proj|embed_tokens|wte)(\.weight)?$", each)]
+        assert not matrices or group["weight_decay"] > 0, matrices
