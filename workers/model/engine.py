@@ -71,7 +71,7 @@ from workers.model.rows.packing import (
     max_positions,
 )
 from workers.model.rules.model_rules import check_model, compiles
-from workers.model.sharding.parallel import make_parallel, prepare_backward, reshard, shard_model
+from workers.model.sharding.parallel import limit_waits, make_parallel, prepare_backward, reshard, shard_model
 from workers.model.sharding.stage_layers import Part, Passing
 from workers.model.sharding.tensor_parallel import share_model
 from workers.model.stages.stage_pipeline import Stage, clip_over_stages
@@ -147,6 +147,7 @@ class TrainingEngine:
             expected = source.ask(lambda module: own_outputs(module, probe))
         weights = {name: shard.weight for name, shard in self._shards().items()}
         self._distribute(cpu_offload)
+        limit_waits()
         source.fill(self.device, cpu_offload=cpu_offload)
         self.module.place_tower(self.device, self.dtype)
         prepare, hooks = self._before_backward, self.routing.hooks

@@ -42,7 +42,7 @@ from workers.model.checkpoint.checkpoint_folder import (
     verify_files,
 )
 from workers.model.optimizer import optimizer_state
-from workers.model.sharding.parallel import reshard
+from workers.model.sharding.parallel import limit_waits, reshard
 from workers.model.sharding.raise_on_all_ranks import raise_on_all_ranks
 from workers.model.stages.stage_pipeline import Stage
 from workers.model.training_states import TrainingStates
@@ -60,6 +60,7 @@ class Checkpointer:
         self._module, self._states, self._device, self._stage = module, states, device, stage
         # The background thread's messages must not mix with training's. One rank sends none, and a group has threads.
         self._group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else dist.group.WORLD
+        limit_waits()
         self._saving: tuple[Path, Future] | None = None
 
     def save(self, path: str | Path, *, step: int, extra: dict[str, Any] | None = None, policy: str = "") -> None:

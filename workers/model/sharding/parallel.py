@@ -108,6 +108,19 @@ def make_parallel(device: torch.device, config: ParallelConfig | None = None) ->
     return Parallel(mesh, sharding, config, _context_groups(mesh, config))
 
 
+def limit_waits() -> None:
+    """Give every process group the timeout of the whole world's, `resources.collective_timeout_s`.
+
+    torch gives any other group half an hour. A mesh takes no timeout for groups of two backends ("cpu:gloo,cuda:nccl").
+    """
+    whole = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+    if not isinstance(whole, dist.ProcessGroupGloo):  # a group that only stands for ranks has no waits
+        return
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.distributed_c10d._set_pg_timeout(whole.options._timeout, group)
+
+
 def _context_groups(mesh: DeviceMesh, config: ParallelConfig) -> dict[int, dist.ProcessGroup]:
     """Make the process groups of all degrees: neighbours among the ranks that differ only in cp."""
     most = config.context_parallel

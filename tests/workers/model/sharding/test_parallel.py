@@ -12,9 +12,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers import GPT2Config, GPT2LMHeadModel, GraniteMoeConfig, GraniteMoeForCausalLM, PreTrainedModel
 
 from tests.refusals import refused
-from tests.workers.model.ranks import RankPool, dp_rank
+from tests.workers.model.ranks import TIMEOUT_S, RankPool, dp_rank
 from tests.workers.model.tiny import save_tiny_model, save_tokenizer
-from workers.config import ModelConfig, ParallelConfig
+from workers.config import ModelConfig, OptimizerConfig, ParallelConfig
 from workers.errors import ConfigError, UnsupportedModelError
 from workers.model.engine import TrainingEngine
 from workers.model.sharding.parallel import clip_gradients, full_tensor, make_parallel, mesh_shape
@@ -123,3 +123,33 @@ def test_models_that_ranks_cannot_share_are_refused_by_every_rank(
     ranks: RankPool, tmp_path: Path, save: Callable[[Path], str], count: int, parallel: ParallelConfig, named: str
 ):
     assert all(named in text for text in ranks.run(refusal, count, save(tmp_path), parallel))
+
+
+def waits(path: str, parallel: ParallelConfig) -> set[float]:
+    """Timeouts of all groups of an engine, in seconds."""
+    engine = TrainingEngine(
+        ModelConfig(path=path), optimizer=OptimizerConfig(), total_steps=1, device="cpu", parallel=parallel
+    )
+    assert engine.checkpointer
+    groups = [each for each in dist.distributed_c10d._world.pg_map if each is not dist.GroupMember.NON_GROUP_MEMBER]
+    assert len(groups) > 1
+    backends = [group._get_backend(torch.device("cpu")) for group in groups]
+    return {backend.options._timeout.total_seconds() for backend in backends}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"context_parallel": 2},
+        {"context_parallel": 4, "context_parallel_degree": "auto"},
+        {"tensor_parallel": 2},
+        {"pipeline_parallel": 2},
+        {"replicate": 2},
+    ],
+    ids=str,
+)
+def test_every_group_has_the_timeout_of_the_whole_world(ranks: RankPool, tmp_path: Path, settings: dict) -> None:
+    save_tiny_model(tmp_path)
+    count = 4 if "context_parallel_degree" in settings else 2
+    assert ranks.run(waits, count, str(tmp_path), ParallelConfig(**settings)) == [{TIMEOUT_S}] * count
