@@ -33,8 +33,11 @@ HIGHEST_CONDITION = 1_000.0
 """Above this condition number, 1 % timing noise exceeds the coefficients."""
 
 
-UNGATED_MODELS = frozenset({"gpt_neox", "phi", "starcoder2", "nemotron", "opt", "gptj", "falcon"})
+UNGATED_MODELS = frozenset({"gpt_neox", "phi", "starcoder2", "nemotron", "opt", "gptj", "falcon", "gpt2"})
 """Model types whose feed-forward block has two matrices. All others have three (gated)."""
+
+OTHER_NAMES = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
+"""Names in the files of GPT-2, GPT-J and CodeGen, which transformers maps by a configuration's `attribute_map`."""
 
 SEVEN_BILLION = {
     "hidden_size": 3584,
@@ -114,7 +117,7 @@ class Fields:
             self._config = found
 
     def get(self, *names: str) -> Any:
-        for name in names:
+        for name in (*names, *(OTHER_NAMES[name] for name in names if name in OTHER_NAMES)):
             config = self._config
             value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
             if value is not None:
@@ -124,7 +127,7 @@ class Fields:
     def integer(self, *names: str, default: int | None = None) -> int:
         value = self.get(*names)
         if value is None and default is None:
-            raise CostModelError(f"the model config has no {' or '.join(names)}. Give CostModel(linear, quadratic).")
+            raise CostModelError(f"the model config has no {' or '.join(names)}.")
         value = default if value is None else value
         return int(value[0] if isinstance(value, (list, tuple)) else value)  # type: ignore[arg-type]
 
@@ -159,9 +162,12 @@ def _feed_forward_weights(fields: Fields, layers: int) -> int:
     sparse_layers = sparse_layers_of(fields, layers) if experts else 0
     weights = 0
     if sparse_layers < layers:
-        weights += (layers - sparse_layers) * matrices * hidden * fields.integer("intermediate_size")
+        # GPT-2's `n_inner` is null: four times the hidden size.
+        default = fields.integer("n_inner", default=4 * hidden) if fields.get("n_embd") else None
+        inner = fields.integer("intermediate_size", default=default)
+        weights += (layers - sparse_layers) * matrices * hidden * inner
     if sparse_layers:
-        active = fields.integer("num_experts_per_tok", "moe_topk")
+        active = fields.integer("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
         width = fields.integer("moe_intermediate_size", "intermediate_size")
         shared = fields.integer("n_shared_experts", default=0) * width
         shared += fields.integer("shared_expert_intermediate_size", default=0)

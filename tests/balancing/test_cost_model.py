@@ -154,3 +154,19 @@ def test_missing_key_and_bad_length_are_named():
     with pytest.raises(LengthError, match=r"lengths\[1\] is -1"):
         CostModel.tokens().workload([1, -1])
     assert issubclass(CostModelError, BalancingError)
+
+
+GPT_2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None, "vocab_size": 50257}
+
+
+def test_the_names_of_gpt_2s_file_are_read() -> None:
+    """Two FLOPs for each of its matrices' weights, positions apart."""
+    cost = CostModel.from_model_config(GPT_2, training=False)
+    assert (cost.linear, cost.quadratic) == (2 * (12 * 12 * 768**2 + 768 * 50257), 2 * 12 * 768)
+
+
+def test_active_experts_are_read_under_kimis_name() -> None:
+    names = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 99}
+    names |= {"num_experts": 8, "moe_intermediate_size": 32}
+    kimi, others = (names | {name: 3} for name in ("num_experts_per_token", "num_experts_per_tok"))
+    assert CostModel.from_model_config(kimi) == CostModel.from_model_config(others)
