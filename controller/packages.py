@@ -3,6 +3,7 @@
 import controller --> `import workers`, `import balancing` would find ours? --> nothing, or ImportError in one line
 """
 
+import functools
 import importlib.metadata
 import sys
 from collections.abc import Iterable
@@ -12,6 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 
+@functools.cache  # reads the files of every installed package, 0.4 s
 def distribution() -> str:
     """Return the name under which our packages are installed, or empty for a folder that is on the path alone."""
     return next(iter(importlib.metadata.packages_distributions().get("balancing", ())), "")

@@ -1,6 +1,5 @@
 """A saved model has a card with what it was trained from, on and with; a card of its source stays."""
 
-import importlib.metadata
 import re
 from pathlib import Path
 
@@ -29,7 +28,8 @@ def test_a_card_names_base_model_data_and_settings(schema: type[TrainingConfig],
 
 def test_packages_that_are_on_the_path_alone_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with the working_dir of `ray job submit`."""
-    monkeypatch.setattr(importlib.metadata, "packages_distributions", dict)
+    for module in ("lifecycle.model_card", "doctor.cluster_checks"):
+        monkeypatch.setattr(f"controller.{module}.distribution", str)
     write_card(load_as(Config, None, ["model.path=Qwen/Qwen3-0.6B", "run.name=mine"]), tmp_path)
     text = ModelCard.load(tmp_path / "README.md").text
     assert "transformers 5." in text and "ballast-rl" not in text
