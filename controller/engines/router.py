@@ -49,13 +49,16 @@ class _Replica:
 
 
 class Router:
-    """State of a generation's requests. dropped: last failure of each dropped sample."""
+    """State of a generation's requests. dropped: last failure of each dropped sample. first_retry: the failure that
+    caused the first retry since it was None.
+    """
 
     def __init__(self, replicas: int, max_concurrent: int, max_retries: int) -> None:
         self.max_concurrent = max_concurrent
         self.max_retries = max_retries
         self.dropped: list[SampleResult] = []
         self.retried = 0
+        self.first_retry: SampleResult | None = None
         self._replicas = [_Replica() for _ in range(replicas)]
         self._waiting: deque[_Ticket] = deque()
         self._keys: set[Key] = set()
@@ -128,6 +131,7 @@ class Router:
             self._keys.remove(result.key)
             return request
         self.retried += 1
+        self.first_retry = self.first_retry or result
         ticket.request = replace(request, failures=len(ticket.failed_on))
         later = (place for place, other in enumerate(self._waiting) if other.request.priority > ticket.request.priority)
         self._waiting.insert(next(later, len(self._waiting)), ticket)

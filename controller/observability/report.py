@@ -129,7 +129,7 @@ def write_report(folder: Path) -> Path:
         name=redacted(config.run.name),
         lead=redacted(config.headline),
         cards=_cards(run, config),
-        warnings=warnings(run.metrics, samples=config.samples),
+        warnings=[*warnings(run.metrics, samples=config.samples), *failure_lines(run)],
         sections=_sections(run, config),
         tables=[table for table in _tables(run) if table.rows],
         sessions=_sessions(run),
@@ -138,6 +138,20 @@ def write_report(folder: Path) -> Path:
     )
     (folder / FILE).write_text(page, encoding="utf-8")
     return folder / FILE
+
+
+def failure_lines(run: RunFolder) -> list[str]:
+    """Count a run's drops, retries and failures by kind, with the first cause of each."""
+    by_kind: dict[str, list[Row]] = {}
+    for row in run.failures:
+        by_kind.setdefault(str(row["kind"]), []).append(row)
+    return [
+        redacted(
+            f"{kind}: {sum(row['count'] for row in rows)} in {counted(len({row['step'] for row in rows}), 'step')}, "
+            f"the first at step {rows[0]['step']}: {shortened(str(rows[0]['first']), TEXT)}"
+        )
+        for kind, rows in by_kind.items()
+    ]
 
 
 def _cards(run: RunFolder, config: TrainingConfig) -> list[tuple[str, str, str]]:

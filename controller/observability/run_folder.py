@@ -1,7 +1,7 @@
 """Write and read a run's files, by RunWriter and RunFolder.
 
 runs/NAME/   config.yaml  run.log  metrics.jsonl  lengths.jsonl  samples.jsonl  timeline.jsonl  validation/step-N.jsonl
-             images/DIGEST.png  samples/step-N.npz, of which `controller.rollout.sample_files` knows the content
+             failures.jsonl  images/DIGEST.png  samples/step-N.npz (see `controller.rollout.sample_files`)
 """
 
 import json
@@ -128,6 +128,7 @@ class RunWriter:
         self._metrics = JsonLines(folder / "metrics.jsonl", after=after)
         self._lengths = JsonLines(folder / "lengths.jsonl", after=after)
         self._samples = JsonLines(folder / "samples.jsonl", after=after)
+        self._failures = JsonLines(folder / "failures.jsonl", after=after)
         self._timeline = JsonLines(folder / "timeline.jsonl", after=after) if timeline else None
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -157,6 +158,10 @@ class RunWriter:
     def _show(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         for tracker in self._trackers if rows else ():
             tracker.table(name, step, rows)
+
+    def failures(self, step: int, kind: str, count: int, first: str) -> None:
+        """Record a step's drops, retries or failures of a kind. first: the first one's place and cause."""
+        self._failures.write({"step": step, "kind": kind, "count": count, "first": first}, ensure_ascii=False)
 
     def timeline(self, step: int, record: Mapping[str, Any]) -> None:
         """Record times of phases, samples and micro-steps, for `python -m controller.timeline runs/NAME`."""
@@ -189,7 +194,7 @@ class RunWriter:
         with ExitStack() as closing:
             for tracker in self._trackers:
                 closing.callback(tracker.close, succeeded=failure is None)
-            for lines in (self._metrics, self._lengths, self._samples, self._timeline):
+            for lines in (self._metrics, self._lengths, self._samples, self._failures, self._timeline):
                 if lines is not None:
                     closing.callback(lines.close)
 
@@ -231,6 +236,11 @@ class RunFolder:
         """Some samples of every step, see `RolloutBatch.examples`."""
         numbers = ("sample", "response_tokens", "seconds", "reward")
         return self._rows("samples.jsonl", has_step, lambda row: _check_numbers(row, *numbers))
+
+    @cached_property
+    def failures(self) -> list[Row]:
+        """Drops, retries and failures, by step and kind."""
+        return self._rows("failures.jsonl", has_step, lambda row: _check_numbers(row, "count"))
 
     @cached_property
     def timeline(self) -> list[Row]:

@@ -5,6 +5,7 @@ record.add(metrics)            metrics of the step
 record.samples(rollout, ...)    Prometheus, completions on the terminal
 record.trains_on(batch)        samples.jsonl
 record.plans(plans, ...)       lengths.jsonl, `balance/`
+record.add_failures(kind, ...) once a step: terminal, failures.jsonl
 record.micro_steps(times)      timeline.jsonl, Prometheus
 record.end_step(step, ...)     trackers, terminal
 """
@@ -59,6 +60,8 @@ class RunRecord:
         self.timeline = TimelineRecorder()
         self._health = Health(samples=samples)
         self._step, self._planned, self._unwritten = 0, False, False
+        self._in_step = False
+        self._failures: dict[str, tuple[int, str]] = {}  # count and first cause, by kind
         self.metrics: dict[str, float] = {}
         self.seconds: dict[str, float] = {}
         self.rollout: Samples | None = None
@@ -70,12 +73,34 @@ class RunRecord:
         """Record the block as step `step` of `steps`."""
         self.metrics, self.seconds, self.rollout = {}, {}, None
         self._step, self._planned, self._unwritten = step, False, False
+        self._in_step = True
         self.console.begin_step(step, steps)
         try:
             with self.phase("step"):
                 yield
         finally:
+            self._in_step = False
+            self._write_failures()
             self._write_examples()
+
+    def add_failures(self, kind: str, count: int, first: str) -> None:
+        """Count drops, retries or failures, shown at the end of the step with the first cause.
+
+        first: the place and cause. Outside of a step, such as in a first validation, they are shown at once.
+        """
+        if not count:
+            return
+        before, cause = self._failures.get(kind, (0, first))
+        self._failures[kind] = before + count, cause
+        if not self._in_step:
+            self._write_failures()
+
+    def _write_failures(self) -> None:
+        failures = self._failures
+        self._failures = {}
+        for kind, (count, first) in failures.items():
+            self.console.log(f"step {self._step}: {kind}: {count}, the first: {first}")
+            self.writer.failures(self._step, kind, count, first)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -172,8 +172,13 @@ class AsyncRolloutBuffer(RolloutBuffer):
         finished = [group.finished[key] for group in ordered for key in sorted(group.finished)]
         scores = {key: score for group in ordered for key, score in group.scores.items()}
         dropped = [result for group in ordered for result in group.dropped]
-        before, self._retried = self._retried, self._generation.router.retried
-        return self.shaped(self.without_dropped(self.assembled(finished, scores, dropped, self._retried - before)))
+        router = self._generation.router
+        retried = router.retried - self._retried
+        first_retry = router.first_retry
+        self._retried = router.retried
+        router.first_retry = None
+        rollout = self.assembled(finished, scores, dropped, retried, first_retry=first_retry)
+        return self.shaped(self.without_dropped(rollout))
 
     def _restored(self) -> StoredSamples:
         """Return the checkpoint's samples, or None if its file is missing or broken."""

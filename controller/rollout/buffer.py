@@ -109,6 +109,7 @@ class RolloutBuffer:
 
     def with_trained(self, rollout: RolloutBatch, batch: RemoteBatch, prompts: Mapping[str, Prompt]) -> RolloutBatch:
         """Set the rows that a step trains on, with the columns that its advantages and its loss take."""
+        self.record.add_failures("truncated samples dropped", rollout.truncated_dropped, "reward.truncated=drop")
         for key in ("algorithm.advantage_function", "batch.replay.by"):
             if own := self.functions.get(key):
                 names = [name for name in own.names if name not in (*OFFERED, "advantage") or name == "response"]
@@ -147,7 +148,10 @@ class RolloutBuffer:
         if self.config.algorithm.advantage != "remax":
             return rollout
         greedy = replace(self.config.rollout.sampling, temperature=0.0, top_p=1.0, top_k=0)
-        return rollout.with_baseline(self.shaped(self.roll_out(prompts, 1, greedy, step)))
+        compared = rollout.with_baseline(self.shaped(self.roll_out(prompts, 1, greedy, step)))
+        lost = compared.dropped - rollout.dropped
+        self.record.add_failures("samples dropped without a greedy response", lost, "algorithm.advantage=remax")
+        return compared
 
     def without_dropped(self, rollout: RolloutBatch) -> RolloutBatch:
         return rollout.without_truncated() if self.config.reward.truncated == "drop" else rollout
@@ -182,9 +186,11 @@ class RolloutBuffer:
         dropped: Sequence[SampleResult],
         retried: int,
         *,
+        first_retry: SampleResult | None = None,
         trains: bool = True,
     ) -> RolloutBatch:
         """Record finished samples and join them with their scores. Raises as `assemble`."""
+        self._record_failures(scores, dropped, retried, first_retry)
         self.record.timeline.samples([*(result for result, _ in finished), *dropped], scores, trains=trains)
         rollout = assemble(
             finished,
@@ -194,9 +200,25 @@ class RolloutBuffer:
             drop_failed=self.config.reward.on_failure == "drop",
             token_columns=TOKEN_COLUMNS if self.config.model.router_replay == "none" else SAMPLED_COLUMNS,
         )
-        if rollout.failures:
-            self.record.console.log(f"{len(rollout.failures)} rewards failed, the first: {rollout.failures[0]}")
         return self.scored_by_model(rollout)
+
+    def _record_failures(
+        self,
+        scores: Mapping[Key, Score],
+        dropped: Sequence[SampleResult],
+        retried: int,
+        first_retry: SampleResult | None,
+    ) -> None:
+        """Before samples are joined, which raises if none is left."""
+        if dropped:
+            kind = f"samples dropped (rollout.max_retries={self.config.rollout.max_retries})"
+            self.record.add_failures(kind, len(dropped), _cause(dropped[0]))
+        if first_retry is not None:
+            self.record.add_failures("samples retried", retried, _cause(first_retry))
+        failures = [f"{_place(key)}: {score.failure}" for key, score in scores.items() if score.failure]
+        if failures:
+            kind = f"rewards failed (reward.on_failure={self.config.reward.on_failure})"
+            self.record.add_failures(kind, len(failures), failures[0])
 
     def scored_by_model(self, rollout: RolloutBatch) -> RolloutBatch:
         if self.roles.reward_model is None:
@@ -281,7 +303,18 @@ class SamplingRound:
         finished = [self._found[request.key] for request in self.requests if request.key in self._found]
         router = self._generation.router
         scores = self._scoring.collect()
-        return self._buffer.assembled(finished, scores, router.dropped, router.retried, trains=self._trains)
+        return self._buffer.assembled(
+            finished, scores, router.dropped, router.retried, first_retry=router.first_retry, trains=self._trains
+        )
+
+
+def _place(key: Key) -> str:
+    return f"prompt {key[0]}, sample {key[1]}"
+
+
+def _cause(result: SampleResult) -> str:
+    engine = f", rollout replica {result.replica}" if result.replica >= 0 else ""
+    return f"{_place(result.key)}{engine}: {result.error}"
 
 
 def sample_requests(config: Config, prompts: Sequence[Prompt], samples: int, step: int) -> list[SampleRequest]:

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from controller.data.sample_functions import FORMS, SampleFunction
+from controller.observability.report import failure_lines
+from controller.observability.run_folder import RunFolder
 from controller.rollout.buffer import RolloutBuffer, overlong_penalty
 from controller.rollout.model_scores import ScoreScales
 from controller.rollout.samples import RolloutBatch
@@ -171,7 +173,30 @@ def test_a_sample_whose_reward_failed_counts_zero_or_is_dropped_and_is_said(
     found = local_run(f"reward.on_failure={rule}")
     found.rewards.reward = lambda uid, sample, greedy: None if (uid, sample) == ("1", 1) else float(sample)
     assert collected(found).trained["reward"].tolist() == rewards
-    assert "1 rewards failed, the first: no reward" in found.said
+    assert f"rewards failed (reward.on_failure={rule}): 1, the first: prompt 1, sample 1: no reward" in found.said
+
+
+@pytest.mark.parametrize("settings", [[], ["rollout.max_staleness=1"], ["algorithm.advantage=remax"]])
+def test_dropped_and_retried_samples_have_one_line_a_step_with_count_place_and_cause(
+    local_run: Run, settings: list[str]
+) -> None:
+    found = local_run("data.validation=''", "run.steps=1", "rollout.max_retries=2", *settings)
+    found.engines.failing, found.engines.max_retries = {"1"}, 2
+    if found.engines._generation is not None:
+        found.engines._generation.router.max_retries = 2
+    buffer, record = found.run.buffer, found.run.record
+    with record.step(1, 1):
+        buffer.begin()
+        buffer.collect(1)
+        assert "dropped" not in found.said, "once a step, at its end"
+    lost = 3 if "algorithm.advantage=remax" in settings else 2
+    rows = {row["kind"]: row for row in RunFolder(found.config.run_folder).failures}
+    counts = {kind: row["count"] for kind, row in rows.items()}
+    assert counts == {"samples dropped (rollout.max_retries=2)": lost, "samples retried": 2 * lost}
+    for kind, row in rows.items():
+        assert row["first"] == "prompt 1, sample 0: no such token"
+        assert found.said.count(f"step 1: {kind}: {row['count']}, the first: prompt 1, sample 0: no such token") == 1
+    assert failure_lines(RunFolder(found.config.run_folder))[0].endswith("prompt 1, sample 0: no such token")
 
 
 def test_a_round_in_which_every_reward_failed_is_an_error(local_run: Run) -> None:

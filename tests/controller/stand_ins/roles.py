@@ -176,13 +176,14 @@ class Engines:
         self.rounds: list[tuple[list[SampleRequest], SamplingConfig]] = []
         self.slow: set[str] = set()
         self.failing: set[str] = set()
+        self.max_retries = 0
         self.parts: dict[int, Response] = {}
         self._late: list[SampleRequest] = []
         self._generation: Generation | None = None
         self._round: Generation | None = None
 
     def begin(self, sampling: SamplingConfig, on_results: OnResults) -> Generation:
-        begun = Generation(Router(1, 1000, max_retries=0), sampling, on_results)
+        begun = Generation(Router(1, 1000, self.max_retries), sampling, on_results)
         if isinstance(getattr(on_results, "__self__", None), SamplingRound):
             assert self._round is None, "two rounds at one time"
             self._round = begun
