@@ -182,27 +182,33 @@ def _micro_steps(process: Mapping[str, int], record: Mapping[str, Any]) -> Itera
     """Return measured and planned slices of every rank, by role and pass.
 
     Predictions are scaled to seconds: the sum over micro-steps of the slowest rank is the measured sum. A planned slice
-    begins with the first rank's micro-step, but not before the previous slice ends.
+    begins with the first rank's micro-step, but not before the rank's previous slice ends, whatever its pass.
     """
     passes: dict[tuple[str, str], dict[str, list[tuple[float, float, int, float]]]] = {}
     for actor, rows in record["micro_steps"].items():
         for name, start, end, *sums in rows:
             step = (start, end, sums[0], sum(map(operator.mul, record["cost"], sums)))
             passes.setdefault((actor.split()[0], name), {}).setdefault(actor, []).append(step)
-    for (_, name), ranks in passes.items():
+    scales: dict[tuple[str, str], float] = {}
+    begins: dict[tuple[str, str], list[float]] = {}
+    by_actor: dict[str, list[tuple[float, float, int, float, str, str, int]]] = {}
+    for (role, name), ranks in passes.items():
         micro_steps = [[step for step in steps if step] for steps in zip_longest(*ranks.values())]
-        begins = [min(start for start, *_ in steps) for steps in micro_steps]
+        begins[role, name] = [min(start for start, *_ in steps) for steps in micro_steps]
         lasted = sum(max(end - start for start, end, *_ in steps) for steps in micro_steps)
         expected = sum(max(cost for *_, cost in steps) for steps in micro_steps)
+        scales[role, name] = lasted / expected if expected else 0.0
         for actor, steps in ranks.items():
-            free = 0.0
-            for number, (start, end, tokens, cost) in enumerate(steps):
-                planned = cost * lasted / expected if expected else 0.0
-                title, facts = f"{name} {number}", {"tokens": tokens, "planned_s": round(planned, 6)}
-                yield _slice(process[actor], 1, title, start, end, **facts)
-                begin = max(free, begins[number])
-                free = begin + planned
-                yield _slice(process[actor], 2, title, begin, free, measured_s=round(end - start, 6), **facts)
+            by_actor.setdefault(actor, []).extend((*step, role, name, number) for number, step in enumerate(steps))
+    for actor, rows in by_actor.items():
+        free = 0.0
+        for start, end, tokens, cost, role, name, number in sorted(rows):
+            planned = cost * scales[role, name]
+            title, facts = f"{name} {number}", {"tokens": tokens, "planned_s": round(planned, 6)}
+            yield _slice(process[actor], 1, title, start, end, **facts)
+            begin = max(free, begins[role, name][number])
+            free = begin + planned
+            yield _slice(process[actor], 2, title, begin, free, measured_s=round(end - start, 6), **facts)
 
 
 def write_trace(folder: Path, output: Path, steps: range | None = None) -> int:

@@ -1,5 +1,6 @@
 """Records of a run become a trace that Perfetto and Chrome show; formats are those of `observability.timeline`."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -74,6 +75,23 @@ def test_planned_widths_are_in_proportion_to_the_cost_model_and_last_as_long_as_
     measured = slices_of(made, "policy dp=1", "measured")
     assert [event["dur"] for event in measured] == [100_000, 300_000]
     assert [event["args"]["planned_s"] for event in measured] == [0.2, 0.4]
+
+
+def test_planned_slices_of_passes_do_not_overlap() -> None:
+    """A rank's second pass begins before its first was planned to end."""
+    found = TimelineRecorder()
+    for rank, scale in (("policy dp=0", 1.0), ("policy dp=1", 0.1)):
+        times = [
+            MicroStepTime(name, START + start * scale, 0.4 * scale, 10, 60)
+            for name, start in (("log_probs", 0.0), ("update", 0.5), ("log_probs", 1.0), ("update", 1.5))
+        ]
+        found.micro_steps({rank: times}, CostModel(1.0, 0.0))
+    made = trace(found.take())
+    for rank in ("policy dp=0", "policy dp=1"):
+        planned = sorted(slices_of(made, rank, "planned"), key=lambda event: event["ts"])
+        assert len(planned) == 4
+        for before, after in itertools.pairwise(planned):
+            assert before["ts"] + before["dur"] <= after["ts"] + 1
 
 
 @settings(deadline=None, max_examples=50)
