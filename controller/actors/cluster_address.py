@@ -44,7 +44,8 @@ def check_cluster(config: TrainingConfig) -> None:
     where = f"{_key(config)}={address}"
     import grpc  # a late import, which takes half a second
 
-    with grpc.insecure_channel(address) as channel:
+    # As Ray connects: a web proxy of the environment does not reach a cluster.
+    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         if error := _error(channel, HEALTH):
             raise ResourceError(
                 f"{where}: no Ray head node answers ({error.code().name}: {error.details()}). Give the port of "

@@ -35,7 +35,9 @@ Session = tuple[dict[str, Any], dict[str, str]]
 
 def session_variables(base_url: str, session_url: str, key: str) -> dict[str, str]:
     """Return the environment variables by which stock clients find a session."""
-    direct = ",".join(filter(None, [os.environ.get("NO_PROXY", ""), urlsplit(base_url).hostname]))
+    # Clients read either name, and users set either.
+    hosts = [os.environ.get("NO_PROXY", ""), os.environ.get("no_proxy", ""), urlsplit(base_url).hostname]
+    direct = ",".join(dict.fromkeys(filter(None, hosts)))
     openai = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": key}
     anthropic = {"ANTHROPIC_BASE_URL": session_url, "ANTHROPIC_API_KEY": key}  # its clients add /v1
     return openai | anthropic | {"BALLAST_SESSION_URL": session_url, "NO_PROXY": direct, "no_proxy": direct}

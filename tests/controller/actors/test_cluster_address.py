@@ -123,3 +123,14 @@ def test_a_cluster_that_takes_our_token_or_wants_none_is_joined(home: Path, monk
     with serving(HeadNode(HEALTH, CLUSTER_ID)) as address:
         check_cluster(load("config.yaml", [f"resources.ray_address={address}"]))
     check_cluster(load("config.yaml", ["resources.ray_address=auto"]))
+
+
+@pytest.mark.parametrize("name", ["http_proxy", "https_proxy", "grpc_proxy"])
+def test_a_web_proxy_of_the_environment_does_not_stand_before_a_cluster(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    for variable in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv(name, "http://127.0.0.1:9")
+    with serving(HeadNode(HEALTH, CLUSTER_ID)) as address:
+        check_cluster(load("config.yaml", [f"resources.ray_address={address}"]))

@@ -151,3 +151,12 @@ def test_a_key_that_an_agent_prints_or_raises_is_hidden(capfd: pytest.CaptureFix
     shown = "".join(capfd.readouterr())
     assert "the key is session-key-..." in shown and "ValueError: session-key-..." in failure
     assert key not in shown and key not in failure
+
+
+@pytest.mark.parametrize("name", ["NO_PROXY", "no_proxy"])
+def test_agents_keep_hosts_that_either_name_excludes_from_a_proxy(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    for variable in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv(name, "inner.example")
+    variables = session_variables("http://127.0.0.1:1/s/a/v1", "http://127.0.0.1:1/s/a", "secret")
+    assert variables["NO_PROXY"] == variables["no_proxy"] == "inner.example,127.0.0.1"
