@@ -129,6 +129,7 @@ def read(schema: type[Schema], files: Sequence[str | Path], overrides: Sequence[
     merged = OmegaConf.structured(schema)
     for source, part in parts:
         _follow_renames(part, known, source)
+        _convert_lists(part, known, source)
         _check_keys_and_types(part, known, source)
         merged = _merge(merged, part)
         for key, found in known.items():  # a mapping given again replaces the one before
@@ -194,6 +195,25 @@ def _follow_renames(part: DictConfig, known: Mapping[str, Setting], source: str)
     if new_names:
         more = f", and {len(new_names) - 3} more in docs/migration.md" if len(new_names) > 3 else ""
         _print_once(f"{source}{', '.join(new_names[:3])}{more}. The next version refuses the old names.")
+
+
+NAMES_IN_A_TEXT = ("model.lora.target_modules",)
+"""Settings that are names separated by commas, and may be a list."""
+
+
+def _convert_lists(part: DictConfig, known: Mapping[str, Setting], source: str) -> None:
+    """Read one text or number as a list of it, and a list as a text of names, in place.
+
+    As engines and peft read `stop: "</a>"` and `target_modules: [q_proj, v_proj]`.
+    """
+    for key, value in list(_leaves(cast(dict[str, Any], OmegaConf.to_container(part)), known, source)):
+        if key not in known or (isinstance(value, str) and (not value or value == MISSING or "${" in value)):
+            continue
+        kind = known[key].type
+        if get_origin(kind) is list and is_of_type(value, get_args(kind)[0]):
+            OmegaConf.update(part, key, [value])
+        elif key in NAMES_IN_A_TEXT and value and is_of_type(value, list[str]):
+            OmegaConf.update(part, key, ",".join(map(str, value)))
 
 
 @cache

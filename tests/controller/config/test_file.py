@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from controller.config import Config, load, load_as, to_yaml
-from controller.config.file import Setting, settings
+from controller.config.file import Setting, settings, value_of
 from controller.config.offline import SftConfig
 from tests.controller.config_workspace import write_workspace
 from tests.refusals import refused
@@ -286,3 +286,23 @@ def test_a_home_is_read_as_a_shell_reads_it(tmp_path: Path, monkeypatch: pytest.
 def test_a_home_that_is_not_known_is_refused(tmp_path: Path, value: str) -> None:
     with refused(f"data.train={value}"):
         load(write_workspace(tmp_path), [f"data.train={value}"])
+
+
+LISTS = [setting for setting in SETTINGS if setting.type in (list[str], list[int])]
+
+
+@pytest.mark.parametrize("setting", LISTS, ids=lambda setting: setting.key)
+def test_one_value_is_read_as_a_list_of_it(tmp_path: Path, setting: Setting) -> None:
+    value = "</a>" if setting.type == list[str] else 7
+    config = load(write_workspace(tmp_path), [f"{setting.key}={value}"])
+    assert value_of(config, setting.key) == [value]
+
+
+@pytest.mark.parametrize("value", ["[q_proj, v_proj]", "q_proj,v_proj"])
+def test_target_modules_are_a_list_or_names_in_a_text(tmp_path: Path, value: str) -> None:
+    written = write_workspace(tmp_path)
+    assert load(written, [f"model.lora.target_modules={value}"]).model.lora.target_modules == "q_proj,v_proj"
+    (tmp_path / "lora.yaml").write_text(f"model: {{lora: {{target_modules: {value if '[' in value else [value]}}}}}")
+    assert load([written, tmp_path / "lora.yaml"]).model.lora.target_modules == "q_proj,v_proj"
+    with refused("model.lora.target_modules"):
+        load(written, ["model.lora.target_modules=[]"])
