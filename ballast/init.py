@@ -4,6 +4,7 @@ configs/RECIPE.yaml, examples/gsm8k of the package --> FOLDER/config.yaml, rewar
 """
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from importlib.resources import files
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     print(
         f"{options.folder}: {', '.join(content)}. Next:\n"
-        f"  cd {options.folder}\n"
+        f"  cd {shlex.quote(str(options.folder))}\n"
         "  ballast fit --config config.yaml --dry-run --cluster nodes=1,gpus=1,gpu_gib=80,cpus=8\n"
         f"  hf download {MODEL}\n"
         "  ballast fit --config config.yaml\n"

@@ -1,6 +1,7 @@
 """The package brings what a first run starts from: in a checkout, and in a wheel that is installed elsewhere."""
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +34,13 @@ def test_a_folder_that_cannot_be_made_is_refused_in_one_line(folder: str, capsys
     assert main(["init", folder]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and "Errno" not in error and len(error) < 300
+
+
+def test_the_printed_command_quotes_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "my runs; $HOME"
+    assert main(["init", str(folder)]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  cd "))
+    assert shlex.split(line) == ["cd", str(folder)]
 
 
 @pytest.mark.slow
