@@ -1,6 +1,7 @@
 """Errors of Ballast. Each message says what is wrong, where, and which setting changes it."""
 
 import reprlib
+from collections.abc import Sequence
 
 LONGEST_QUOTE = 200  # characters of an error's text, or of the last line that a process wrote
 _QUOTES = reprlib.Repr()
@@ -97,3 +98,19 @@ def named(error: BaseException) -> str:
         text = ""
     line = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return line if len(line) <= LONGEST_QUOTE else f"{line[:LONGEST_QUOTE]}..."
+
+
+class CombinedConfigError(ConfigError):
+    """Several independent problems of a configuration, which a command prints a line each."""
+
+    def __init__(self, errors: Sequence[BallastError]) -> None:
+        super().__init__(" ".join(map(str, errors)))
+        self.errors = list(errors)
+
+
+def raise_all(errors: Sequence[BallastError]) -> None:
+    """Raise the errors together, or the only one itself."""
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise CombinedConfigError(errors)

@@ -5,6 +5,7 @@ resources.ray_address, RAY_ADDRESS --gRPC health--> Ray's? --cluster id--> takes
 
 import os
 import re
+import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +75,21 @@ def _error(channel: "grpc.Channel", method: str, metadata: tuple[tuple[str, str]
     return None
 
 
+def set_local_token() -> None:
+    """Give a local Ray a token by the environment if its file cannot be written, as in a read-only home."""
+    mode = os.environ.get("RAY_AUTH_MODE", "token").lower()
+    path = _token_path()
+    if mode != "token" or os.environ.get("RAY_AUTH_TOKEN") or path.is_file():
+        return
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
+def _token_path() -> Path:
+    return Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+
+
 def _token() -> tuple[str, str]:
     """Return Ray's token and its origin in words, as Ray finds it."""
     mode = os.environ.get("RAY_AUTH_MODE", "")
@@ -81,7 +97,7 @@ def _token() -> tuple[str, str]:
         return "", f"RAY_AUTH_MODE={mode} sends none" if mode else "without RAY_AUTH_MODE none is sent"
     if token := os.environ.get("RAY_AUTH_TOKEN"):
         return token.strip(), "RAY_AUTH_TOKEN holds another"
-    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    path = _token_path()
     if path.is_file():
         return path.read_text(encoding="utf-8").strip(), f"{path} holds another"
     return "", "there is none here"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from controller.config.file import settings, value_of
-from workers.errors import ConfigError
+from workers.errors import ConfigError, raise_all
 
 Conditions = dict[str, tuple[str, Callable[[Any], bool]]]
 
@@ -36,7 +36,6 @@ CONDITIONS: Conditions = {
         ),
     ),
     "several ranks": ("several training ranks", lambda c: c.training_workers > 1),
-    "tracker": ("tracking.wandb or tracking.mlflow", lambda c: c.tracking.wandb or c.tracking.mlflow),
     "reference": (
         "algorithm.loss.kl_coefficient above 0 or algorithm.kl_in_reward.coefficient above 0",
         lambda c: c.uses_reference,
@@ -97,14 +96,16 @@ def holds(config: Any, condition: str) -> bool:
 
 
 def check_settings_have_effect(config: Any) -> None:
-    """Raise ConfigError at the first changed setting that has no effect in this combination."""
+    """Raise CombinedConfigError with every changed setting that has no effect in this combination."""
+    errors: list[ConfigError] = []
     for found in settings(type(config)()):
         value = value_of(config, found.key)
         if value == found.default or found.follows:
             continue
-        for condition in found.only_with:
-            if not holds(config, condition):
-                needed = config.conditions[condition][0] if condition in config.conditions else condition
-                raise ConfigError(
-                    f"{found.key}={value} has no effect without {needed}. Set that, or remove {found.key}."
-                )
+        condition = next((condition for condition in found.only_with if not holds(config, condition)), None)
+        if condition is not None:
+            needed = config.conditions[condition][0] if condition in config.conditions else condition
+            errors.append(
+                ConfigError(f"{found.key}={value} has no effect without {needed}. Set that, or remove {found.key}.")
+            )
+    raise_all(errors)

@@ -474,8 +474,6 @@ class ResourcesConfig:
 
 @dataclass
 class TrackingConfig:
-    only_with = (("tracker", "project"),)
-
     verbose: bool = setting(
         False, "Show imbalances and log-prob mismatch at every step, as -v does. By default only bad values are shown."
     )

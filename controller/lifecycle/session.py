@@ -22,7 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from balancing import BalancingError
-from controller.actors.cluster_address import check_cluster, cluster_address
+from controller.actors.cluster_address import check_cluster, cluster_address, set_local_token
 from controller.actors.layout import idle_gpus, reserved
 from controller.checkpoints.progress import checkpoints_at
 from controller.checkpoints.run_lock import locked
@@ -38,6 +38,7 @@ from controller.preflight.cluster import check_machine
 from controller.preflight.memory import fit_checkpointing
 from workers.errors import (
     BallastError,
+    CombinedConfigError,
     ConfigError,
     DataError,
     LostError,
@@ -277,6 +278,7 @@ def ray_session(config: TrainingConfig, console: "Console") -> Iterator[None]:
     address = cluster_address(config)
     options: dict[str, Any] = {"log_to_driver": console.kept is not None, "logging_level": "ERROR"}
     if address == "local":
+        set_local_token()
         cores = max(os.cpu_count() or 1, math.ceil(reserved(config, "CPU")))
         options |= {"num_cpus": cores, "include_dashboard": config.resources.dashboard, "dashboard_host": "127.0.0.1"}
         options["_temp_dir"] = str(ray_folder())
@@ -353,13 +355,17 @@ def _raylet_end(end: os.waitid_result | None) -> str:
 
 
 def _fail(error: Exception, code: int) -> int:
+    errors = error.errors if isinstance(error, CombinedConfigError) else [error]
+    for single in errors:
+        print(f"error: {_error_line(single, code)}", file=sys.stderr)
+    return code
+
+
+def _error_line(error: Exception, code: int) -> str:
     text = str(error)
     if isinstance(error, OSError) and error.strerror:  # `[Errno 13] Permission denied: ...` otherwise
         text = f"{error.filename or 'a file'}: {error.strerror}."
-    if code != 1:
-        text = text.replace("\n", "\\n")  # an error may quote any text
-    print(f"error: {without_control(text)}", file=sys.stderr)
-    return code
+    return without_control(text if code == 1 else text.replace("\n", "\\n"))  # an error may quote any text
 
 
 def interrupt(signum: int, frame: Any) -> None:

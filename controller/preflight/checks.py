@@ -7,6 +7,7 @@ checked later, when the placement groups are reserved.
 """
 
 import re
+from collections.abc import Callable
 
 from controller.actors.cluster_address import check_address
 from controller.config import Config
@@ -44,17 +45,36 @@ from controller.preflight.training_checks import (
     check_writable,
 )
 from workers.config import RewardModelConfig
-from workers.errors import ConfigError
+from workers.errors import BallastError, CombinedConfigError, ConfigError, raise_all
 from workers.rollout.engine_options import check_engine_options
 from workers.rollout.placement import fits_device
 
 
 def check(config: Config, given: GivenFunctions = NONE_GIVEN, *, needs_data: bool = True) -> None:
-    """Raise ConfigError at the first thing that cannot work or has no effect. given: functions passed to the call.
+    """Raise one error for each independent part that cannot work or has no effect, together.
 
+    given: functions passed to the call.
     needs_data: False for a loop that may bring its own prompts and rewards.
     """
-    check_settings(config)
+    parts: list[Callable[[], None]] = [
+        lambda: check_settings(config),
+        lambda: _check_model_and_data(config, needs_data),
+        lambda: check_rewards(config, given) if needs_data or config.rewarded else None,
+        lambda: _check_functions(config, given),
+        lambda: check_trackers(config),
+    ]
+    errors: list[BallastError] = []
+    for part in parts:
+        try:
+            part()
+        except CombinedConfigError as several:
+            errors += several.errors
+        except BallastError as error:  # also DataError of a file
+            errors.append(error)
+    raise_all(errors)
+
+
+def _check_model_and_data(config: Config, needs_data: bool) -> None:
     if needs_data:
         check_one_policy(config)
     check_parallel(config)
@@ -62,8 +82,9 @@ def check(config: Config, given: GivenFunctions = NONE_GIVEN, *, needs_data: boo
     model = check_model_files(config)
     if needs_data or config.has_data:
         check_data(config, model)
-    if needs_data or config.rewarded:
-        check_rewards(config, given)
+
+
+def _check_functions(config: Config, given: GivenFunctions) -> None:
     if config.run.step and config.run.step not in given:
         check_function("run.step", config.run.step)
     for key in (*OF_SAMPLES, "data.sampler"):
@@ -71,7 +92,6 @@ def check(config: Config, given: GivenFunctions = NONE_GIVEN, *, needs_data: boo
             check_function(key, name)
     if config.algorithm.advantage == "custom" and not config.algorithm.advantage_function:
         raise ConfigError("algorithm.advantage=custom: algorithm.advantage_function is empty. Name a function.")
-    check_trackers(config)
 
 
 def check_settings(config: Config) -> None:

@@ -17,6 +17,8 @@ INSTALL = {
 
 
 def check_trackers(config: TrainingConfig) -> None:
+    if config.is_described:
+        return  # packages, keys and variables of another machine
     for name, command in INSTALL.items():
         if getattr(config.tracking, name) and not _is_installed(name):
             raise ConfigError(

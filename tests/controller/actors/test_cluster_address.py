@@ -1,5 +1,6 @@
 """Addresses at which no run can begin, given to the command: answered at once, in one line, without Ray."""
 
+import os
 import socket
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import grpc
 import pytest
 
 from controller.actors import cluster_address
-from controller.actors.cluster_address import CLUSTER_ID, HEALTH, check_cluster
+from controller.actors.cluster_address import CLUSTER_ID, HEALTH, check_cluster, set_local_token
 from controller.config import load
 from controller.fit import main
 
@@ -134,3 +135,25 @@ def test_a_web_proxy_of_the_environment_does_not_stand_before_a_cluster(
     monkeypatch.setenv(name, "http://127.0.0.1:9")
     with serving(HeadNode(HEALTH, CLUSTER_ID)) as address:
         check_cluster(load("config.yaml", [f"resources.ray_address={address}"]))
+
+
+@pytest.mark.parametrize(
+    ("home_is_a_file", "environment", "is_set"),
+    [
+        (True, {"RAY_AUTH_MODE": "token"}, True),
+        (True, {"RAY_AUTH_MODE": "disabled"}, False),
+        (True, {"RAY_AUTH_TOKEN": TOKEN}, False),
+        (False, {"RAY_AUTH_MODE": "token"}, False),
+    ],
+)
+def test_a_local_ray_whose_token_file_cannot_be_written_gets_its_token_by_the_environment(
+    home: Path, monkeypatch: pytest.MonkeyPatch, home_is_a_file: bool, environment: dict[str, str], is_set: bool
+) -> None:
+    (home / "file").touch()
+    monkeypatch.setenv("HOME", str(home / "file" if home_is_a_file else home))
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    before = os.environ["RAY_AUTH_TOKEN"]
+    set_local_token()
+    assert (os.environ["RAY_AUTH_TOKEN"] != before) == is_set

@@ -76,7 +76,6 @@ CASES: list[tuple[str, list[list[str]], list[list[str]]]] = [
     ("discount", [[GAE, "algorithm.gae.gamma=0.9"], ["algorithm.gamma=0.9"]], [[], [GAE, "algorithm.gamma=0.9"]]),
     ("reasoning", [["rollout.tools=a.py"], ["validation.sampling.max_thinking_tokens=5"]], [[]]),
     ("several ranks", [["policy.data_parallel=2"], ["policy.parallel.context_parallel=2"]], [[]]),
-    ("tracker", [["tracking.wandb=true"], ["tracking.mlflow=true"]], [[]]),
     ("reference", [[KL], ["algorithm.kl_in_reward.coefficient=0.1"]], [[]]),
     ("own reference", [[KL], [KL, LORA, "reference.path=model"]], [[], [KL, LORA]]),
     ("own teacher", [[DISTILLED, "teacher.path=model"], [DISTILLED, "teacher.paths={a: model}"]], [[], [DISTILLED]]),

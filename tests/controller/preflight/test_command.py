@@ -112,3 +112,15 @@ def test_a_dry_run_shows_what_an_environment_says(tmp_path: Path) -> None:
         "the environment's reward of an empty response: -0.5, turns 1\n"
         "its observation:\n    3+3=\n"
     ) in process.stdout
+
+
+def test_independent_problems_are_refused_together_a_line_each(tmp_path: Path) -> None:
+    write_workspace(tmp_path)
+    wrong = ["rollout.max_turns=3", "model.lora.alpha=7", "data.train=nowhere.jsonl", "reward.function=none.py:f"]
+    done = fit(tmp_path, "--config", "config.yaml", *wrong)
+    assert done.returncode == 2
+    lines = done.stderr.splitlines()
+    assert all(line.startswith("error: ") for line in lines)
+    assert len(lines) == len(wrong), done.stderr
+    for setting in wrong:
+        assert sum(setting.partition("=")[0] in line.partition(" has no effect")[0] for line in lines) == 1, done.stderr

@@ -117,3 +117,13 @@ def test_a_password_in_an_address_is_not_shown(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ConfigError) as refusal:
         check_trackers(tracked("mlflow"))
     assert "...@host:99999" in str(refusal.value) and "secret" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_a_described_cluster_needs_no_key_or_address_here(
+    name: str, wandb_without_a_key: pytest.MonkeyPatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    config = tracked(name)
+    config.is_described = True
+    check_trackers(config)
