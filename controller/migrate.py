@@ -1,4 +1,4 @@
-"""`python -m controller.migrate FILE_OR_COMMAND [--output FILE]`: translate another system's configuration.
+"""`python -m controller.migrate FILE_OR_COMMAND [--output FILE]`: translate another configuration of RL training.
 
 Reads scripts, commands and YAML of verl, and Python, YAML, JSON and commands of TRL. See `controller.migration`.
 """
@@ -15,10 +15,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Write the YAML, and its counts to stderr. Exit code: 0, or 2 with one line about the problem."""
     parser = argparse.ArgumentParser(
         prog="python -m controller.migrate",
-        usage="python -m controller.migrate FILE_OR_COMMAND [--output FILE]",
+        usage="python -m controller.migrate FILE_OR_COMMAND [--output FILE [--overwrite]]",
         description="Translate a configuration of verl or TRL into settings of controller.fit. Nothing is run.",
     )
     parser.add_argument("--output", type=Path, help="file to write instead of printing the YAML")
+    parser.add_argument("--overwrite", action="store_true", help="replace the file of --output if it exists")
     options, source = parser.parse_known_args(None if arguments is None else list(arguments))
     if not source:
         parser.error("name a file, or give a command in quotes")
@@ -26,6 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from controller.migration.translation import migrate
 
     try:
+        if options.output and options.output.exists():
+            _check_output(options.output, source, overwrite=options.overwrite)
         found = migrate(given(source))
         if options.output:
             options.output.write_text(found.yaml, encoding="utf-8")
@@ -41,6 +44,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         file=sys.stderr,
     )
     return 0
+
+
+def _check_output(output: Path, source: Sequence[str], *, overwrite: bool) -> None:
+    if any(Path(word).exists() and output.samefile(word) for word in source):
+        raise ConfigError(f"--output={output}: it is the file to translate. Name another file.")
+    if not overwrite:
+        raise ConfigError(f"--output={output}: the file exists. Name another file, or add --overwrite.")
 
 
 if __name__ == "__main__":

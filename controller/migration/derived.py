@@ -20,11 +20,39 @@ def derive(system: str, theirs: Theirs, ours: Ours, to_decide: list[str]) -> Non
     """Add the derived settings to `ours`, and the open questions to `to_decide`."""
     if rule := {"verl": _verl, "TRL": _trl, "verifiers": _verifiers, "prime-rl": _verifiers}.get(system):
         rule(theirs, ours, to_decide)
+    for keys in SEQUENCES_OF_AN_UPDATE.get(system, ()):
+        _mini_batches(theirs, ours, to_decide, *keys)
+    if system == "ROLL" and ROLL_SIZE in theirs:
+        to_decide.append(
+            f"batch.mini_batches: rollout_batch_size x num_return_sequences_in_group / ({ROLL_SIZE}="
+            f"{theirs[ROLL_SIZE]} x gradient_accumulation_steps x data-parallel ranks)."
+        )
+    if ours.get("rollout.placement") == "apart" and not ours.get("rollout.replicas"):
+        ours["rollout.replicas"] = 1
+        to_decide.append("rollout.replicas=1: the number of engines on GPUs of their own. Set yours.")
+    if system == "prime-rl":
+        _prompts_of_samples(theirs, ours, to_decide)
+
+
+SEQUENCES_OF_AN_UPDATE = {
+    "slime": (("global-batch-size", "rollout-batch-size", "n-samples-per-prompt"),),
+    "OpenRLHF": (
+        ("train_batch_size", "rollout_batch_size", "n_samples_per_prompt"),
+        ("train.batch_size", "rollout.batch_size", "rollout.n_samples_per_prompt"),
+    ),
+    "NeMo-RL": (("policy.train_global_batch_size", "grpo.num_prompts_per_step", "grpo.num_generations_per_prompt"),),
+    "SkyRL": (("trainer.policy_mini_batch_size", "trainer.train_batch_size", ""),),
+}
+ROLL_SIZE = "actor_train.training_args.per_device_train_batch_size"
+"""By system: the size of a mini-batch, prompts of a step, and samples of a prompt ("" where the size is in prompts)."""
+PRIME_RL_SIZES = (("orchestrator.batch_size", "orchestrator.group_size"), ("batch_size", "rollouts_per_example"))
 
 
 DERIVED = {
     "verifiers": ("env.taskset.id", "env.*", "select.*"),
-    "prime-rl": ("orchestrator.train.source",),
+    "prime-rl": ("orchestrator.train.source", *(size for size, _ in PRIME_RL_SIZES)),
+    **{system: tuple(keys[0] for keys in sizes) for system, sizes in SEQUENCES_OF_AN_UPDATE.items()},
+    "ROLL": (ROLL_SIZE, "actor_train.training_args.gradient_accumulation_steps"),
     "verl": (
         "data.train_files",
         "data.val_files",
@@ -74,6 +102,40 @@ def _verifiers(theirs: Theirs, ours: Ours, to_decide: list[str]) -> None:
         ours["rollout.environment"] = ours["data.train"] = f"verifiers:{name}{'?' * bool(query)}{query}"
 
 
+def _mini_batches(
+    theirs: Theirs, ours: Ours, to_decide: list[str], size_key: str, prompts_key: str, samples_key: str
+) -> None:
+    """Divide the size of a step by the size of a mini-batch, in sequences or in prompts."""
+    if size_key not in theirs:
+        return
+    sizes = [theirs.get(key) for key in (size_key, prompts_key, samples_key) if key]
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        named = ", ".join(key for key in (size_key, prompts_key, samples_key) if key)
+        to_decide.append(f"batch.mini_batches: {size_key}={theirs[size_key]} needs whole numbers above 0 of {named}.")
+        return
+    size, *of_a_step = sizes
+    step = math.prod(of_a_step)
+    ours["batch.mini_batches"] = max(1, round(step / size))
+    if step % size:
+        to_decide.append(
+            f"batch.mini_batches={ours['batch.mini_batches']}: a step of {step} is not a multiple of {size_key}={size}."
+        )
+
+
+def _prompts_of_samples(theirs: Theirs, ours: Ours, to_decide: list[str]) -> None:
+    for size_key, samples_key in PRIME_RL_SIZES:
+        if size_key not in theirs:
+            continue
+        size = theirs[size_key]
+        samples = theirs.get(samples_key)
+        if not isinstance(size, int) or not isinstance(samples, int) or min(size, samples) < 1:
+            to_decide.append(f"batch.prompts_per_step: {size_key}={size} samples needs {samples_key}. Divide it.")
+            continue
+        ours["batch.prompts_per_step"] = max(1, size // samples)
+        if size % samples:
+            to_decide.append(f"batch.prompts_per_step: {size_key}={size} is not a multiple of {samples_key}={samples}.")
+
+
 def _count(theirs: Theirs, key: str, default: int, to_decide: list[str]) -> int:
     value = theirs.get(key, default)
     if isinstance(value, int) and value > 0:
@@ -92,6 +154,9 @@ def _verl(theirs: Theirs, ours: Ours, to_decide: list[str]) -> None:
         to_decide.append(
             f"batch.mini_batches={ours['batch.mini_batches']}: {prompts} prompts are not a multiple of {mini}."
         )
+    for role, section in (("policy", f"{ACTOR}fsdp_config"), ("critic", "critic.model.fsdp_config")):
+        if theirs.get(f"{section}.param_offload") is True:  # it includes the optimiser's, in either order
+            ours[f"{role}.cpu_offload"] = "all"
     _gpus(theirs, ours, to_decide)
     _steps(theirs.get("trainer.total_epochs", 30), ours, to_decide)
     _caps(ours, to_decide)

@@ -33,6 +33,10 @@ OPERATORS = {
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }
+MOST_PARENTS = 8
+LORA = {"r": "lora_r", "target_modules": "lora_target_modules"}  # LoraConfig's names, as TRL's commands have them
+ARRAY = re.compile(r"\$\{?(\w+\[[@*]\]|@|\*)\}?")  # words that are listed elsewhere, not a value
+ENDS = ("\n", "--", ")", "&&", "||", "|", "&", ">", "2>&1")
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^{}]*))?\}|\$(\w+)")
 ARITHMETIC = re.compile(r"\$\(\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)\)")
@@ -52,6 +56,8 @@ def given(source: Sequence[str]) -> dict[str, Any]:
 
 
 def _of_file(path: Path) -> dict[str, Any]:
+    if path.exists() and not path.is_file():  # a device such as /dev/zero has no end
+        raise ConfigError(f"{path} cannot be read: it is not a file. Name a script or a configuration.")
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".py":
@@ -59,19 +65,51 @@ def _of_file(path: Path) -> dict[str, Any]:
         if path.suffix == ".toml":
             return dict(leaves(tomllib.loads(text)))
         if path.suffix in (".yaml", ".yml", ".json"):
-            content = OmegaConf.to_container(OmegaConf.create(text), resolve=True)
-            return dict(leaves(content)) if isinstance(content, Mapping) else {}
+            return _of_yaml(path)
         return _of_script(text)
     except (OSError, ValueError, SyntaxError, yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: {str(error).splitlines()[0]}.") from None
 
 
+def _of_yaml(path: Path) -> dict[str, Any]:
+    """Return resolved values. One that only its own program can resolve stays as it is written."""
+    content = _with_parents(path, MOST_PARENTS)
+    written = OmegaConf.to_container(content)
+    if not isinstance(written, Mapping):
+        return {}
+    values = dict(leaves(written))
+    for key, value in values.items():
+        if "${" in str(value):
+            try:
+                resolved = OmegaConf.select(content, key)
+                is_section = OmegaConf.is_config(resolved)
+                values[key] = OmegaConf.to_container(resolved, resolve=True) if is_section else resolved
+            except OmegaConfBaseException:
+                continue
+    return values
+
+
+def _with_parents(path: Path, depth: int) -> Any:
+    """Merge the file over the parent that its `defaults` names, as NeMo-RL does."""
+    content = OmegaConf.create(path.read_text(encoding="utf-8"))
+    name = OmegaConf.to_container(content).get("defaults") if OmegaConf.is_dict(content) else None  # type: ignore[union-attr]
+    parent = path.parent / name if isinstance(name, str) else None
+    if parent is None or not parent.is_file():
+        return content  # `defaults` is then listed as a key that is not known
+    if not depth:
+        raise ConfigError(f"{path}: defaults={name}: more than {MOST_PARENTS} parents. Is one its own parent?")
+    content.pop("defaults")
+    return OmegaConf.merge(_with_parents(parent, depth - 1), content)
+
+
 def _of_python(tree: ast.AST) -> Iterator[tuple[str, Any]]:
     """Keyword arguments of calls such as GRPOConfig(...) and GRPOTrainer(...). Code in place of a value stays code."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and CALLS.fullmatch(getattr(node.func, "id", getattr(node.func, "attr", ""))):
+        name = getattr(node.func, "id", getattr(node.func, "attr", "")) if isinstance(node, ast.Call) else ""
+        if isinstance(node, ast.Call) and CALLS.fullmatch(name):
+            names = {None: "", "args": "", "model": "model_name_or_path"} | (LORA if name == "LoraConfig" else {})
             for keyword in node.keywords:
-                key = {None: "", "args": "", "model": "model_name_or_path"}.get(keyword.arg, keyword.arg)
+                key = names.get(keyword.arg, keyword.arg)
                 if key:
                     try:
                         yield key, ast.literal_eval(keyword.value)
@@ -88,13 +126,29 @@ def _of_script(text: str) -> dict[str, Any]:
     overrides = {found[1]: typed(found[2]) for word in words if (found := OVERRIDE.fullmatch(word))}
     if overrides:
         return overrides
-    flags: dict[str, Any] = {}
-    for word, follower in zip(words, [*words[1:], "--"], strict=True):
-        if found := FLAG.fullmatch(word):
-            flags[found[1]] = typed(
-                found[2] if found[2] is not None else "true" if FLAG.match(follower) or follower == "--" else follower
-            )
-    return flags
+    return _flags(words)
+
+
+def _flags(words: Sequence[str]) -> dict[str, Any]:
+    """Return the values by flag: a list where several words follow, and true where none does."""
+    flags: dict[str, list[str]] = {}
+    values: list[str] | None = None
+    for word in words:
+        if flag := FLAG.fullmatch(word):
+            values = flags[flag[1]] = [] if flag[2] is None else [flag[2]]
+            if flag[2] is not None:
+                values = None
+        elif word in ENDS or ARRAY.fullmatch(word):
+            values = None
+        elif values is not None:
+            values.append(word)
+    return {name: _flag_value(texts) for name, texts in flags.items()}
+
+
+def _flag_value(texts: Sequence[str]) -> Any:
+    if len(texts) > 1:
+        return [typed(text) for text in texts]
+    return typed(texts[0]) if texts else True
 
 
 def typed(text: str) -> Any:
@@ -125,6 +179,7 @@ def script_words(text: str) -> Iterator[str]:
             if found := ASSIGNMENT.fullmatch(word):
                 variables[found[1]] = found[2]
             yield word
+        yield "\n"
     if unfinished:
         raise ValueError(f"a quote is not closed: {unfinished.strip().splitlines()[0][:60]}")
 

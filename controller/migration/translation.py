@@ -26,6 +26,14 @@ OPTIONS = {key for key, found in KNOWN.items() if found.type == Options}
 INSTEAD = {"data.train": "data.sources", "reward.function": "rollout.environment"}
 PLACEHOLDERS = {"model.path": "models/policy", "data.train": "data/train.jsonl", "reward.function": "reward.py:reward"}
 
+MARKS = {
+    "verl": ("actor_rollout_ref.",),
+    "ROLL": ("actor_train.", "actor_infer."),
+    "OpenRLHF": ("actor.adam.", "algo.", "ds.", "actor.model_name_or_path"),
+    "NeMo-RL": ("grpo.", "loss_fn."),
+}
+"""Beginnings of keys that only this system has."""
+
 
 @dataclass
 class Migration:
@@ -88,7 +96,10 @@ def _system(given: Mapping[str, Any]) -> str:
         system: sum(any(_matches(row, key) for row in ROWS if row.system == system) for key in given)
         for system in dict.fromkeys(row.system for row in ROWS)
     }
-    system = max(counts, key=lambda name: counts[name])
+    marks = {
+        system: sum(key.startswith(starts) for key in given) for system, starts in MARKS.items()
+    }  # the names of other systems' keys are ends or parts of these
+    system = max(counts, key=lambda name: (marks.get(name, 0), counts[name]))
     if not counts[system]:
         raise ConfigError(f"{', '.join(list(given)[:3])}: not keys of a known system. Known are {', '.join(counts)}.")
     return system
@@ -157,6 +168,8 @@ def _passed_on(migration: Migration, row: Counterpart, shown: str, value: Any) -
     if OPTIONS.issuperset(row.here) and not isinstance(value, Mapping):
         (key,), name = row.here, shown.partition("=")[0].rpartition(".")[2].replace("-", "_")
         return {key: {**migration.settings.get(key, {}), name: value}}
+    if row.here == ("model.lora.target_modules",) and isinstance(value, list):
+        value = ",".join(map(str, value))
     is_list = isinstance(value, list) and len(value) == len(row.here)
     values = value if is_list and not all(map(_takes, row.here, [value])) else [value] * len(row.here)
     changes = {key: one for key, one in zip(row.here, values, strict=True) if key in KNOWN and _takes(key, one)}
@@ -181,8 +194,9 @@ def _settle(migration: Migration) -> None:
             return
         except ConfigError as error:
             places = {key: str(error).find(key) for key in chosen if key in str(error) and key not in PLACEHOLDERS}
-            if not places:
-                raise
+            if not places:  # a default of ours does not go with them: a file to finish helps more than none
+                migration.open.append(str(error))
+                return
             key = min(places, key=lambda key: (places[key], -len(key)))
             value = chosen.pop(key)
             if not migration.defaults.pop(key, ""):

@@ -1,0 +1,108 @@
+"""Sizes in sequences, lists, and systems with similar keys keep their meaning."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ballast.commands import main
+from controller.migration.reading import given
+from controller.migration.translation import migrate
+
+SLIME = "--hf-checkpoint m --rollout-batch-size 32 --n-samples-per-prompt 8 --colocate ${ARGS[@]} --global-batch-size"
+NEMO = "grpo.num_prompts_per_step=32 grpo.num_generations_per_prompt=16 policy.train_global_batch_size"
+OPENRLHF = "--pretrain m --rollout_batch_size 128 --n_samples_per_prompt 8 --train_batch_size"
+DOTTED = "--actor.model_name_or_path m --rollout.batch_size 128 --rollout.n_samples_per_prompt 8 --train.batch_size"
+SKYRL = "trainer.policy.model.path=m generator.n_samples_per_prompt=5 trainer.train_batch_size=1024"
+LORA = "trl grpo --num_generations 4 --lora_r 8 --lora_target_modules q_proj v_proj"
+VERL = "actor_rollout_ref.model.path=m data.train_batch_size=64"
+OFFLOAD = "actor_rollout_ref.actor.fsdp_config."
+ROLL = """
+rollout_batch_size: 64
+prompt_length: 2048
+response_length: 4096
+num_return_sequences_in_group: 8
+learning_rate_of_nothing: ${oc.env:NOT_SET_HERE}
+actor_train:
+  training_args: {learning_rate: 2.0e-6, per_device_train_batch_size: 1, gradient_accumulation_steps: 32}
+"""
+PEFT = "GRPOConfig(num_generations=4)\nLoraConfig(r=16, target_modules=['q_proj', 'v_proj'])\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "wanted"),
+    [
+        (f"{SLIME} 256", {"batch.prompts_per_step": 32, "batch.mini_batches": 1}),
+        (f"{SLIME} 64", {"batch.mini_batches": 4}),
+        (f"{NEMO}=512", {"batch.mini_batches": 1, "batch.prompts_per_step": 32}),
+        (f"{NEMO}=128", {"batch.mini_batches": 4}),
+        (f"{OPENRLHF} 1024", {"batch.mini_batches": 1}),
+        (f"{OPENRLHF} 256", {"batch.mini_batches": 4}),
+        (f"{DOTTED} 1024 --actor.adam.lr 5e-7", {"batch.mini_batches": 1, "policy.optimizer.learning_rate": 5e-7}),
+        (f"{SKYRL} trainer.policy_mini_batch_size=256", {"batch.mini_batches": 4}),
+        (LORA, {"model.lora.rank": 8, "model.lora.target_modules": "q_proj,v_proj"}),
+        ("trl grpo --num_generations 4 --vllm_mode server", {"rollout.placement": "apart", "rollout.replicas": 1}),
+        (f"{VERL} {OFFLOAD}param_offload=True {OFFLOAD}optimizer_offload=True", {"policy.cpu_offload": "all"}),
+        (f"{VERL} {OFFLOAD}optimizer_offload=True {OFFLOAD}param_offload=True", {"policy.cpu_offload": "all"}),
+    ],
+)
+def test_sizes_and_lists_of_commands_keep_their_meaning(source: str, wanted: dict[str, Any]) -> None:
+    settings = migrate(given([source])).settings
+    assert {key: settings.get(key) for key in wanted} == wanted
+
+
+def test_sizes_in_samples_become_prompts_of_prime_rl() -> None:
+    migration = migrate({"orchestrator.batch_size": 128, "orchestrator.group_size": 16})
+    assert migration.settings["batch.prompts_per_step"] == 8
+
+
+def test_a_size_without_its_other_factor_is_to_decide() -> None:
+    migration = migrate({"rollout-batch-size": 32, "global-batch-size": 256, "hf-checkpoint": "m"})
+    assert "batch.mini_batches" not in migration.settings
+    assert any("global-batch-size=256" in line and "n-samples-per-prompt" in line for line in migration.open)
+
+
+def test_files_are_recognised_by_their_most_specific_keys(tmp_path: Path) -> None:
+    (tmp_path / "roll.yaml").write_text(ROLL)
+    migration = migrate(given([str(tmp_path / "roll.yaml")]))
+    wanted = {
+        "batch.prompts_per_step": 64,
+        "rollout.samples_per_prompt": 8,
+        "data.max_prompt_tokens": 2048,
+        "rollout.sampling.max_new_tokens": 4096,
+        "policy.optimizer.learning_rate": 2e-6,
+    }
+    assert migration.system == "ROLL"
+    assert {key: migration.settings.get(key) for key in wanted} == wanted
+    assert "batch.mini_batches" not in migration.settings
+    assert any(line.startswith("batch.mini_batches: ") for line in migration.open)
+    assert any("NOT_SET_HERE" in line for line in migration.unknown)
+
+
+def test_a_parent_file_is_read_and_lora_keeps_its_modules(tmp_path: Path) -> None:
+    (tmp_path / "parent.yaml").write_text("grpo: {num_prompts_per_step: 64, num_generations_per_prompt: 2}\n")
+    (tmp_path / "child.yaml").write_text("defaults: parent.yaml\ngrpo: {num_generations_per_prompt: 8}\n")
+    settings = migrate(given([str(tmp_path / "child.yaml")])).settings
+    assert (settings["batch.prompts_per_step"], settings["rollout.samples_per_prompt"]) == (64, 8)
+    (tmp_path / "train.py").write_text(PEFT)
+    settings = migrate(given([str(tmp_path / "train.py")])).settings
+    assert settings["model.lora.rank"] == 16
+    assert settings["model.lora.target_modules"] == "q_proj,v_proj"
+
+
+def test_files_are_neither_overwritten_nor_read_without_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "run.sh"
+    output = tmp_path / "ours.yaml"
+    script.write_text(f"python main.py {VERL}\n")
+    output.write_text("mine\n")
+    refused = [
+        ([str(script), "--output", str(output)], f"--output={output}"),
+        ([str(script), "--output", str(script), "--overwrite"], f"--output={script}"),
+        (["/dev/zero"], "/dev/zero"),
+    ]
+    for arguments, named in refused:
+        assert main(["migrate", *arguments]) == 2
+        assert named in capsys.readouterr().err
+    assert output.read_text() == "mine\n"
+    assert main(["migrate", str(script), "--output", str(output), "--overwrite"]) == 0
+    assert "batch:" in output.read_text()
