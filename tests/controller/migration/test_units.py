@@ -33,7 +33,7 @@ PEFT = "GRPOConfig(num_generations=4)\nLoraConfig(r=16, target_modules=['q_proj'
     ("source", "wanted"),
     [
         (f"{SLIME} 256", {"batch.prompts_per_step": 32, "batch.mini_batches": 1}),
-        (f"{SLIME} 64", {"batch.mini_batches": 4}),
+        (f"{SLIME} 64 --lr 2e-6", {"batch.mini_batches": 4, "policy.optimizer.learning_rate": 2e-6}),
         (f"{NEMO}=512", {"batch.mini_batches": 1, "batch.prompts_per_step": 32}),
         (f"{NEMO}=128", {"batch.mini_batches": 4}),
         (f"{OPENRLHF} 1024", {"batch.mini_batches": 1}),
