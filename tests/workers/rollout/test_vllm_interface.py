@@ -20,7 +20,6 @@ from workers.errors import LostError, RolloutError
 from workers.rollout.engine_actor import VllmEngineActor
 from workers.rollout.gpu_transfer import EngineClient
 from workers.rollout.placement import check_placement
-from workers.rollout.weight_transfer import FROZEN_VISION
 from workers.rollout.vllm_interface import (
     as_response,
     check_prompt,
@@ -28,6 +27,7 @@ from workers.rollout.vllm_interface import (
     prepare_environment,
     sampling_parameters,
 )
+from workers.rollout.weight_transfer import FROZEN_VISION
 
 HUGE_PAGES, IN_A_PROCESS = "THP_MEM_ALLOC_ENABLE", "VLLM_ENABLE_V1_MULTIPROCESSING"
 OF_THE_SYSTEM = Path("/sys/kernel/mm/transparent_hugepage/enabled")
