@@ -32,7 +32,7 @@ BUCKET = 2**26
 """Elements of a bucket, unless one parameter has more: 512 MiB of float32 moments, and three buckets on the device."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 CHANNEL_PARAMETERS = frozenset({"A_log", "D", "time_mix_key", "time_mix_receptance", "time_mix_value"})
-"""Parameters of mixers that are no matrices, and that some models store in two dimensions or more."""
+"""Parameters of mixers that are not matrices, and that some models store in two dimensions or more."""
 
 
 def make_optimizer(

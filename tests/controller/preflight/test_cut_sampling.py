@@ -105,7 +105,6 @@ def test_responses_of_validation_end_as_those_of_training(workspace: Path) -> No
     validation.sampling.bad_words=[a] rollout.sampling.max_thinking_tokens=8
     rollout.sampling.end_of_thinking=a
     rollout.reasoning_parser=qwen3
-    rollout.sampling.stop=a
     rollout.sampling.stop_token_ids=[a]
     rollout.sampling.logit_bias="{a: 1}"
     rollout.sampling.temperature=2.5
