@@ -105,7 +105,7 @@ def test_a_pickle_in_a_file_of_samples_is_refused_unread(tmp_path: Path, read: C
     path, trace = tmp_path / "step-1.npz", tmp_path / "trace"
     arrays = ("records", "objects", "scores", "trained", "tokens.offsets")
     np.savez(path, **{name: np.array([Bomb(trace)], dtype=object) for name in arrays})
-    with pytest.raises((DataError, ValueError), match="allow_pickle=False|not a file of samples"):
+    with pytest.raises((DataError, ValueError), match=r"allow_pickle=False|not a file of samples"):
         read(path)
     assert not trace.exists()
 

@@ -95,6 +95,8 @@ def test_a_run_that_a_full_disk_stops_says_what_it_leaves(
     monkeypatch.setattr("controller.training_loop.train", lambda run, *_: run.step(1, {"policy/loss": 0.5}))
     monkeypatch.setattr(fit, "training", training)
     with pytest.raises(OutputError) as caught:
-        fit.run(config, SimpleNamespace(sources=[], validation=None, warnings=[], step=b""), Console())
+        fit.run(
+            config, SimpleNamespace(sources=[], validation=None, answer_warnings=[], warnings=[], step=b""), Console()
+        )
     expected = left.replace("{4}", str(checkpoint_path(config.run_folder, 4)))
     assert str(caught.value).endswith(f"set run.dir to another disk; {expected}")

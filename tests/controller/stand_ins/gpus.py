@@ -63,6 +63,11 @@ class Ledger:
         return [what for i, what in enumerate(found) if i == 0 or what != found[i - 1]]
 
 
+WEIGHTS = ("model.embed_tokens.weight", "lm_head.weight")
+TOWER = ("visual.patch_embed.weight", "visual.merger.weight")
+"""Of a vision tower, frozen: the same in every version."""
+
+
 class World:
     """One run's Ray and GPUs. trouble: called with (actor's name, what it is about to do).
 
@@ -76,6 +81,7 @@ class World:
         self.ledger = Ledger()
         self.log_prob = FIRST_LOG_PROB
         self.loses_updates = False
+        self.tower: tuple[str, ...] = TOWER  # weights of the model's frozen vision tower
         self.routed_experts: np.ndarray | None = None
         self.answer: Callable[[int], tuple[int | list[int], str]] = lambda seed: (TOKENS, "stop")
         self.prompt: list[int] = []
@@ -102,17 +108,12 @@ class World:
         self.ledger.give(self.gpus, self.actor, "cached")
 
 
-WEIGHTS = ("model.embed_tokens.weight", "lm_head.weight")
-TOWER = ("visual.patch_embed.weight", "visual.merger.weight")
-"""Of a vision tower, frozen: the same in every version."""
-
-
 class StandInVllm:
     """`AsyncLLM` as VllmEngineActor calls it. versions: of each weight that it would sample with."""
 
     def __init__(self, world: World) -> None:
         self._world, self._name, self._updating = world, "0", False
-        self.versions = dict.fromkeys((*WEIGHTS, *TOWER), 0)
+        self.versions = dict.fromkeys((*WEIGHTS, *world.tower), 0)
         self._received: set[str] = set()
         self._sleeps, self._log_prob = False, FIRST_LOG_PROB
         self._cached: dict[tuple[str, str], int] = {}  # versions of keys and values, by salt and adapters

@@ -133,6 +133,7 @@ class StandIns:
         broadcast = distributed_c10d.broadcast_object_list
         self._monkeypatch.setattr(torch.distributed, "broadcast_object_list", broadcast)
         self._monkeypatch.setattr("workers.roles.model_worker.TrainingEngine", make)
+        self.world.tower = ()  # the computed models read text
         # The stand-in of vLLM samples with log-probs of its own, which are no model's.
         self._monkeypatch.setattr("controller.algorithm.logprob_check.LogProbCheck.compare", lambda *_: None)
 
