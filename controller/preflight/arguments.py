@@ -1,7 +1,7 @@
 """Parse the command line of a training command: file, overrides, dry run."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -159,7 +159,7 @@ def _price(text: str) -> float:
 
 def _add_time_options(parser: argparse.ArgumentParser) -> None:
     """Add what --cluster predicts time with."""
-    options = {
+    options: dict[str, tuple[Callable[[str], Any], Any, str]] = {
         "--price": (_price, 0.0, "price of a GPU for an hour"),
         "--lengths": (Path, None, "folder of a run whose lengths count"),
         "--response-tokens": (str, "", f"length of responses: {DRAWS}"),
