@@ -288,7 +288,8 @@ def plan_batch(
     """
     settings = Settings(
         ranks, max_tokens, max_sequences, min_count, multiple_of, cost_model or CostModel.tokens(), algorithm,
-        order or _default_order(pipeline, algorithm), allow_empty, layout, length_multiple, pipeline, max_patches,
+        order or default_order(algorithm, pipelined=pipeline is not None),
+        allow_empty, layout, length_multiple, pipeline, max_patches,
         context_degrees,
     )  # fmt: skip
     tokens = sequence_lengths(lengths)
@@ -319,8 +320,8 @@ def plan_batch(
     return Plan(tuple(planned), tokens, workloads, settings, shared_prefixes, shared, found)
 
 
-def _default_order(pipeline: Pipeline | None, algorithm: PlanAlgorithm) -> Order:
-    return "makespan" if pipeline is not None and algorithm in ("karmarkar_karp", "load_balance") else "descending"
+def default_order(algorithm: PlanAlgorithm, *, pipelined: bool) -> Order:
+    return "makespan" if pipelined and algorithm in ("karmarkar_karp", "load_balance") else "descending"
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,6 +22,17 @@ class SupervisedLossConfig:
     )
 
 
+MEANS_OF_SEQUENCES = ("sapo", "gspo", "gmpo")
+"""Policy losses whose papers average each sequence first. The registry says the same, and needs torch."""
+
+
+def automatic_aggregation(loss: str) -> str:
+    """Return what algorithm.loss.aggregation=auto means for a named loss, or an empty string for a custom one."""
+    if loss == "custom":
+        return ""
+    return "sequence_mean_token_mean" if loss in MEANS_OF_SEQUENCES else "token_mean"
+
+
 SUM_LOSS_NAMES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
 
 

@@ -190,6 +190,7 @@ def tried_lines(config: Config, tried: Tried) -> list[str]:
     agent = config.rollout.agent or ("" if tried.answered else config.rollout.environment)
     return [
         *(f"{path}: {counted(len(rows), 'record')}" for path, rows in (tried.train | tried.held_out).items()),
+        *_epoch_lines(config, tried.train),
         *([f"{', '.join(code)}: tried on the first record and an empty response"] if code else []),
         *([_score_line(tried.score)] if tried.score else []),
         *(_episode_lines(tried.answered) if tried.answered else []),
@@ -202,6 +203,20 @@ def tried_lines(config: Config, tried: Tried) -> list[str]:
         *(f"{value_of(config, key)}: {key}, tried on made-up samples" for key in tried.functions),
         *([f"{config.data.sampler}: data.sampler, tried on two steps"] if tried.sampled else []),
         *(f"warning: {line}" for line in tried.answer_warnings),
+    ]
+
+
+def _epoch_lines(config: Config, train: Records) -> list[str]:
+    """Say how often the run reads each source, by its share of the prompts. data.sampler may choose any."""
+    if config.data.sampler:
+        return []
+    least = "at least " if config.algorithm.zero_variance_groups == "replace" else ""
+    weights, prompts = config.data.weights, config.run.steps * config.batch.prompts_per_step
+    shares = {path: prompts * weights[path] / sum(weights.values()) for path in train}
+    return [
+        f"{path}: {least}{share / len(train[path]):.3g} epochs, {share:,.0f} of run.steps * batch.prompts_per_step = "
+        f"{prompts:,} prompts"
+        for path, share in shares.items()
     ]
 
 

@@ -1,8 +1,9 @@
 """Describe a configuration: the pages of `--dry-run` and `--settings`.
 
-Config --> settings | placement | sizes | caps | notes          schema --> every key, type, default, range
+Config --> settings | placement | sizes | automatic | caps | notes          schema --> every key, type, default, range
 """
 
+import os
 import textwrap
 from collections import Counter
 from itertools import groupby
@@ -14,6 +15,7 @@ from controller.config.file import Setting, settings
 from controller.config.model_files import read_model_files
 from controller.config.offline import OfflineConfig
 from controller.config.training import Limits, counted
+from controller.preflight.automatic import automatic_choices
 
 
 def describe(config: TrainingConfig, *, everything: bool = False) -> str:
@@ -23,6 +25,7 @@ def describe(config: TrainingConfig, *, everything: bool = False) -> str:
         title: (to_yaml(config) if everything else changed_yaml(config)).splitlines(),
         "placement": _placement(config),
         "sizes": _sizes(config),
+        "automatic": [f"{key}=auto -> {choice}" for key, choice in automatic_choices(config).items()],
         "caps": [_cap_line(config, limits) for limits in config.limits.values()],
         "notes": _notes(config),
     }
@@ -59,7 +62,21 @@ def _placement(config: TrainingConfig) -> list[str]:
     if engines_beside:
         lines.append(f"each engine uses {shared} of the policy's GPUs while training sleeps, and reserves no other")
     lines.append(f"reserved in all: {reserved(config, 'CPU'):g} CPUs, {reserved(config, 'GPU'):g} GPUs")
-    return lines
+    return lines + _fits_lines(config)
+
+
+def _fits_lines(config: TrainingConfig) -> list[str]:
+    """Say whether the run fits this machine, by count. `describe_cluster` says it of a described one, with memory."""
+    if config.is_described:
+        return []
+    if config.joins_cluster:
+        return ["fits: unknown until the run asks Ray's cluster. --cluster describes one"]
+    if config.uses_gpus:
+        asked, there = reserved(config, "GPU"), config.gpus
+        return [f"fits: {'yes' if asked <= there else 'no'} (GPUs: {asked:g} of {there}). --cluster measures memory"]
+    engines = config.engines if isinstance(config, Config) else 0
+    cores = len(os.sched_getaffinity(0))
+    return [f"fits: {'yes' if engines <= cores else 'no'} (engines: {engines} on {counted(cores, 'CPU core')})"]
 
 
 def _pool_line(pool: Pool) -> str:

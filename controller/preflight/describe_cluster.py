@@ -5,6 +5,7 @@ Config, Cluster --place--> sections "cluster", "memory" --> fits, or ConfigError
 
 from itertools import groupby
 
+from controller.actors.layout import reserved
 from controller.config import Config
 from controller.preflight.cluster import Cluster, Placement, cluster_in_words, groups_across_nodes, place, roles_on_node
 from controller.preflight.memory import (
@@ -14,15 +15,22 @@ from controller.preflight.memory import (
     host_memory,
     measure,
     memory_lines,
+    memory_totals,
 )
+from workers.errors import ConfigError
 from workers.model_config import checkpointing_words
 
 
 def print_cluster(config: Config, cluster: Cluster, *, measured: bool = True) -> None:
-    """Print placement and memory. `measured`: memory too. Raises ConfigError if the run does not fit."""
-    placement = place(config, cluster)
+    """Print placement, memory and whether the run fits. `measured`: memory too. Raises ConfigError if it does not."""
+    try:
+        placement = place(config, cluster)
+    except ConfigError:
+        print("\n== cluster ==\nfits: no")
+        raise
     print("\n".join(["", "== cluster ==", *placement_lines(config, cluster, placement)]))
     if not cluster.gpus:
+        print(f"fits: yes (CPUs: {reserved(config, 'CPU'):g} of {cluster.nodes * cluster.cpus:g})")
         return
     print("\n== memory, measured on a simulated GPU; GiB ==", flush=True)
     if measured and config.model.gradient_checkpointing == "auto":
@@ -31,11 +39,18 @@ def print_cluster(config: Config, cluster: Cluster, *, measured: bool = True) ->
     memory = measure(config) if measured else Memory({}, "--no-measure")
     if not memory.roles:
         print(f"not measured: {memory.problem}")
+        print(f"fits: GPUs yes ({reserved(config, 'GPU'):g} of {cluster.nodes * cluster.gpus}), memory unknown")
         return
     host = host_memory(config, memory, ranks=len(roles_on_node(config, placement, 0).get("policy", [])))
     sizes = ", ".join(f"{role} {each['sizes']['parameters']:,}" for role, each in memory.roles.items())
     print("\n".join([f"parameters: {sizes}", *memory_lines(config, memory, host, cluster)]))
-    check_memory(config, memory, host, cluster)
+    totals = memory_totals(config, memory, host, cluster)
+    try:
+        check_memory(config, memory, host, cluster)
+    except ConfigError:
+        print(f"fits: no ({totals})")
+        raise
+    print(f"fits: training unknown ({totals})" if memory.problem else f"fits: yes ({totals})")
 
 
 def placement_lines(config: Config, cluster: Cluster, placement: Placement) -> list[str]:

@@ -322,6 +322,17 @@ def memory_lines(config: Config, memory: Memory, host: Parts, cluster: Cluster) 
     ]
 
 
+def memory_totals(config: Config, memory: Memory, host: Parts, cluster: Cluster) -> str:
+    """Write GiB used and usable of the fullest GPU and of the first node's host."""
+    engine = Engine.of(config, memory, cluster.gpu_gib)
+    used = max(map(_total, [*memory.passes.values(), _generating(config, memory, engine)]))
+    limit = f" of {cluster.memory_gib:g}" if cluster.memory_gib else ""
+    return (
+        f"memory of a GPU: {used:.1f} of {USABLE_SHARE * cluster.gpu_gib:.1f} GiB usable, of host 0: "
+        f"{_total(host):.1f}{limit} GiB"
+    )
+
+
 def _sum(parts: Parts) -> str:
     return f"{' + '.join(f'{name} {gib:.1f}' for name, gib in parts.items())} = {_total(parts):.1f}"
 

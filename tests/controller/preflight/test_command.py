@@ -71,6 +71,7 @@ def test_a_dry_run_prints_the_plan_of_the_run_and_starts_nothing(tmp_path: Path)
     assert "policy: 1 actor, " in process.stdout
     assert "the run: 3 steps, 6 optimiser steps" in process.stdout
     assert "train.jsonl: 1 record\n" in process.stdout
+    assert "train.jsonl: 12 epochs, 12 of run.steps * batch.prompts_per_step = 12 prompts\n" in process.stdout
     assert "the first prompt, as engines read it:\n    1+1=\n" in process.stdout
     assert "reward.py:reward: tried on the first record and an empty response" in process.stdout
     assert "the reward of an empty response: 0\n" in process.stdout

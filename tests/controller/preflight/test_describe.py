@@ -6,9 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.actors.layout import pools, reserved, role_requests
-from controller.config import Config, changed_yaml, load
+from controller.config import Config, TrainingConfig, changed_yaml, load
 from controller.config.conditions import effect_words
 from controller.config.file import settings
+from controller.config.offline import PreferencesConfig, RewardTrainingConfig, SftConfig
+from controller.preflight.automatic import CHOICES
 from controller.preflight.describe import describe, settings_page
 
 
@@ -29,6 +31,8 @@ def test_the_dry_run_says_what_runs_where_and_whether_it_fits(config: Config) ->
     assert "policy: 2 actors, 0.25 CPU each, bundle 0..1 of pool training" in page
     assert "rollout: 1 actor, 0.25 CPU each, bundle 0 of pool rollout" in page
     assert "reserved in all: 1 CPUs, 0 GPUs" in page
+    assert "\nfits: yes (engines: 1 on " in page
+    assert "\nfits: no (GPUs: 2 of 0)" in page_of("resources.device=cuda")
     assert "a step: 4 prompts x 8 samples = 32 sequences, at most 3,072 tokens" in page
     assert "a mini-batch: 16 sequences over 2 ranks; 2 a step" in page
     assert "policy.max_tokens_per_micro_batch 4096 >= longest possible sequence 96: " in page
@@ -79,6 +83,28 @@ def test_the_dry_run_counts_gpus_by_placement(workspace: Path) -> None:
 def test_the_dry_run_notes_what_is_allowed_but_costs(config: Config, override: str) -> None:
     assert "== notes ==" not in describe(config)
     assert "== notes ==" in page_of(override)
+
+
+def test_the_dry_run_says_what_every_automatic_setting_chose(workspace: Path) -> None:
+    lines = page_of().splitlines()
+    for line in (
+        "model.dtype=auto -> float32",
+        "model.attention=auto -> sdpa",
+        "rollout.placement=auto -> shared_memory",
+        "algorithm.loss.aggregation=auto -> token_mean",
+        "balance.fit_cost_model=auto -> never",
+    ):
+        assert line in lines
+    gpus = page_of("resources.device=cuda", "rollout.max_staleness=2", "rollout.placement=apart").splitlines()
+    assert "model.dtype=auto -> bfloat16" in gpus
+    assert "rollout.kv_cache_after_update=auto -> keep, for 2 updates" in gpus
+    assert not [line for line in gpus if line.startswith(("rollout.placement=auto", "resources.device=auto"))]
+
+
+@pytest.mark.parametrize("schema", [Config, SftConfig, PreferencesConfig, RewardTrainingConfig])
+def test_every_setting_that_may_be_automatic_has_a_choice(schema: type[TrainingConfig]) -> None:
+    automatic = {each.key for each in settings(schema()) if "auto" in each.range.removeprefix("one of ").split(", ")}
+    assert automatic <= CHOICES.keys()
 
 
 def test_a_cap_on_sequences_bounds_the_room_of_a_micro_batch(workspace: Path) -> None:

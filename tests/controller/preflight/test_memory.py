@@ -1,6 +1,7 @@
 """The memory of a described cluster's GPUs: the real engine on tensors without numbers, and what is made of it."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from transformers import Qwen3MoeConfig
 from controller.config import Config, load
 from controller.fit import main
 from controller.preflight.cluster import Cluster
+from controller.preflight.describe_cluster import print_cluster
 from controller.preflight.memory import (
     GIB,
     Engine,
@@ -138,6 +140,18 @@ def test_auto_recomputes_as_little_as_fits(
     assert (fitted.model.gradient_checkpointing, fitted.model.recompute_num_layers) == expected
     (needs, *_) = (sum(parts.values()) for parts in measure(fitted).passes.values())
     assert needs <= 0.9 * gpu_gib or expected == ("full", 0) or not gpu_gib
+
+
+@pytest.mark.parametrize(
+    ("gpu_gib", "fits"), [(80.0, "yes (memory of a GPU: 52.0 of 72.0"), (20.0, "no (memory of a GPU")]
+)
+def test_the_page_of_a_cluster_says_whether_the_run_fits(
+    gpu_gib: float, fits: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("controller.preflight.describe_cluster.measure", lambda config: Memory({"policy": POLICY}))
+    with nullcontext() if fits.startswith("yes") else refused("training needs about"):
+        print_cluster(eight_gpus(), replace(EIGHT, gpu_gib=gpu_gib))
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"fits: {fits}")
 
 
 def test_host_memory_has_what_is_read_offloaded_and_written() -> None:

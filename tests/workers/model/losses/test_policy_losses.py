@@ -13,8 +13,10 @@ from tests.workers.model.losses.loss_cases import computed_in_parts, tokens_of, 
 from tests.workers.model.tiny import random_sequences
 from workers.config import POLICY_LOSS_NAMES, LossConfig
 from workers.dataproto import DataProto
+from workers.loss_config import automatic_aggregation
 from workers.metrics import results
 from workers.model.losses import Denominators, make_policy_loss, prepare, to_metrics
+from workers.model.losses.registry import POLICY_LOSSES
 
 Reference = Callable[[Tensor, Tensor, float, LossConfig], Tensor]
 """Of one sequence: (log_probs [n], old_log_probs [n], advantage, settings) -> loss of each token [n]."""
@@ -108,6 +110,11 @@ def test_loss_and_gradient_are_those_of_the_paper(name, seed):
     loss, gradients, _ = computed_in_parts(sequences, [4], loss_function, Denominators.of(sequences))
     assert loss == pytest.approx(expected, rel=1e-9)
     torch.testing.assert_close(torch.cat(gradients), torch.cat(expected_gradients), rtol=1e-9, atol=1e-14)
+
+
+def test_pages_without_torch_know_every_automatic_aggregation() -> None:
+    registered = {name: POLICY_LOSSES[name].aggregation for name in POLICY_LOSS_NAMES if name != "custom"}
+    assert registered == {name: automatic_aggregation(name) for name in registered}
 
 
 @pytest.mark.parametrize("name", sorted(POLICY_LOSS_NAMES))
