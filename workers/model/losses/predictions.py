@@ -113,6 +113,12 @@ class Predictions(PackedTokens):
         hidden = next((each for each in outputs if each.dim() == 2), None)
         return cls(**found, hidden=hidden, **columns_at(sequences, rows, outputs[0].device))
 
+    def __getitem__(self, name: str) -> Tensor:
+        """Return a column [N]. Before the only update on a batch, old log-probs are the current ones: ratios are 1."""
+        if name == "old_log_probs" and name not in self.columns:
+            return self.log_probs.detach()
+        return super().__getitem__(name)
+
     def sequences(self) -> Iterator["Predictions"]:
         for sequence, start, stop in self._bounds():
             outputs = {"log_probs": self.log_probs, "entropy": self.entropy}

@@ -28,7 +28,7 @@ from workers.user_code.functions import load
 
 def log_ratio_to_old(predictions: Predictions) -> Tensor:
     """Return log r_t, [N], with gradient. Without `old_log_probs`, r_t = 1: exact for the only update on a batch."""
-    return predictions.log_probs - predictions.columns.get("old_log_probs", predictions.log_probs.detach())
+    return predictions.log_probs - predictions["old_log_probs"]
 
 
 def ratio_to_old(predictions: Predictions) -> Tensor:

@@ -209,3 +209,11 @@ def test_without_old_log_probs_the_gradient_is_the_policy_gradient(name):
         LossConfig(name, aggregation="token_mean"), [-1.0, -2.0, -3.0], [2, 1], advantages=advantages
     )
     assert gradient == pytest.approx([-advantage / 3 for advantage in advantages])
+
+
+def test_a_custom_loss_reads_old_log_probs_of_the_only_update_as_the_current_ones() -> None:
+    predictions = tokens_of([-1.0, -2.0, -3.0], [2, 1])
+    old = predictions["old_log_probs"]
+    assert old.tolist() == [-1.0, -2.0, -3.0] and not old.requires_grad
+    assert [part["old_log_probs"].tolist() for part in predictions.sequences()] == [[-1.0, -2.0], [-3.0]]
+    assert tokens_of([-1.0], old_log_probs=[-4.0])["old_log_probs"].tolist() == [-4.0]
