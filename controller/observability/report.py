@@ -84,6 +84,7 @@ WHEN = ("_before", "_karmarkar_karp", "")
 NOT_PARTS = ("reward/mean", "reward/std", "reward/failures")
 IMAGE = re.compile(r"images/[0-9a-f]{16}\.png")
 NUMBER, CODE = "n", "t"  # classes of the page's style sheet: right-aligned, and in the letters of code
+EXPECTED = ("answer", "solution", "ground_truth", "label")  # columns that hold it in common data sets, by preference
 RESPONSE = {"prompt": CODE, "response": CODE}
 SAMPLE = dict.fromkeys(("step", "sample", "tokens", "seconds", "reward"), NUMBER) | RESPONSE
 BALANCE_NOTE = (
@@ -347,17 +348,32 @@ def _steps_below(axes: Axes) -> None:
 def _tables(run: RunFolder) -> list[Table]:
     slowest = "By the seconds from the engine's receipt of the request to its last token, among the recorded samples."
     longest = "By tokens of the response."
-    step = max(run.validated_steps, default=0)
-    held_out = run.validation(step)
-    ordered, half = sorted(held_out, key=_reward), SHOWN_SAMPLES // 2
-    ends = ordered if len(ordered) <= SHOWN_SAMPLES else ordered[:half] + ordered[-half:]
-    note = f"Validation at step {step}: {len(ends)} of {counted(len(held_out), 'response')}, "
-    note += "the lowest and the highest rewards."
     return [
         Table("Slowest samples", slowest, SAMPLE, _rows(_most(run.samples, "seconds"), run.path)),
         Table("Longest samples", longest, SAMPLE, _rows(_most(run.samples, "response_tokens"), run.path)),
-        Table("Held-out responses", note, RESPONSE | {"reward": NUMBER}, _rows(ends, run.path)),
+        _by_reward(run),
     ]
+
+
+def _by_reward(run: RunFolder) -> Table:
+    """Show the worst and best responses of the last validation, or without one of the last step's recorded samples."""
+    step = max(run.validated_steps, default=0)
+    responses, title, of = run.validation(step), "Held-out responses", f"Validation at step {step}"
+    if not responses:
+        step = max((row["step"] for row in run.samples), default=0)
+        responses = [row for row in run.samples if row["step"] == step and "reward" in row]
+        title, of = "Samples by reward", f"Recorded samples of step {step}"
+    ordered, half = sorted(responses, key=_reward), SHOWN_SAMPLES // 2
+    ends = ordered if len(ordered) <= SHOWN_SAMPLES else ordered[:half] + ordered[-half:]
+    note = f"{of}: {len(ends)} of {counted(len(responses), 'response')}, the lowest and the highest rewards."
+    expected = {"expected": CODE} if any(map(expected_answer, ends)) else {}
+    return Table(title, note, RESPONSE | expected | {"reward": NUMBER}, _rows(ends, run.path))
+
+
+def expected_answer(row: Row) -> str:
+    """Return the expected answer among the recorded columns, lines of `name: value`, or an empty string."""
+    columns = dict(line.partition(": ")[::2] for line in str(row.get("record") or "").splitlines())
+    return next((columns[name] for name in EXPECTED if columns.get(name)), "")
 
 
 def _sessions(run: RunFolder) -> list[tuple[str, list[Entry]]]:
@@ -385,6 +401,7 @@ def _rows(samples: Iterable[Row], folder: Path) -> list[dict[str, Any]]:
             "reward": f"{_reward(row):.3f}",
         }
         | {name: redacted(shortened(str(row.get(name, "")), TEXT)) for name in RESPONSE}
+        | {"expected": redacted(shortened(expected_answer(row), TEXT))}
         | {"images": [*map(as_url, filter(Path.is_file, map(folder.joinpath, IMAGE.findall(str(row.get("images"))))))]}
         for row in samples
     ]

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from balancing import CostModel, explain, plan_batch, plan_statistics
 from balancing.analysis.lengths_file import plan_record
-from controller.observability.report import Section, learning, policy, who_computes_when, write_report
+from controller.observability.report import Section, _tables, learning, policy, who_computes_when, write_report
 from controller.observability.run_folder import RunFolder, RunWriter
 from controller.report import main
 from tests.browser import CONTRASTS, DESKTOP, TELEPHONE, WIDER, Browser, browser, needs_chromium
@@ -139,10 +139,27 @@ def test_a_run_that_has_only_begun_has_a_report_too(tmp_path: Path) -> None:
     found = Elements((folder / "report.html").read_text())
     assert "Who computes when" not in found.texts["h2"]
     assert "Held-out responses" not in found.texts["h2"]
+    assert "Samples by reward" in found.texts["h2"]
     assert found.texts["h2"][:4] == ["Reward", "Lengths", "Time", "Policy"], "no validation, nobody to wait for"
     page = (folder / "report.html").read_text()
     assert "1 policy rank, 1 engine" in page
     assert "since the first" not in page
+
+
+@pytest.mark.parametrize("name", ["answer", "solution", "ground_truth", "label"])
+def test_samples_by_reward_stand_in_for_a_validation_with_expected_answers(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "plain"
+    write_run(folder, steps=2)
+    shutil.rmtree(folder / "validation")
+    file = folder / "samples.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for number, row in enumerate(rows):
+        row |= {"reward": float(number), "record": f"level: 3\n{name}: WANTED{number}"}
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (table,) = [table for table in _tables(RunFolder(folder)) if table.title == "Samples by reward"]
+    last = [number for number, row in enumerate(rows) if row["step"] == max(row["step"] for row in rows)]
+    assert [row["expected"] for row in table.rows] == [f"WANTED{number}" for number in last]
+    assert list(table.columns) == ["prompt", "response", "expected", "reward"]
 
 
 def times_of(section: Section) -> list[float]:
