@@ -9,7 +9,7 @@ Runs in this process. Instead of printing one line and exiting with 1 or 2, func
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,13 +34,15 @@ class Result:
     """A finished run.
 
     folder: runs/NAME. summary: content of summary.json: `steps`, `validation` before and after, median
-    `seconds_per_step` and `tokens_per_second`. metrics: a row per step, with its number under `step`, or None if not
-    finite. A resumed run has the rows of all its steps.
+    `seconds_per_step` and `tokens_per_second`. metrics: a row per training step, with its number under `step`, or None
+    if not finite. validations: a row per validation, step 0 before training, by names such as `validation/reward`. A
+    resumed run has the rows of all its steps.
     """
 
     folder: Path
     summary: dict[str, Any]
     metrics: list[dict[str, float | None]]
+    validations: list[dict[str, float | None]] = field(default_factory=list)
 
     @property
     def model(self) -> Path:
@@ -51,10 +53,19 @@ class Result:
     def read(cls, folder: Path) -> "Result":
         """Read a finished run's result. Raises OSError or DataError if no run has finished."""
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-        return cls(folder, summary, RunFolder(folder).metrics)
+        # Apart, because a table of both has empty cells: step 0 trains nothing, and few steps validate.
+        rows = RunFolder(folder).metrics
+        trained = [_of_validation(row, False) for row in rows if row["step"]]
+        validations = [found for row in rows if len(found := _of_validation(row, True)) > 1]
+        return cls(folder, summary, trained, validations)
 
     def __repr__(self) -> str:
         return f"Result(folder={str(self.folder)!r}, steps={self.summary['steps']})"
+
+
+def _of_validation(row: Mapping[str, Any], validated: bool) -> dict[str, Any]:
+    names = (name for name in row if (name.startswith("validation/") or name == "time/validation_s") == validated)
+    return {"step": row["step"]} | {name: row[name] for name in names}
 
 
 def fit(

@@ -83,7 +83,8 @@ def trained(ray_session: None, settings: list[str], records: dict[str, list[dict
 
 def test_a_function_given_in_a_thread_trains_and_the_result_is_the_run(trained: Trained) -> None:
     result = trained.result
-    assert [row["step"] for row in result.metrics] == [step for step, _ in trained.called] == [0, 1, STEPS]
+    assert [0, *(row["step"] for row in result.metrics)] == [step for step, _ in trained.called] == [0, 1, STEPS]
+    assert [row["step"] for row in result.validations] == [0, STEPS]
     assert result.metrics[-1]["reward/digits"] == trained.called[-1][1]["reward/digits"] > 0
     assert result.metrics[-1]["reward/failures"] == 0
     assert 1 < (result.metrics[-1]["notebook/texts"] or 0) <= (result.metrics[-1]["rollout/samples"] or 0)
