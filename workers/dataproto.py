@@ -12,6 +12,7 @@ B sequences, T tokens of all sequences. The object store holds NumPy arrays, whi
 convert them to torch.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -72,8 +73,11 @@ class DataProto:
             if set(row) != set(names):
                 raise DataError(f"sequence {index} has columns {sorted(row)}, the first has {sorted(names)}")
             sizes = {name: len(values) for name, values in row.items()}
-            if len(set(sizes.values())) > 1:
-                raise DataError(f"sequence {index} has columns of different lengths: {sizes}")
+            if wrong := wrong_length(sizes):
+                raise DataError(
+                    f"column {wrong[0]!r} has {sizes[wrong[0]]} tokens in sequence {index}, but {wrong[1]!r} has "
+                    f"{sizes[wrong[1]]}."
+                )
         lengths = np.array([len(row[names[0]]) for row in rows], dtype=np.int64)
         return cls(lengths, {name: np.concatenate([row[name] for row in rows]) for name in names})
 
@@ -112,7 +116,9 @@ class DataProto:
         first = next(iter(lengths))
         for name, found in lengths.items():
             if not found.equal(lengths[first]):
-                raise DataError(f"token columns {first!r} and {name!r} differ in the lengths of their rows")
+                row = int((found != lengths[first]).nonzero()[0])
+                sizes = int(found[row]), int(lengths[first][row])
+                raise DataError(f"column {name!r} has {sizes[0]} tokens in row {row}, but {first!r} has {sizes[1]}.")
         return cls(lengths[first], {name: value.values() for name, value in jagged.items()}, columns, objects, meta)
 
     def to_tensordict(self) -> "TensorDict":
@@ -207,6 +213,19 @@ def record_column(values: Sequence[Any]) -> np.ndarray:
     if all(isinstance(value, Real) for value in values):
         return np.array(values, dtype=np.float64)
     return object_column(values)
+
+
+def wrong_length(sizes: Mapping[str, int]) -> tuple[str, str] | None:
+    """Return the column that differs in length from most others, and one of these. None if all are equal.
+
+    Of two columns, the first is right: rows begin with the tokens themselves.
+    """
+    counts = Counter(sizes.values())
+    if len(counts) < 2:
+        return None
+    usual = counts.most_common(1)[0][0]
+    wrong = next(name for name, size in sizes.items() if size != usual)
+    return wrong, next(name for name, size in sizes.items() if size == usual)
 
 
 def _check_sizes(columns: Mapping[str, Array], size: int, what: str) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workers.dataproto import DataProto, object_column
+from workers.dataproto import DataProto, object_column, wrong_length
 from workers.errors import DataError
 from workers.images import Image, PlacedImage, png_of
 
@@ -74,8 +74,8 @@ class RemoteBatch:
 
     def __post_init__(self) -> None:
         sizes = {name: len(column) for name, column in (self.columns | self.tokens).items()}
-        if len(set(sizes.values())) > 1:
-            raise DataError(f"the columns of a RemoteBatch must have one length, got {sizes}.")
+        if wrong := wrong_length(sizes):
+            raise DataError(f"column {wrong[0]!r} has {sizes[wrong[0]]} rows, but {wrong[1]!r} has {sizes[wrong[1]]}.")
 
     @staticmethod
     def of_block(block: "ObjectRef", columns: dict[str, np.ndarray], tokens: Sequence[str]) -> "RemoteBatch":
@@ -158,7 +158,9 @@ class RemoteBatch:
         for name, found in lengths.items():
             if not np.array_equal(found, lengths[first]):
                 row = np.flatnonzero(found != lengths[first])[0]
-                raise DataError(f"token columns {first!r} and {name!r} differ in length at row {row}.")
+                raise DataError(
+                    f"column {name!r} has {found[row]} tokens in row {row}, but {first!r} has {lengths[first][row]}."
+                )
         # A rank may have no rows.
         empty = {name: np.empty(0, np.int32 if name in ("input_ids", "loss_mask") else np.float32) for name in rows}
         tokens = {name: np.concatenate(found) if found else empty[name] for name, found in rows.items()}

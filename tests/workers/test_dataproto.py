@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.refusals import refused
 from workers.dataproto import DataProto
 from workers.errors import DataError
+from workers.remote_batch import RemoteBatch
 
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=8)
 
@@ -79,7 +80,7 @@ def test_a_tensordict_needs_jagged_columns_of_the_same_rows_and_names_of_one_mea
         whole.to_tensordict()
     tensor_dict = batch_of([2, 3]).to_tensordict()
     tensor_dict["other"] = batch_of([3, 2]).to_tensordict()["input_ids"]
-    with refused("'input_ids' and 'other'", DataError):
+    with refused("column 'other' has", DataError):
         DataProto.from_tensordict(tensor_dict)
     with pytest.raises(DataError):
         DataProto.from_tensordict(tensor_dict.select("reward"))
@@ -97,3 +98,13 @@ def test_a_tensordict_needs_jagged_columns_of_the_same_rows_and_names_of_one_mea
 def test_rows_that_do_not_fit_together_are_refused(rows: list, columns: dict, named: str) -> None:
     with refused(named, DataError):
         DataProto.from_list(rows, columns)
+
+
+@given(count=st.integers(2, 6), wrong=st.integers(1, 5), more=st.integers(1, 9))
+def test_a_column_of_the_wrong_length_is_named_with_both_lengths(count: int, wrong: int, more: int) -> None:
+    wrong = min(wrong, count - 1)
+    row = {f"column{i}": np.zeros(5 + more * (i == wrong)) for i in range(count)}
+    with refused(f"column 'column{wrong}' has {5 + more} tokens in sequence 0, but 'column0' has 5", DataError):
+        DataProto.from_rows([row])
+    with refused(f"column 'column{wrong}' has {5 + more} rows, but 'column0' has 5", DataError):
+        RemoteBatch(row, {})

@@ -83,5 +83,5 @@ def test_gathering_refuses_columns_whose_rows_differ_in_length(ray_session) -> N
 
     whole, short = ray.put(rows_block(3, 2)), ray.put(rows_block(3, 1))
     tokens = {"input_ids": places("input_ids", [whole] * 2, [0, 1]), "m": places("loss_mask", [short] * 2, [0, 1])}
-    with refused("'input_ids' and 'm'", DataError):
+    with refused("column 'm' has", DataError):
         RemoteBatch({}, tokens).gather()
