@@ -12,13 +12,13 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from workers.errors import named
 from workers.rendering import Messages, Options
 
-ANSWER, THOUGHT, RESULT = "ANSWER", "THOUGHT", "RESULT"
+ANSWER, THOUGHT, RESULT, RULE = "ANSWER", "THOUGHT", "RESULT", "RULE"
 TURNS = {
     "user": ("plain", "reasoning", "calls", "both"),
     "tool": ("calls", "both"),
@@ -53,7 +53,8 @@ class Following:
 class TemplateFindings:
     """begin: text that opens a turn. ends: texts of tokens that end a turn, with the kinds of turns that they end.
 
-    bos: how often the text begins with bos_token. arguments: that the template reads, `tools` among them.
+    bos: how often the text begins with bos_token. arguments: that the template reads, `tools` among them. system: an
+    answered conversation that begins with a system message, which some templates move into the last user's turn.
     """
 
     cases: tuple[Following, ...]
@@ -61,10 +62,18 @@ class TemplateFindings:
     ends: Mapping[str, list[str]]
     bos: int
     arguments: tuple[str, ...]
+    system: Following
 
     @classmethod
     def of_json(cls, found: Mapping[str, Any]) -> "TemplateFindings":
-        return cls(**{**found, "cases": tuple(Following(**case) for case in found["cases"])})
+        cases = tuple(Following(**case) for case in found["cases"])
+        return cls(**{**found, "cases": cases, "system": Following(**found["system"])})
+
+    @property
+    def system_matters(self) -> bool:
+        """Whether a system message at the beginning changes what happens to a plain answer."""
+        plain = next(case for case in self.cases if (case.role, case.turn) == ("user", "plain"))
+        return (self.system.outcome, self.system.change) != (plain.outcome, plain.change)
 
     @property
     def refuses(self) -> bool:
@@ -95,7 +104,19 @@ def template_findings(
             if end and turn not in ends.setdefault(end, []):
                 ends[end].append(turn)
     begin = opened.removeprefix(closed) if opened.startswith(closed) else opened
-    return TemplateFindings(tuple(cases), begin, ends, times, arguments)
+    system = _with_system(render, prompt, options, is_token)
+    return TemplateFindings(tuple(cases), begin, ends, times, arguments, system)
+
+
+def _with_system(render: Render, prompt: Messages, options: Options, is_token: re.Pattern[str]) -> Following:
+    whole = [{"role": "system", "content": RULE}, *prompt]
+    try:
+        if RULE not in render(whole, True, options):
+            return Following("system", "plain", REFUSES, "does not show a message of role system")
+        case, _ = _case(render, whole, "user", "plain", options, is_token)
+    except Exception as error:  # templates may raise anything
+        return Following("system", "plain", REFUSES, f"raises {named(error)}")
+    return replace(case, role="system")
 
 
 def _case(

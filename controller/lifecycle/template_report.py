@@ -107,7 +107,11 @@ def short_lines(found: Examined, *, turns_follow: bool) -> list[str]:
     ends = ", ".join(found.findings.ends) or "nothing"
     reads = ", ".join(found.findings.arguments) or "no arguments, no tools"
     table = [f"    {line}" for line in table_lines(found.findings)] if turns_follow else []
-    return [f"{found.name} reads {reads}. A turn ends with {ends}. More: `ballast template`", *table]
+    lines = [f"{found.name} reads {reads}. A turn ends with {ends}. More: `ballast template`", *table]
+    system = found.findings.system
+    if turns_follow and found.findings.system_matters:
+        lines.append(f"    after a system message: {system.outcome}: {system.change}")
+    return lines
 
 
 def page(found: Examined) -> list[str]:
@@ -119,6 +123,8 @@ def page(found: Examined) -> list[str]:
         "a turn ends with": ", ".join(_end(found, end, turns) for end, turns in findings.ends.items()) or "nothing",
         "bos_token": _bos(found),
     }
+    if findings.system_matters:
+        facts["after a system message"] = f"{findings.system.outcome}: {findings.system.change}"
     if found.stops:
         facts["engines stop at"] = ", ".join(_token(found, stop) for stop in found.stops)
     if found.sampling:

@@ -12,6 +12,7 @@ from controller.lifecycle.inputs import read_inputs, tried_lines
 from examples.addition.warm_start import tokenizer as characters
 from tests.controller.stand_ins.run import SETTINGS
 from tests.documentation.template_pages import BLOCK, PAGE, STOCK, block
+from tests.workers.test_template_findings import MOVING
 
 EPISODES = "rollout.environment=told.py:Told", "rollout.max_turns=2", "reward.function=''"
 TOLD = (
@@ -99,3 +100,13 @@ def test_a_dry_run_shows_the_table_where_messages_follow_turns_and_warns_of_ever
     assert "'<|return|>'" in warning
     stops = f"rollout.sampling.stop_token_ids=[{characters().vocab_size + 4}]"
     assert not read_inputs(load(None, [*settings, *EPISODES, stops])).warnings
+
+
+def test_the_page_tells_what_becomes_of_a_system_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "moving.jinja"
+    file.write_text(MOVING)
+    main(["template", str(file)])
+    assert "after a system message: rewrites: " in capsys.readouterr().out
+    file.write_text(MOVING.replace("loop.last", "loop.index0 == 1"))
+    main(["template", str(file)])
+    assert "after a system message" not in capsys.readouterr().out

@@ -10,7 +10,17 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from tests.documentation.template_pages import STOCK
 from workers.rendering import Messages, Options, variables_of
-from workers.template_findings import APPENDS, CALLING, REASONED, REFUSES, TOOL, TURNS, Following, template_findings
+from workers.template_findings import (
+    APPENDS,
+    CALLING,
+    REASONED,
+    REFUSES,
+    REWRITES,
+    TOOL,
+    TURNS,
+    Following,
+    template_findings,
+)
 from workers.template_forms import try_forms
 
 TEMPLATES = sorted(path.stem for path in STOCK.glob("*.jinja") if not path.stem.endswith("_training"))
@@ -113,3 +123,46 @@ def test_a_template_that_drops_the_end_of_a_turn_or_doubles_the_beginning_is_fou
 
     found = template_findings(render, (), {}, "<bos>")
     assert (found.bos, found.cases[0].outcome, found.cases[0].change) == (2, "rewrites", "removes '<eos>'")
+
+
+MOVING = (
+    "{% set system = messages[0].content if messages[0].role == 'system' else '' %}{{ bos_token }}"
+    "{% for m in messages %}"
+    "{% if m.role == 'user' %}[INST] {{ system ~ '\n\n' if system and loop.last }}{{ m.content }}[/INST]"
+    "{% elif m.role == 'assistant' %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+"""As Mistral's, which moves the system message into the last user's turn."""
+
+
+def from_text(text: str) -> Render:
+    template = _compile_jinja_template(text)
+    return lambda messages, begins, options: str(template.render(messages=messages, **TOKENS))
+
+
+def test_a_template_that_moves_a_system_message_rewrites_a_conversation_with_one() -> None:
+    found = template_findings(from_text(MOVING), (), {}, "<bos>")
+    assert found.cases[0].outcome == APPENDS and found.system_matters
+    assert (found.system.outcome, found.system.role) == (REWRITES, "system")
+    assert "RULE" in found.system.change
+    silent = template_findings(from_text(MOVING.replace("system and loop.last", "false")), (), {}, "<bos>")
+    assert silent.system.outcome == REFUSES
+    still = template_findings(from_text(MOVING.replace("loop.last", "loop.index0 == 1")), (), {}, "<bos>")
+    assert still.system.outcome == APPENDS and not still.system_matters
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_system_message_is_shown_or_refused_as_the_template_renders_it(name: str) -> None:
+    render, arguments = stock(name)
+    found = template_findings(render, arguments, {}, "<bos>").system
+    messages = [{"role": "system", "content": "RULE"}, {"role": "user", "content": "QUESTION"}]
+    answer = {"role": "assistant", "content": "ANSWER"}
+    try:
+        read = render(messages, True, {})
+        before = render([*messages, answer], False, {})
+        after = render([*messages, answer, {"role": "user", "content": "R0"}], True, {})
+    except Exception:
+        assert found.outcome == REFUSES
+        return
+    assert (found.outcome == REFUSES) == ("RULE" not in read)
+    if found.outcome == APPENDS:
+        assert after.startswith(read) and before.partition("RULE")[0] == after.partition("RULE")[0]
