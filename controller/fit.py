@@ -15,7 +15,7 @@ from controller.config import Config, load
 from controller.config.model_files import fetch_description, read_model_files
 from controller.config.python_rewards import NONE_GIVEN, GivenFunctions
 from controller.engines.fleet import RestartBudget
-from controller.lifecycle.inputs import Inputs, prompt_lines, read_inputs, tokenized, tried_lines, try_inputs
+from controller.lifecycle.inputs import Inputs, Tried, prompt_lines, read_inputs, tokenized, tried_lines, try_inputs
 from controller.lifecycle.model_checks import check_models, numerics_lines
 from controller.lifecycle.session import exit_code, finished, prepare_start, run_training, session
 from controller.preflight.arguments import Arguments, parse_arguments
@@ -77,24 +77,24 @@ def prepare(
 
 def dry_run(config: Config, request: Arguments) -> None:
     print(describe(config, everything=request.everything))
+    sys.stdout.flush()  # processes of users' code may write there too
+    elsewhere = [path for path in [*config.data.weights, config.data.validation] if path and is_elsewhere(config, path)]
+    tried = None if elsewhere else try_inputs(config)  # fails in seconds, and measuring memory takes a minute
     if request.cluster:
         print_cluster(config, request.cluster, measured=request.measure)
-    sys.stdout.flush()  # processes of users' code may write there too
     print("\n== inputs ==")
     prompts: list[int] = []
-    for line in _input_lines(config, prompts):
+    for line in _input_lines(config, tried, elsewhere, prompts):
         print(line, flush=True)
     if request.cluster:
         print_time(config, request.cluster, request.time, prompts)
 
 
-def _input_lines(config: Config, prompts: list[int]) -> Iterator[str]:
-    """prompts: receives the tokens of every prompt, if a tokenizer is there."""
-    elsewhere = [path for path in [*config.data.weights, config.data.validation] if path and is_elsewhere(config, path)]
-    if elsewhere:
+def _input_lines(config: Config, tried: Tried | None, elsewhere: Sequence[str], prompts: list[int]) -> Iterator[str]:
+    """tried: None if some data is elsewhere. prompts: receives the tokens of every prompt, if a tokenizer is there."""
+    if tried is None:
         yield f"{', '.join(elsewhere)}: not on this machine, so neither read nor scored"
     else:
-        tried = try_inputs(config)
         yield from tried_lines(config, tried)
         if read_model_files(config.model.path, "model.path").tokenizer:
             inputs = tokenized(config, tried)

@@ -7,7 +7,7 @@ checked later, when the placement groups are reserved.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from controller.actors.cluster_address import check_address
 from controller.config import Config
@@ -63,15 +63,25 @@ def check(config: Config, given: GivenFunctions = NONE_GIVEN, *, needs_data: boo
         lambda: _check_functions(config, given),
         lambda: check_trackers(config),
     ]
-    errors: list[BallastError] = []
+    _check_together(parts)
+
+
+def _check_together(parts: Sequence[Callable[[], None]]) -> None:
+    """Run independent checks, and raise their errors together. A fault of a check itself hides none of them."""
+    errors: dict[str, BallastError] = {}  # by message, because parts may share a check
+    faults: list[Exception] = []
     for part in parts:
         try:
             part()
         except CombinedConfigError as several:
-            errors += several.errors
+            errors |= {str(error): error for error in several.errors}
         except BallastError as error:  # also DataError of a file
-            errors.append(error)
-    raise_all(errors)
+            errors[str(error)] = error
+        except Exception as error:
+            faults.append(error)
+    raise_all(list(errors.values()))
+    if faults:
+        raise faults[0]
 
 
 def _check_model_and_data(config: Config, needs_data: bool) -> None:
@@ -96,24 +106,40 @@ def _check_functions(config: Config, given: GivenFunctions) -> None:
 
 def check_settings(config: Config) -> None:
     """Run the part of `check` that does not read models, data or rewards."""
-    check_settings_have_effect(config)
-    check_run(config)
-    check_advantage(config)
-    check_counts(config)
-    check_loss(config)
-    check_replay(config)
+    _check_together(
+        [
+            lambda: check_settings_have_effect(config),
+            lambda: check_run(config),
+            lambda: check_advantage(config),
+            lambda: check_counts(config),
+            lambda: check_loss(config),
+            lambda: check_replay(config),
+            lambda: _check_temperature(config),
+            lambda: check_validation(config),
+            lambda: _check_engines(config),
+            lambda: _check_lengths_and_devices(config),
+        ]
+    )
+
+
+def _check_temperature(config: Config) -> None:
     if config.rollout.sampling.temperature == 0:
         raise ConfigError(
             "rollout.sampling.temperature=0: samples are equal and carry no signal. Set it above 0 "
             "(validation.sampling.temperature may be 0)."
         )
-    check_validation(config)
+
+
+def _check_engines(config: Config) -> None:
     check_engine_count(config)
     check_weight_sync(config)
     check_lora_policies(config)
     check_engine_options(config.rollout.engine)
     check_samplings(config)
     check_turns(config)
+
+
+def _check_lengths_and_devices(config: Config) -> None:
     if config.reward.overlong_tokens >= config.longest_response:
         raise ConfigError(
             f"reward.overlong_tokens={config.reward.overlong_tokens}: it punishes every response. Set it below "

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from controller.config import Config, load
+from controller.fit import main
 from controller.preflight.checks import check
 from controller.preflight.describe import describe
 from controller.preflight.training_checks import check_parallel
@@ -383,3 +384,28 @@ def test_a_reward_model_may_stand_alone(workspace: Path) -> None:
     assert alone.reward.weights == {}
     assert alone.training_roles == ("policy", "reward_model")
     assert (alone.reward_model.path, alone.limits["reward_model.scores"].max_tokens) == ("judge", 4096)
+
+
+def test_wrong_settings_of_one_check_come_together_and_a_fault_of_another_hides_none(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = [
+        "algorithm.pass_k=8",
+        "rollout.sampling.temperature=0",
+        "policy.optimizer.warmup_steps=99",
+        "reward.overlong_tokens=9999",
+    ]
+    arguments = ["--config", "config.yaml", "algorithm.advantage=pass_at_k", *wrong]
+    assert main(arguments) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == len(wrong), told
+    assert all(any(setting.partition("=")[0] in line for line in told) for setting in wrong)
+
+    def broken(config: object) -> None:
+        raise KeyError("a fault of the check")
+
+    monkeypatch.setattr("controller.preflight.checks.check_trackers", broken)
+    assert main(arguments) == 2
+    assert capsys.readouterr().err.splitlines() == told
+    with pytest.raises(KeyError):
+        check(load("config.yaml"))

@@ -177,3 +177,15 @@ def test_cpu_nodes_have_a_placement_and_no_gpu_memory(
     assert "the run does not fit on 1 node with 0.5 CPUs each" in capsys.readouterr().err
     assert main(["--config", "config.yaml", "--cluster", "nodes=1,cpus=8"]) == 2
     assert "Add --dry-run" in capsys.readouterr().err
+
+
+def test_functions_and_records_are_tried_before_memory_is_measured(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured: list[object] = []
+    monkeypatch.setattr("controller.preflight.describe_cluster.measure", measured.append)
+    (workspace / "reward.py").write_text("def reward(response, gone):\n    return 0.0\n")
+    cluster = ["--dry-run", "--cluster", "nodes=1,gpus=2,gpu_gib=80,cpus=8", "resources.device=auto"]
+    assert main(["--config", "config.yaml", *cluster]) == 2
+    assert "gone" in capsys.readouterr().err
+    assert measured == []
