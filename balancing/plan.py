@@ -320,7 +320,7 @@ def plan_batch(
     return Plan(tuple(planned), tokens, workloads, settings, shared_prefixes, shared, found)
 
 
-def default_order(algorithm: PlanAlgorithm, *, pipelined: bool) -> Order:
+def default_order(algorithm: str, *, pipelined: bool) -> Order:
     return "makespan" if pipelined and algorithm in ("karmarkar_karp", "load_balance") else "descending"
 
 

@@ -51,7 +51,7 @@ def _order(config: TrainingConfig) -> str:
     from balancing.plan import default_order
 
     pipelined = config.policy.parallel.pipeline_parallel > 1
-    return str(default_order(config.balance.algorithm, pipelined=pipelined))
+    return default_order(config.balance.algorithm, pipelined=pipelined)
 
 
 def _history(config: Any) -> str:
