@@ -9,6 +9,7 @@ prefix_packing   one mini-batch with shared prefixes (prefixes), each computed o
 packing          sequences into micro-batches under caps: filling, exchange, padded
 partition        k sets of equal weight
 cost_model       costs of sequences, counted from a model config or fitted to measurements
+model_counts     weights of a model's layers, read under its family's names (model_fields)
 context_degrees  by micro-step: how many ranks share a sequence
 alignment        padding and chunks for context parallelism
 pipeline         order of passes on each stage (pipeline_plan, pipeline_time, micro_step_targets: least makespan)

@@ -25,6 +25,8 @@ from numpy.typing import ArrayLike
 from balancing.errors import CostModelError
 from balancing.grouping import Floats
 from balancing.image_patches import Images
+from balancing.model_counts import count_layers, forward_flops
+from balancing.model_fields import Fields
 from balancing.validation import one_of, weight_array, whole_numbers
 
 FEWEST_MEASUREMENTS = 4
@@ -32,12 +34,6 @@ FEWEST_MEASUREMENTS = 4
 HIGHEST_CONDITION = 1_000.0
 """Above this condition number, 1 % timing noise exceeds the coefficients."""
 
-
-UNGATED_MODELS = frozenset({"gpt_neox", "phi", "starcoder2", "nemotron", "opt", "gptj", "falcon", "gpt2"})
-"""Model types whose feed-forward block has two matrices. All others have three (gated)."""
-
-OTHER_NAMES = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
-"""Names in the files of GPT-2, GPT-J and CodeGen, which transformers maps by a configuration's `attribute_map`."""
 
 SEVEN_BILLION = {
     "hidden_size": 3584,
@@ -48,16 +44,6 @@ SEVEN_BILLION = {
     "vocab_size": 152064,
 }
 """Qwen2.5-7B: dense, grouped-query, 7.6 billion weights. The command uses it by default."""
-
-
-def forward_flops(config: Mapping[str, Any] | object) -> tuple[float, float]:
-    """Count a forward pass's FLOPs per token and per squared token. Raises CostModelError for a missing key."""
-    fields = Fields(config)
-    layers = fields.integer("num_hidden_layers")
-    weights_attention, width_attention = _attention(fields)
-    weights = layers * weights_attention + _feed_forward_weights(fields, layers)
-    weights += fields.integer("hidden_size") * fields.integer("vocab_size")
-    return 2.0 * weights, float(layers * width_attention)
 
 
 FLOPS_PER_BYTE = 1_100.0
@@ -71,12 +57,10 @@ def exchange_share(config: Mapping[str, Any] | object, *, ring: bool = False) ->
     again and computes twice as much. Transfers that computation hides count too. Raises CostModelError for a missing
     key.
     """
-    fields = Fields(config)
-    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    kv_heads = fields.integer("num_key_value_heads", default=heads)
-    sent = 2 * (kv_heads if ring else heads + kv_heads) * fields.integer("head_dim", default=hidden // heads)
+    layers = count_layers(Fields(config))
+    sent = sum(layer.exchanged_in_ring if ring else layer.exchanged for layer in layers)
     linear = TRAINING_FACTOR * forward_flops(config)[0]
-    return 2 * 2 * sent * fields.integer("num_hidden_layers") * FLOPS_PER_BYTE / linear
+    return 2 * 2 * sent * FLOPS_PER_BYTE / linear
 
 
 def image_flops(config: Mapping[str, Any] | object) -> tuple[float, float, float]:
@@ -89,7 +73,7 @@ def image_flops(config: Mapping[str, Any] | object) -> tuple[float, float, float
         return 0.0, 0.0, 1.0
     vision, out = Fields(config, nested="vision_config"), Fields(config).integer("hidden_size")
     width, layers = vision.integer("embed_dim", "hidden_size"), vision.integer("depth", "num_hidden_layers", default=12)
-    merged = vision.get("spatial_merge_size") or top.get("scale_factor", "spatial_merge_size")
+    merged = vision.get("spatial_merge_size", "pooling_kernel_size") or top.get("scale_factor", "spatial_merge_size")
     merged = merged or 1 / (top.get("downsample_ratio") or 1)
     kind, patch = str(vision.get("model_type")), vision.integer("patch_size", default=14)
     inner = vision.integer("intermediate_size", default=int(width * (vision.get("mlp_ratio") or 4)))
@@ -101,88 +85,12 @@ def image_flops(config: Mapping[str, Any] | object) -> tuple[float, float, float
     near, everywhere = 0, layers  # patches that a patch of other layers attends to, layers that attend to all
     if kind.startswith("qwen2_5"):
         near, everywhere = (vision.integer("window_size") // patch) ** 2, len(vision.get("fullatt_block_indexes"))
-    elif vision.get("spatial_merge_size") is None and kind != "pixtral":
+    elif vision.get("spatial_merge_size") is None and vision.get("image_size") and kind != "pixtral":
         near, everywhere = (vision.integer("image_size") // patch) ** 2, 0
     patches, mergers = float(merged * merged), 1 + len(vision.get("deepstack_visual_indexes") or ())
     linear = patches * (2 * weights + 4 * width * near * (layers - everywhere))
     middle = patches * width if frames > 1 else out  # width inside of the projector
     return linear + 2 * mergers * middle * (patches * width + out), 4.0 * width * everywhere * patches**2, patches
-
-
-class Fields:
-    def __init__(self, config: Mapping[str, Any] | object, nested: str = "text_config") -> None:
-        self._config = config
-        found = self.get(nested)
-        if found is not None:
-            self._config = found
-
-    def get(self, *names: str) -> Any:
-        for name in (*names, *(OTHER_NAMES[name] for name in names if name in OTHER_NAMES)):
-            config = self._config
-            value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
-            if value is not None:
-                return value
-        return None
-
-    def integer(self, *names: str, default: int | None = None) -> int:
-        value = self.get(*names)
-        if value is None and default is None:
-            raise CostModelError(f"the model config has no {' or '.join(names)}.")
-        value = default if value is None else value
-        return int(value[0] if isinstance(value, (list, tuple)) else value)  # type: ignore[arg-type]
-
-
-def _attention(fields: Fields) -> tuple[int, int]:
-    """Return the weights of one layer's projections and its FLOPs per squared token.
-
-    Scores and weighted sums take 2 * L**2 * width FLOPs each. The causal half is L**2 * width.
-    """
-    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    if fields.get("kv_lora_rank") is not None:
-        return _latent_attention(fields, hidden, heads)
-    head = fields.integer("head_dim", default=hidden // heads)
-    kv_heads = fields.integer("num_key_value_heads", default=heads)
-    return 2 * hidden * head * (heads + kv_heads), 2 * heads * head
-
-
-def _latent_attention(fields: Fields, hidden: int, heads: int) -> tuple[int, int]:
-    rope, nope = fields.integer("qk_rope_head_dim"), fields.integer("qk_nope_head_dim")
-    value, kv_rank = fields.integer("v_head_dim"), fields.integer("kv_lora_rank")
-    query_rank = fields.integer("q_lora_rank", default=0)
-    query = heads * (rope + nope)
-    query_weights = query_rank * (hidden + query) if query_rank else hidden * query
-    kv_weights = hidden * (kv_rank + rope) + kv_rank * heads * (nope + value)
-    return query_weights + kv_weights + heads * value * hidden, query + heads * value
-
-
-def _feed_forward_weights(fields: Fields, layers: int) -> int:
-    hidden = fields.integer("hidden_size")
-    matrices = 2 if fields.get("model_type") in UNGATED_MODELS else 3
-    experts = fields.integer("num_experts", "n_routed_experts", "num_local_experts", default=0)
-    sparse_layers = sparse_layers_of(fields, layers) if experts else 0
-    weights = 0
-    if sparse_layers < layers:
-        # GPT-2's `n_inner` is null: four times the hidden size.
-        default = fields.integer("n_inner", default=4 * hidden) if fields.get("n_embd") else None
-        inner = fields.integer("intermediate_size", default=default)
-        weights += (layers - sparse_layers) * matrices * hidden * inner
-    if sparse_layers:
-        active = fields.integer("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
-        width = fields.integer("moe_intermediate_size", "intermediate_size")
-        shared = fields.integer("n_shared_experts", default=0) * width
-        shared += fields.integer("shared_expert_intermediate_size", default=0)
-        weights += sparse_layers * hidden * (matrices * (active * width + shared) + experts)
-    return weights
-
-
-def sparse_layers_of(fields: Fields, layers: int) -> int:
-    first = fields.integer("first_k_dense_replace", default=0)
-    frequency = fields.integer("moe_layer_freq", default=1)
-    dense = set(fields.get("mlp_only_layers") or [])
-    step = fields.integer("decoder_sparse_step", default=1)
-    return sum(
-        1 for layer in range(first, layers) if layer not in dense and (layer + 1) % step == 0 and layer % frequency == 0
-    )
 
 
 TRAINING_FACTOR = 3.0

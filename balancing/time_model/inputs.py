@@ -7,8 +7,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from balancing.cost_model import Fields, forward_flops, sparse_layers_of
 from balancing.grouping import Floats, Integers
+from balancing.model_counts import count_layers, forward_flops, key_value_heads
+from balancing.model_fields import Fields
 from balancing.validation import whole_numbers
 
 Placement = Literal["colocated", "apart", "shared_memory"]
@@ -44,22 +45,32 @@ class ModelShape:
     def from_model_config(cls, config: Mapping[str, Any] | object) -> "ModelShape":
         """Count a Hugging Face config.json. Raises CostModelError for a missing key."""
         fields, (linear, attention) = Fields(config), forward_flops(config)
-        layers, hidden, words = map(fields.integer, ("num_hidden_layers", "hidden_size", "vocab_size"))
-        heads = fields.integer("num_attention_heads")
-        kv_heads = fields.integer("num_key_value_heads", default=heads)
-        kv = layers * 2 * kv_heads * fields.integer("head_dim", default=hidden // heads)
-        if fields.get("kv_lora_rank") is not None:
-            kv = layers * (fields.integer("kv_lora_rank") + fields.integer("qk_rope_head_dim"))
-        active, parameters = linear / 2, linear / 2 + (0 if fields.get("tie_word_embeddings") else hidden * words)
-        shape = cls(layers, hidden, words, parameters, active, attention, kv, kv_heads / heads)
-        experts = fields.integer("num_experts", "n_routed_experts", "num_local_experts", default=0)
-        if not experts:
+        layers = count_layers(fields)
+        hidden, words = fields.integer("hidden_size"), fields.integer("vocab_size")
+        heads = fields.integer("num_attention_heads", default=1)
+        active = linear / 2
+        parameters = active + (0 if fields.get("tie_word_embeddings") else hidden * words)
+        shape = cls(
+            layers=len(layers),
+            hidden=hidden,
+            vocabulary=words,
+            parameters=parameters,
+            active=active,
+            attention=attention,
+            kv=sum(layer.kv for layer in layers),
+            kv_share=key_value_heads(fields, heads) / heads,
+        )
+        expert = sum(layer.expert for layer in layers)
+        if not expert:
             return shape
-        used = fields.integer("num_experts_per_tok", "moe_topk")
-        width = fields.integer("moe_intermediate_size", "intermediate_size")
-        each = sparse_layers_of(fields, layers) * 3 * hidden * width
-        shape = replace(shape, parameters=parameters + each * (experts - used), expert_parameters=float(each * experts))
-        return replace(shape, experts=experts, experts_active=used)
+        experts, used = fields.integer("num_experts"), fields.integer("num_experts_per_tok")
+        return replace(
+            shape,
+            parameters=parameters + expert * (experts - used),
+            expert_parameters=float(expert * experts),
+            experts=experts,
+            experts_active=used,
+        )
 
 
 @dataclass(frozen=True)

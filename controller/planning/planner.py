@@ -19,9 +19,10 @@ import numpy as np
 from balancing import ContextDegrees, CostModel, Plan, plan_batch
 from balancing.alignment import group_cap
 from balancing.cost_model import TRAINING_FACTOR, exchange_share
-from balancing.errors import CountError
+from balancing.errors import CostModelError, CountError
 from balancing.pipeline import Pipeline
 from controller.config import TrainingConfig
+from workers.errors import ConfigError
 
 if TYPE_CHECKING:
     from workers.remote_batch import RemoteBatch
@@ -128,8 +129,14 @@ def with_loss_counts(batch: "RemoteBatch", mini_batches: Sequence[np.ndarray]) -
 
 
 def counted_costs(config: TrainingConfig) -> CostModel:
-    """Count the FLOPs of the model's config.json. Raises ConfigError if it is missing."""
-    return CostModel.from_model_config(config.model_description(), train_vision=config.model.train_vision)
+    """Count the FLOPs of the model's config.json. Raises ConfigError if it is missing or lacks a size."""
+    try:
+        return CostModel.from_model_config(config.model_description(), train_vision=config.model.train_vision)
+    except CostModelError as error:
+        raise ConfigError(
+            f"model.path={config.model.path}: {error} Plans weigh sequences by the sizes in its config.json. Add the "
+            "field there: transformers and vLLM pass over a name that they do not know."
+        ) from None
 
 
 def images_of(batch: "RemoteBatch") -> list[list[tuple[int, int]]] | None:

@@ -1,3 +1,6 @@
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -17,6 +20,7 @@ from controller.planning.planner import (
 )
 from tests.controller.config_workspace import write_workspace
 from workers.dataproto import object_column
+from workers.errors import ConfigError
 from workers.images import Image, PlacedImage
 from workers.remote_batch import RemoteBatch
 
@@ -138,3 +142,11 @@ def test_what_is_left_of_a_step_is_planned_however_few_sequences_that_are(
     assert sorted(np.concatenate([part.rows for part in plan.mini_batches]).tolist()) == list(range(sequences))
     fewest = min(map(len, drawn))
     assert all(part.steps >= min(least, fewest) for part in plan.mini_batches)
+
+
+def test_a_model_that_cannot_be_counted_names_the_field_to_add(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "blt", "hidden_size": 8, "vocab_size": 9}))
+    config = Config()
+    config.model.path = str(tmp_path)
+    with pytest.raises(ConfigError, match=f"model.path={tmp_path}: .*num_hidden_layers.*Add the field"):
+        counted_costs(config)

@@ -1,0 +1,124 @@
+"""Counts of layers, against models that transformers builds without storage, and names against its classes."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from balancing import CostModel
+from balancing.errors import CostModelError
+from balancing.model_counts import count_layers, forward_flops
+from balancing.model_fields import Fields
+from balancing.time_model import ModelShape
+from tests.benchmarks.families.shrinking import tiny_config
+
+FAMILIES = (
+    *(
+        "apertus",
+        "arcee",
+        "bloom",
+        "codegen",
+        "deepseek_v3",
+        "falcon",
+        "gemma4_text",
+        "glm4_moe",
+        "gpt2",
+        "gpt_bigcode",
+    ),
+    *("gpt_neo", "gpt_neox", "gpt_neox_japanese", "gptj", "llama", "minicpm3", "mixtral", "mpt", "nemotron"),
+    *("olmoe", "openai-gpt", "opt", "qwen3_moe", "starcoder2", "xglm"),
+)
+GEMMA_4 = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
+WITHOUT_COUNT = {"blt", "gemma4_assistant", "gemma4_unified_assistant"}
+"""Families whose sizes are in several parts. Users of them get a message."""
+
+
+def matrix_weights(config: PreTrainedConfig) -> float:
+    """Count the weights that a token's products read, an expert by its share, in a model without storage."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    tables = {table.weight for table in model.modules() if isinstance(table, nn.Embedding)}
+    fields, total = Fields(config), 0.0
+    experts = fields.integer("num_experts", default=0)
+    share = fields.integer("num_experts_per_tok") / experts if experts else 1.0
+    for name, weight in model.named_parameters():
+        if weight.ndim >= 2 and weight not in tables and "conv1d" not in name:
+            total += weight.numel() * (share if ".experts." in name else 1.0)
+    head = model.get_output_embeddings()
+    return total + (head.weight.numel() if head.weight in tables else 0)
+
+
+def file_of(config: PreTrainedConfig) -> dict[str, Any]:
+    return config.to_dict()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_s_weights_are_those_of_its_model(family: str) -> None:
+    config = tiny_config(family)
+    assert forward_flops(file_of(config))[0] / 2 == pytest.approx(matrix_weights(config), rel=0.005)
+    assert forward_flops(config) == forward_flops(file_of(config))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+        {"num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+        EXPERTS,
+    ],
+    ids=["head sizes", "keys are values", "shared keys", "experts"],
+)
+def test_gemma_4_layer_by_layer(options: dict[str, Any]) -> None:
+    plain = {name: value for name, value in tiny_config("gemma4_text").to_dict().items() if name != "per_layer_config"}
+    config = CONFIG_MAPPING["gemma4_text"](**plain | GEMMA_4 | {"global_head_dim": 64} | options)
+    counted = forward_flops(config)
+    assert counted[0] / 2 == pytest.approx(matrix_weights(config), rel=0.005)
+    assert counted[1] == 2 * 4 * (32 + 64) * 2  # heads of 32 and of 64, on two layers each
+    raw = plain | GEMMA_4 | {"global_head_dim": 64} | options  # as Google's files have it
+    assert forward_flops(raw) == counted == forward_flops({"text_config": raw})
+
+
+@pytest.mark.parametrize("pattern", ["M*-E", "MM-*", "M-*E" * 3])
+def test_a_layer_of_nemotron_h_is_a_state_attention_or_feed_forward(pattern: str) -> None:
+    saved = {name: value for name, value in tiny_config("nemotron_h").to_dict().items() if name != "layers_block_type"}
+    raw = saved | {"hybrid_override_pattern": pattern, "num_hidden_layers": len(pattern)}
+    config = CONFIG_MAPPING["nemotron_h"](**raw)
+    counted = forward_flops(raw)
+    assert counted == forward_flops(config)
+    assert counted[0] / 2 == pytest.approx(matrix_weights(config), rel=0.005)
+    assert counted[1] == pattern.count("*") * 2 * 4 * 32
+    assert [layer.squared > 0 for layer in count_layers(Fields(raw))] == [letter == "*" for letter in pattern]
+    assert ModelShape.from_model_config(raw).kv == pattern.count("*") * 2 * 2 * 32
+
+
+def test_names_are_those_of_transformers_classes() -> None:
+    """Each field is read as transformers' `attribute_map` gives it, in every family of causal language models."""
+    read = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_experts", "num_experts_per_tok")
+    read += ("head_dim", "intermediate_size", "moe_intermediate_size", "n_shared_experts")
+    differing = {}
+    for family in sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) & set(CONFIG_MAPPING.keys())):
+        for name, other in (CONFIG_MAPPING[family].attribute_map or {}).items():
+            of_decoder = other.replace("encoder_", "decoder_")  # a causal model has only the decoder
+            if name in read and Fields({of_decoder: 7}).get(name) != 7:
+                differing[family, name] = other
+    assert differing == {("glm4_moe_lite", "head_dim"): "qk_rope_head_dim"}  # counted as latent attention
+
+
+def test_each_family_is_counted_or_the_field_named() -> None:
+    missing = {}
+    for family in sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) & set(CONFIG_MAPPING.keys())):
+        try:
+            config = tiny_config(family)
+        except Exception:  # a configuration that transformers itself does not make
+            continue
+        try:
+            assert CostModel.from_model_config(config).linear > 0, family
+        except CostModelError as error:
+            missing[family] = str(error)
+    assert set(missing) == WITHOUT_COUNT, missing
+    assert all("num_hidden_layers" in text for text in missing.values())
