@@ -429,7 +429,8 @@ def engine_maker(
 
     def make(replica: int, attempt: int) -> Any:
         rank = ranks_of_engine(replica, config.rollout.tensor_parallel)[0] if devices else replica
-        # Ray hides all GPUs from an actor that reserves none, unless this variable is set.
+        # Ray 2.60 leaves the GPUs of an actor that reserves none as they are. A cluster that was started with the
+        # second variable at 1 would hide them.
         variables = {
             "CUDA_VISIBLE_DEVICES": devices[replica] if devices else "",
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",

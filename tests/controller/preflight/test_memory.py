@@ -157,7 +157,10 @@ def test_the_page_of_a_cluster_says_whether_the_run_fits(
 def test_host_memory_has_what_is_read_offloaded_and_written() -> None:
     memory = Memory({"policy": POLICY, "reference": of_role(2 * 10**9, states=1, log_probs=2)})
     billion = 10**9 / GIB
-    assert host_memory(eight_gpus(), memory, ranks=8) == {"model as it is read": pytest.approx(32 * billion)}
+    read = {"model as it is read": pytest.approx(32 * billion)}
+    assert host_memory(eight_gpus(), memory, ranks=8) == read | {"sleeping engines": 8.0}
+    assert host_memory(eight_gpus("rollout.enforce_eager=true"), memory, ranks=8) == read | {"sleeping engines": 2.0}
+    assert host_memory(eight_gpus("rollout.placement=apart"), memory, ranks=8) == read
     offload = ("policy.cpu_offload=all", "reference.cpu_offload=true", "run.checkpoint_every=10")
     config = eight_gpus(*offload, "policy.parallel.replicate=2", "model.activation_offload=true")
     assert host_memory(config, memory, ranks=4) == pytest.approx(
@@ -166,6 +169,7 @@ def test_host_memory_has_what_is_read_offloaded_and_written() -> None:
             "policy": 16 * 8 * billion,  # half of the ranks have one of two copies
             "reference": 4 * 2 * billion,
             "checkpoint": 12 * 8 * billion + 4,
+            "sleeping engines": 4.0,
             "activations": 4 * 2 * 4096 * 32 * config.policy.max_tokens_per_micro_batch / GIB,
         }
     )
