@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from workers.template_forms import (
     try_forms,
     without_nulls,
 )
+from workers.text_pieces import find_anchor, puts_blank
 from workers.user_code.functions import TIMEOUT_SETTING
 from workers.user_code.process import NoAnswerError, ask
 
@@ -370,12 +371,36 @@ class Renderer:
     def ids(self, text: str, where: str) -> list[int]:
         return self._encoded(text, where, add_special_tokens=False)
 
-    def ids_and_ends(self, text: str, where: str) -> tuple[list[int], np.ndarray]:
-        """Return ids of a text, and where each ends in it. Raises DataError, naming `where`."""
+    def ids_behind(self, text: str, last: int | None, where: str) -> list[int]:
+        """Return ids of a text behind the id `last`, or None. Raises DataError, naming `where`."""
+        anchor, start = self._anchor(text, last, where)
+        return self.ids(anchor + text, where)[start:]
+
+    def ids_and_ends(self, text: str, where: str, last: int | None = None) -> tuple[list[int], np.ndarray]:
+        """Return `ids_behind`, and where each ends in the text. Raises DataError, naming `where`."""
         if not self.tokenizer.is_fast:
             raise DataError(f"{where}: the tokenizer of model.path has no fast form, which tells tokens' places.")
-        found = self._tokenized(text, where, add_special_tokens=False, return_offsets_mapping=True)
-        return found["input_ids"], np.array([end for _, end in found["offset_mapping"]], np.int64)
+        anchor, start = self._anchor(text, last, where)
+        found = self._tokenized(anchor + text, where, add_special_tokens=False, return_offsets_mapping=True)
+        ends = np.array([end for _, end in found["offset_mapping"][start:]], np.int64)
+        return found["input_ids"][start:], ends - len(anchor)
+
+    def _anchor(self, text: str, last: int | None, where: str) -> tuple[str, int]:
+        """Return what a text behind an id is encoded behind, and the number of its ids."""
+        if last is None or not text or not self._puts_blank:
+            return "", 0
+        anchor = find_anchor(self.tokenizer, partial(self.ids, where=where), text, last)
+        if anchor is None:
+            raise DataError(
+                f"{where}: the tokenizer of model.path puts a blank before a text that follows token {last}, "
+                f"{self.tokenizer.decode([last])!r}, and the text cannot be encoded without it. Give a tokenizer "
+                "without a prefix space."
+            )
+        return anchor
+
+    @cached_property
+    def _puts_blank(self) -> bool:
+        return puts_blank(self.tokenizer)
 
     def marked(self, messages: Messages, where: str, **options: Any) -> tuple[list[int], np.ndarray]:
         """Return ids of messages, and which the template marks as the assistant's. Raises DataError, naming `where`."""

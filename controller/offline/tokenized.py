@@ -234,22 +234,25 @@ def scored_row(renderer: Renderer, example: Example, where: str) -> Row:
 
 
 def _step_places(renderer: Renderer, example: Example, where: str) -> np.ndarray:
-    before, text, start = 0, example.response, 0
+    before, text, start, last = 0, example.response, 0, None
     if isinstance(text, str):
-        before = len(renderer.prompt_ids(example.prompt, where))
+        prompt = renderer.prompt_ids(example.prompt, where)
+        before, last = len(prompt), int(prompt[-1])
     else:
         text = renderer.text([*example.prompt, *example.response], where, **example.options)
         start = text.rfind(example.response[0]["content"])
     if start < 0:
         raise DataError(f"{where}: the chat template of model.path changes the steps, so they are not found. Fix it.")
-    return before + np.searchsorted(renderer.ids_and_ends(text, where)[1], [start + end for end, _ in example.steps])
+    ends = renderer.ids_and_ends(text, where, last)[1]
+    return before + np.searchsorted(ends, [start + end for end, _ in example.steps])
 
 
 def _text_row(renderer: Renderer, prompt: str, response: str, where: str) -> Row:
     end = renderer.tokenizer.eos_token_id
     if end is None:
         raise DataError(f"{where}: the tokenizer of model.path has no end-of-sequence token to end a response with.")
-    before, learned = renderer.prompt_ids(prompt, where), renderer.ids(response, where)
+    before = renderer.prompt_ids(prompt, where)
+    learned = renderer.ids_behind(response, int(before[-1]), where)
     learned += [end] * (learned[-1:] != [end])
     return _row([*before.tolist(), *learned], [False] * len(before) + [True] * len(learned), where)
 

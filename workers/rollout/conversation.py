@@ -70,7 +70,7 @@ class Conversation:
     def opened(self, prompt: Response, opening: Text) -> Response:
         """The prompt, extended by the environment's opening. Raises EpisodeError as `observed` does."""
         if self._messages is None:
-            return joined([prompt, self._encode([_text_only(opening)])]) if opening else prompt
+            return self._encode([prompt, _text_only(opening)]) if opening else prompt
         if opening:
             self._messages += self._read(opening)[0]
             self.transcript = list(self._messages)
@@ -97,8 +97,9 @@ class Conversation:
         said: the turn's text.
         Raises EpisodeError if the template cannot render it there.
         """
+        last = int(turn.ids[-1]) if len(turn.ids) else None
         if self._messages is None:
-            return self._encode([_text_only(observation)]), None
+            return self._encode([_text_only(observation)], last=last), None
         new, images = self._read(observation)
         following = _answers(new, said.tool_calls)
         self.transcript += following
@@ -106,12 +107,12 @@ class Conversation:
         end = "" if turn.stop_string else str(self._tokenizer.decode(turn.ids[-1:].tolist()))
         served = self._served(said.message(), turn.ids, following)
         if served is not None and served[1] is None:
-            return self._encode([served[0]], images), None
+            return self._encode([served[0]], images, last=last), None
         kept, text = continued(self._render, before, following, end, calls=len(said.tool_calls))
         if served is None:
             self._messages = kept
         branch = None if served is None or served[1] is None else self._encode(served[1], self._images)
-        return self._encode([text], images), branch
+        return self._encode([text], images, last=last), branch
 
     def _served(
         self, message: dict[str, Any], ids: np.ndarray, following: Messages
@@ -140,14 +141,20 @@ class Conversation:
         self._images += images
         return messages, images
 
-    def _encode(self, parts: Sequence[str | Response], images: Sequence[Image] = ()) -> Response:
-        """Encode texts, with `images` at their placeholders in order, and join them with tokens between them."""
+    def _encode(
+        self, parts: Sequence[str | Response], images: Sequence[Image] = (), last: int | None = None
+    ) -> Response:
+        """Encode texts, with `images` at their placeholders in order, and join them with tokens between them.
+
+        last: the id before them.
+        """
         left, found = list(images), list[Response]()
         for part in parts:
             if isinstance(part, str):
-                ids = np.asarray(self._renderer.ids(part, WHERE), dtype=np.int32)
+                ids = np.asarray(self._renderer.ids_behind(part, last, WHERE), dtype=np.int32)
                 ids, placed = self._renderer.expand(ids, left[: self._renderer.images_in(ids)], WHERE)
                 part = not_sampled(ids, images=placed)
+            last = int(part.ids[-1]) if len(part.ids) else last
             left = left[len(part.images) :]
             found.append(part)
         if left:

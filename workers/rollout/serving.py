@@ -198,8 +198,9 @@ class PromptRenderer:
         asked = session.find_text(prompt)
         if asked.parent is None:
             return asked, not_sampled(self._renderer.prompt_ids(prompt, WHERE))
-        rest = np.asarray(self._renderer.ids(asked.text or "", WHERE), np.int32)
-        return asked, joined([session.whole(asked.parent), not_sampled(rest)])
+        before = session.whole(asked.parent)
+        rest = self._renderer.ids_behind(asked.text or "", int(before.ids[-1]), WHERE)
+        return asked, joined([before, not_sampled(np.asarray(rest, np.int32))])
 
     def options(self, of_session: Options, request: Any, tools: Sequence[Any] | None) -> Options:
         """Return the session's options, with the client's tools and variables that the template reads."""
