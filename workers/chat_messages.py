@@ -25,6 +25,18 @@ def cleaned(prompt: Any, where: str) -> Any:
     return prompt if isinstance(prompt, str) else [_message(message, where) for message in prompt]
 
 
+def check_not_blank(prompt: Any, where: str) -> None:
+    """Raise DataError for cleaned chat messages that hold neither a text nor an image nor a call."""
+    if isinstance(prompt, list) and not any(map(_says_something, prompt)):
+        raise DataError(f"{where} has an empty prompt: all of its messages are blank.")
+
+
+def _says_something(message: dict[str, Any]) -> bool:
+    content = message.get("content") or ""
+    parts = [{"text": content}] if isinstance(content, str) else content
+    return bool(message.get("tool_calls")) or any("text" not in part or part["text"].strip() for part in parts)
+
+
 def messages_in(value: Any) -> Any:
     """Return the chat messages that a text holds as JSON, and other values as they are."""
     if not isinstance(value, str) or not value.lstrip().startswith("["):
@@ -38,6 +50,8 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise DataError(f"{where} has a malformed chat message. Give it a role and a content.")
     found = {name: value for name, value in message.items() if value is not None}
+    if "function_call" in found:
+        found = _with_calls(found, where)
     if "tool_calls" in found:
         found["tool_calls"] = _calls(found["tool_calls"], where)
     content = found.get("content")
@@ -49,6 +63,18 @@ def _message(message: Any, where: str) -> dict[str, Any]:
             f"{type(content).__name__}. Give it a text, which may be empty."
         )
     return found
+
+
+def _with_calls(message: dict[str, Any], where: str) -> dict[str, Any]:
+    """Replace `function_call`, OpenAI's older form of a call, by `tool_calls`."""
+    function = parsed_json(message["function_call"])
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or message.get("tool_calls"):
+        raise DataError(
+            f"{where} has a message with function_call={message['function_call']!r:.80}. Give a name and arguments, "
+            "without tool_calls beside it."
+        )
+    others = {name: value for name, value in message.items() if name != "function_call"}
+    return others | {"tool_calls": [{"type": "function", "function": function}]}
 
 
 def _calls(value: Any, where: str) -> list[dict[str, Any]]:

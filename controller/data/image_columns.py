@@ -64,12 +64,12 @@ def blind_images(
 def image_columns(records: Sequence[Record], image_key: str) -> list[str]:
     """Name the columns, other than `image_key`, whose values look like images in one of the first records."""
     names = dict.fromkeys(name for record in records[:COMPARED] for name in record if name != image_key)
-    return [name for name in names if any(_looks_like_images(name, row.get(name)) for row in records[:COMPARED])]
+    return [name for name in names if any(looks_like_images(name, row.get(name)) for row in records[:COMPARED])]
 
 
-def _looks_like_images(name: str, value: Any) -> bool:
+def looks_like_images(name: str, value: Any) -> bool:
     if isinstance(value, (list, tuple)):
-        return any(_looks_like_images(name, item) for item in value[:1])
+        return any(looks_like_images(name, item) for item in value[:1])
     if isinstance(value, Mapping):
         return {"bytes", "path"} >= value.keys() and any(map(bool, value.values()))
     if isinstance(value, bytes):

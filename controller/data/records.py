@@ -18,7 +18,7 @@ from controller.data.data_files import data_files
 from controller.data.hub import hub_dataset, hub_records
 from controller.observability.shown_text import shortened
 from controller.observability.slow_work import Log, count_if_slow
-from workers.chat_messages import cleaned
+from workers.chat_messages import check_not_blank, cleaned
 from workers.errors import DataError, why_not_json
 from workers.rendering import with_images
 from workers.template_forms import without_nulls
@@ -100,6 +100,7 @@ def _checked(record: Any, where: str, prompt_key: str, image_key: str) -> Record
     if not prompt_key:
         return cast(Record, record)
     prompt, images = with_images(cleaned(record[prompt_key], where), record.get(image_key), where)
+    check_not_blank(prompt, where)
     if images and not image_key:
         raise DataError(f"{where} has images in its messages. Set data.image_key, where reward functions find them.")
     return record | {prompt_key: prompt} | ({image_key: images} if images else {})

@@ -21,7 +21,7 @@ from controller.config.python_rewards import NONE_GIVEN, GivenFunctions
 from controller.config.training import counted, path_setting
 from controller.data.curriculum import SampledPrompts
 from controller.data.identity import DataIdentity, data_identity
-from controller.data.image_columns import blind_images, reads_images, texts_of
+from controller.data.image_columns import COMPARED, blind_images, image_columns, reads_images, texts_of
 from controller.data.prompts import (
     Curriculum,
     Prompt,
@@ -38,6 +38,7 @@ from controller.data.prompts import (
 )
 from controller.data.records import Record, check_loss_columns, check_teachers, read_records
 from controller.data.sample_functions import Functions
+from controller.data.unread_columns import CHATS, names_in, unread_columns
 from controller.lifecycle.judge_inputs import find_parser, question
 from controller.lifecycle.math_inputs import answer_warnings
 from controller.lifecycle.template_report import Examined, examine, short_lines
@@ -305,6 +306,7 @@ def tokenized(config: Config, tried: Tried, log: Log = print) -> Inputs:
                 f"policy.max_patches_per_micro_batch={cap}: the images of a prompt have {patches:,.0f} patches. Raise "
                 "it, or lower data.image_pixels.max."
             )
+    unread = [] if _reads_records(config) else _unread_columns(config, tried, blind, chats=chats)
     untaught = replace(rules, context_key="")
     validation = [dataset(rows, rules=untaught, shuffle=False, name=path) for path, rows in tried.held_out.items()]
     identity = tried.identity | {"prompts": [len(source) for source in sources]}
@@ -318,10 +320,30 @@ def tokenized(config: Config, tried: Tried, log: Log = print) -> Inputs:
         warnings=(
             *_template_warnings(config, tried),
             *blind,
+            *unread,
             *renderer.unread.values(),
             *(line for each in (*sources, *validation) for line in left_out(each.name, each.unreadable)),
         ),
     )
+
+
+def _reads_records(config: Config) -> bool:
+    """Whether code takes whole records, so that any column may be read."""
+    data, rollout = config.data, config.rollout
+    return bool(
+        rollout.environment or rollout.runs_agent or rollout.tools or data.curriculum or data.sampler or config.run.step
+    )
+
+
+def _unread_columns(config: Config, tried: Tried, blind: Sequence[str], *, chats: bool) -> list[str]:
+    """Return warnings of columns that nothing reads. blind: warnings of `blind_images`, which name columns too."""
+    data = tried.train | tried.held_out
+    names = {name for rows in data.values() for row in rows[:COMPARED] for name in row}
+    of_functions = {name for function in tried.reward_functions for name in function.columns}
+    of_functions |= {name for function in tried.functions.values() for name in function.names}
+    of_images = {name for rows in data.values() for name in image_columns(rows, config.data.image_key) if blind}
+    of_chats = CHATS if chats else set()
+    return unread_columns(data, {*names_in(config, names), *of_functions, *of_images, *of_chats})
 
 
 def _blind_images(config: Config, data: Mapping[str, list[Record]]) -> list[str]:

@@ -15,8 +15,9 @@ from controller.config.offline import OfflineConfig, PreferencesConfig, SftConfi
 from controller.config.training import counted
 from controller.data.data_files import data_folder
 from controller.data.identity import DataIdentity, offline_identity
-from controller.data.image_columns import blind_images, reads_images, texts_of
+from controller.data.image_columns import COMPARED, blind_images, image_columns, reads_images, texts_of
 from controller.data.records import Record, read_records
+from controller.data.unread_columns import CHATS, names_in, unread_columns
 from controller.engines.fleet import RestartBudget
 from controller.lifecycle.inputs import TRIED_PROMPTS, load_renderer, quoted, try_template
 from controller.lifecycle.model_checks import check_models, numerics_lines
@@ -121,7 +122,20 @@ def _read_examples(config: OfflineConfig) -> tuple[Examples, DataIdentity, list[
     found = try_template(config, chats, config.data.chat_template_arguments, answered=True)
     blind = _blind_images(config, read, examples)
     has_tools = any(options.get("tools") for _, options in chats)
-    return examples, identity, [*(found.warnings(tools=has_tools) if found else []), *blind]
+    unread = _unread_columns(config, read, blind, chats=bool(chats))
+    return examples, identity, [*(found.warnings(tools=has_tools) if found else []), *blind, *unread]
+
+
+def _unread_columns(
+    config: OfflineConfig, data: Mapping[str, list[Record]], blind: Sequence[str], *, chats: bool
+) -> list[str]:
+    """Return warnings of columns that nothing reads. blind: warnings of `blind_images`, which name columns too."""
+    names = {name for records in data.values() for record in records[:COMPARED] for name in record}
+    read = names_in(config.data, names) | (CHATS if chats else set())
+    if isinstance(config, SftConfig) and config.data.messages_key in names:
+        read -= {config.data.prompt_key, config.data.response_key} - {config.data.messages_key}
+    of_images = {name for rows in data.values() for name in image_columns(rows, config.data.image_key) if blind}
+    return unread_columns(data, read | of_images)
 
 
 def _blind_images(config: OfflineConfig, data: Mapping[str, list[Record]], examples: Examples) -> list[str]:

@@ -20,7 +20,7 @@ import numpy as np
 
 from controller.config.offline import RewardDataConfig
 from controller.data.records import Record
-from workers.chat_messages import cleaned, messages_in
+from workers.chat_messages import check_not_blank, cleaned, messages_in
 from workers.errors import DataError
 from workers.images import ImageSource
 from workers.placeholders import Placed, spread
@@ -165,6 +165,7 @@ def _example(prompt: Any, response: Any, where: str) -> Example:
     if isinstance(response, str):
         response = [{"role": "assistant", "content": response}]
     prompt, response = _messages(prompt, where), _messages(response, where)
+    check_not_blank(prompt, where)
     if prompt[-1]["role"] == response[0]["role"] == "assistant":
         raise DataError(
             f"{where} has a prompt that ends with an assistant's message, behind which the response would be another. "

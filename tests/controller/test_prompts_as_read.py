@@ -22,7 +22,7 @@ from examples.addition.warm_start import create_model
 from examples.addition.warm_start import tokenizer as characters
 from tests.controller.stand_ins.run import SETTINGS
 from workers.chat_messages import cleaned
-from workers.errors import BallastError, ConfigError
+from workers.errors import BallastError, ConfigError, DataError
 from workers.model.model import load_tokenizer
 from workers.rendering import Renderer
 
@@ -196,6 +196,73 @@ def test_every_command_refuses_a_bad_record_by_name(
     assert dry_run(command) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and "x.jsonl" in error and error.count("\n") == 1
+
+
+UNREAD = {
+    "messages": [USER, SAID],
+    "turns": [USER, SAID],
+    "tools": '[{"name": "add"}]',
+    "picture": {"bytes": "iVBORw0KGgo", "path": None},
+}
+PROMPT = {"prompt": "1+1="}
+READABLE = {
+    fit: PROMPT,
+    generate: PROMPT,
+    evaluate: PROMPT,
+    sft: PROMPT | {"response": "2"},
+    preferences: PROMPT | {"chosen": "2", "rejected": "3"},
+    reward_model: PROMPT | {"chosen": "2", "rejected": "3"},
+}
+
+
+@pytest.mark.parametrize("command", READABLE)
+def test_a_dry_run_names_columns_of_data_that_nothing_reads(
+    workspace: Path, command: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    columns = UNREAD | {"text": "2", "number": 1, "extra": {"index": 1}, "names": ["1"], "conversations": []}
+    if command is sft:  # which reads them
+        del columns["messages"]
+    (workspace / "x.jsonl").write_text(json.dumps(READABLE[command] | columns))
+    assert dry_run(command) == 0
+    (warning,) = [line for line in capsys.readouterr().out.splitlines() if "nothing reads" in line]
+    assert {name for name in (*columns, "prompt") if f"'{name}'" in warning} == UNREAD.keys() & columns.keys()
+
+
+@pytest.mark.parametrize("command", READABLE)
+@pytest.mark.parametrize("content", ["", " \n", [{"type": "text", "text": " "}]], ids=["empty", "blank", "parts"])
+def test_a_chat_of_blank_messages_is_refused(
+    workspace: Path, command: Any, content: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt = [{"role": "system", "content": ""}, {"role": "user", "content": content}]
+    (workspace / "x.jsonl").write_text(json.dumps(READABLE[command] | {"prompt": prompt}))
+    assert dry_run(command) == 2
+    error = capsys.readouterr().err
+    assert "x.jsonl" in error and "empty prompt" in error
+
+
+def test_a_reward_or_a_chat_template_reads_columns(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (workspace / "reward.py").write_text("def reward(response, turns):\n    return 0.0\n")
+    write_model(workspace / "model", "$A", TEMPLATE + "{{ tools | length if tools }}")
+    tool = {"name": "add", "description": "", "parameters": {}}
+    (workspace / "x.jsonl").write_text(json.dumps({"prompt": [USER], "tools": [tool], "turns": [USER]}))
+    assert dry_run(fit) == 0
+    assert "nothing reads" not in capsys.readouterr().out
+
+
+OLD_CALL = {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": '{"x": 1}'}}
+
+
+def test_a_function_call_of_the_older_form_is_a_tool_call() -> None:
+    (message,) = cleaned([OLD_CALL], "x")
+    assert message == {"role": "assistant", "tool_calls": [{"type": "function", "function": OLD_CALL["function_call"]}]}
+
+
+@pytest.mark.parametrize("call", ["add", {"arguments": "{}"}, [], 7])
+def test_a_malformed_function_call_is_named(call: Any) -> None:
+    with pytest.raises(DataError, match="function_call="):
+        cleaned([OLD_CALL | {"function_call": call}], "x")
+    with pytest.raises(DataError, match="function_call="):
+        cleaned([OLD_CALL | {"tool_calls": [{"name": "add", "arguments": {}}]}], "x")
 
 
 PAIR = {"prompt": [USER], "chosen": [SAID], "rejected": "3"}
