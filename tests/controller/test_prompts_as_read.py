@@ -18,6 +18,7 @@ from controller.config.offline import PreferencesConfig, RewardTrainingConfig, S
 from controller.data.records import read_records
 from controller.lifecycle.inputs import Inputs, prompt_lines, tokenized, try_inputs
 from controller.observability.shown_text import shown_prompt
+from controller.offline.tokenized import sft_examples
 from examples.addition.warm_start import create_model
 from examples.addition.warm_start import tokenizer as characters
 from tests.controller.stand_ins.run import SETTINGS
@@ -263,6 +264,15 @@ def test_a_malformed_function_call_is_named(call: Any) -> None:
         cleaned([OLD_CALL | {"function_call": call}], "x")
     with pytest.raises(DataError, match="function_call="):
         cleaned([OLD_CALL | {"tool_calls": [{"name": "add", "arguments": {}}]}], "x")
+
+
+def test_learned_calls_hold_no_arguments_that_arrow_added(workspace: Path) -> None:
+    calls = [{"type": "function", "function": {"name": "f", "arguments": {name: 1}}} for name in "xy"]
+    rows = [{"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [call]}]} for call in calls]
+    pa.parquet.write_table(pa.Table.from_pylist(rows), "x.parquet")
+    assert pa.parquet.read_table("x.parquet").to_pylist() != rows
+    examples = [sft_examples(record, ("messages", "", ""), "x")[0] for record in read_records("x.parquet")]
+    assert [example.response for example in examples] == [row["messages"] for row in rows]
 
 
 PAIR = {"prompt": [USER], "chosen": [SAID], "rejected": "3"}
