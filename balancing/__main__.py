@@ -51,9 +51,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _run(options)
     except (BalancingError, OSError) as problem:
-        sys.stderr.write(f"error: {problem}\n")
+        sys.stderr.write(f"error: {_printable(str(problem))}\n")
         return 2
     return 0
+
+
+def _printable(text: str) -> str:
+    """Escape line ends and characters that steer a terminal, as a file's name may hold them."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -98,6 +103,8 @@ def _batch(options: argparse.Namespace, recorded: Mapping[str, Any]) -> Batch:
         raise OptionError("--virtual-stages cuts the stages of a pipeline. Give --pipeline too.")
     if options.pipeline:
         arguments |= {"pipeline": Pipeline(options.pipeline, options.virtual_stages or 1), "order": None}
+    if options.pipeline and options.context_parallel:
+        raise OptionError("--context-parallel does not work with --pipeline. Give one of them.")
     if options.context_parallel:
         share = exchange_share(_config(options.model))
         arguments["context_degrees"] = ContextDegrees(options.context_parallel, share)

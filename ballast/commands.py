@@ -87,5 +87,6 @@ def _suggestion(name: str) -> str:
 
 
 def _refuse(message: str) -> int:
-    print(f"error: {message}", file=sys.stderr)
+    printable = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in message)
+    print(f"error: {printable}", file=sys.stderr)
     return 2

@@ -24,7 +24,7 @@ from controller.config import Config, changed_yaml, load
 from controller.config.file import value_of
 from controller.config.model_files import fetch_description, read_model_files
 from controller.lifecycle.session import exit_code
-from controller.preflight.arguments import Arguments, Command, OneLineParser, parse_arguments
+from controller.preflight.arguments import Arguments, Command, OneLineParser, parse_arguments, writing
 from controller.preflight.checks import check, check_layout
 from controller.preflight.cluster import place, run_on
 from controller.preflight.describe_time import read_problem
@@ -223,7 +223,8 @@ def _search(arguments: Sequence[str] | None) -> None:
             raise ConfigError(f"--take {own.take}: the list has {len(found)} layouts. Name one of these.")
         taken = found[own.take - 1]
         asked = replace(taken, resources=load(request.config, request.overrides).resources)
-        own.write.write_text(changed_yaml(asked), encoding="utf-8")
+        with writing("--write", own.write):
+            own.write.write_text(changed_yaml(asked), encoding="utf-8")
         print(f"{own.write}: layout {own.take}. Measure its memory with --dry-run --cluster")
         check(taken)  # a setting of FILE may have no effect in the layout
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from workers.errors import ConfigError
+from workers.errors import ConfigError, one_line
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,15 +25,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("name a file, or give a command in quotes")
     from controller.migration.reading import given
     from controller.migration.translation import migrate
+    from controller.preflight.arguments import writing
 
     try:
         if options.output and options.output.exists():
             _check_output(options.output, source, overwrite=options.overwrite)
         found = migrate(given(source))
         if options.output:
-            options.output.write_text(found.yaml, encoding="utf-8")
+            with writing("--output", options.output):
+                options.output.write_text(found.yaml, encoding="utf-8")
     except (ConfigError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
     if not options.output:
         print(found.yaml, end="")

@@ -13,7 +13,7 @@ import yaml
 
 from controller.config.model_files import read_model_files
 from controller.lifecycle.template_report import examine, page
-from workers.errors import BallastError, ConfigError
+from workers.errors import BallastError, ConfigError, one_line
 from workers.rendering import Template, read_template, template_of
 
 PLACEHOLDERS = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ConfigError(f"MODEL={given.source}: the model has no chat template. Name a Jinja file.")
         found = examine(template, [], options, f"the chat template of {given.source}", TIMEOUT_S, model)
     except BallastError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
     assert found is not None  # without prompts, failures are raised
     print("\n".join(page(found)))
@@ -45,8 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _argument(text: str) -> tuple[str, Any]:
     name, _, value = text.partition("=")
     try:
-        return name, yaml.safe_load(value)
-    except yaml.YAMLError:
+        return name, yaml.safe_load(value)  # of Python, which raises where libyaml would end the process
+    except (yaml.YAMLError, ValueError, RecursionError):
         raise ConfigError(f"{text}: the value is not YAML. Write name=value.") from None
 
 

@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 
 from controller.lifecycle.session import exit_code
-from controller.observability.timeline import write_trace
-from controller.preflight.arguments import OneLineParser
+from controller.observability.timeline import read_timeline, trace_events, write_trace
+from controller.preflight.arguments import OneLineParser, writing
 
 
 def parse_steps(text: str) -> range:
@@ -29,8 +29,10 @@ def _trace(arguments: Sequence[str] | None) -> None:
     parser.add_argument("--output", type=Path, help="file to write (runs/NAME/trace.json)")
     options = parser.parse_args(arguments)
     output = options.output or options.folder / "trace.json"
-    events = write_trace(options.folder, output, options.steps)
-    print(f"{output}: {events:,} events. Open it in https://ui.perfetto.dev or chrome://tracing")
+    events = trace_events(read_timeline(options.folder, options.steps))
+    with writing("--output", output):
+        write_trace(output, events)
+    print(f"{output}: {len(events):,} events. Open it in https://ui.perfetto.dev or chrome://tracing")
 
 
 if __name__ == "__main__":

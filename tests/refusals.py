@@ -16,6 +16,7 @@ def refused(named: str, error: type[Exception] = ConfigError) -> Iterator[None]:
         yield
     message = str(caught.value)
     assert named in message and "\n" not in message, message
+    assert "omegaconf" not in message.lower(), message
 
 
 def rows(table: str) -> pytest.MarkDecorator:

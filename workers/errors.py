@@ -77,6 +77,14 @@ def _escaped(char: str) -> str:
     return char.encode("unicode_escape").decode()
 
 
+def one_line(error: BaseException) -> str:
+    """Write an error as a command prints it: one line, without characters that steer a terminal."""
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror:  # `[Errno 13] Permission denied: ...` otherwise
+        text = f"{error.filename or 'a file'}: {error.strerror}."
+    return without_control(text.replace("\n", "\\n"))
+
+
 def quoted(value: object) -> str:
     try:
         return _QUOTES.repr(value)

@@ -13,6 +13,7 @@ import csv
 import io
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -56,6 +57,8 @@ def read_lengths(
 def read_column(path: Path, column: str | None) -> list[Any]:
     """Return a column's values, of any type. Raises as `read_lengths`."""
     kind = path.suffix.lower()
+    if not os.path.lexists(path):
+        raise LengthFileError(f"{path} is not there. Give a folder, .json, .jsonl, .csv or .parquet.")
     if kind == ".parquet":
         return _from_parquet(path, column)
     if kind == ".json":
@@ -168,10 +171,12 @@ def _from_parquet(path: Path, column: str | None) -> list[Any]:
 
 
 def _text(path: Path) -> str:
+    if path.exists() and not path.is_file():  # a device such as /dev/zero has no end
+        raise LengthFileError(f"{path} cannot be read: it is not a file.")
     try:
         return path.read_text(encoding="utf-8-sig")
     except OSError as problem:
-        raise LengthFileError(f"{path} cannot be read: {problem.strerror}") from None
+        raise LengthFileError(f"{path} cannot be read: {problem.strerror}.") from None
     except UnicodeDecodeError:
         raise LengthFileError(f"{path} is not text in UTF-8") from None
 
@@ -181,6 +186,10 @@ def _parsed(text: str, place: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as problem:
         raise LengthFileError(f"{place} is not JSON: {problem}") from None
+    except ValueError:  # Python's own advice names one of its functions
+        raise LengthFileError(f"{place} is not JSON: a number has more than 4,300 digits.") from None
+    except RecursionError:
+        raise LengthFileError(f"{place} is not JSON: it is nested too deep.") from None
 
 
 def _value(entry: Any, column: str | None, place: str) -> Any:

@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from controller.config.aliases import answer, previous_name
 from controller.config.user_paths import with_user_paths
-from workers.errors import ConfigError
+from workers.errors import ConfigError, clause
 
 Schema = TypeVar("Schema")
 # The types of setting that are not a single value.
@@ -148,7 +148,15 @@ def _merge(merged: Any, part: DictConfig) -> Any:
 
 
 def _refusal(error: OmegaConfBaseException) -> ConfigError:
-    return ConfigError(f"{error.full_key}: {str(error.msg or error).splitlines()[0]}. Correct the value.")
+    problem = _PROBLEMS.get(type(error).__name__) or str(error.msg or error).splitlines()[0]
+    return ConfigError(f"{error.full_key}: {problem}. Correct the value.")
+
+
+_PROBLEMS = {
+    "InterpolationKeyError": "its ${...} names no setting",
+    "InterpolationToMissingValueError": "its ${...} names a setting that is not set",
+}
+"""OmegaConf's messages speak of keys and nodes, and some end with a URL."""
 
 
 def _read_file(path: Path) -> DictConfig:
@@ -159,9 +167,11 @@ def _read_file(path: Path) -> DictConfig:
         content = OmegaConf.load(path)
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{path}{line}: not valid YAML: {error.problem}.") from None
+        raise ConfigError(f"{path}{line}: not valid YAML: {_yaml_problem(error)}.") from None
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path}: {_yaml_problem(error)}. Correct the value.") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not a YAML text file: {str(error).splitlines()[0]}.") from None
+        raise ConfigError(f"{path} is not a YAML text file: {_yaml_problem(error)}.") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from None
     except RecursionError:
@@ -169,6 +179,19 @@ def _read_file(path: Path) -> DictConfig:
     if not isinstance(content, DictConfig):
         raise ConfigError(f"{path} must hold sections (`run:`, `model:`, ...), not a list.")
     return content
+
+
+def yaml_events(text: str) -> Iterator[yaml.Event]:
+    """Parse a YAML text, and raise RecursionError if it is nested too deep.
+
+    On 100,000 brackets PyYAML's time grows with the square of the depth, and libyaml ends the process.
+    """
+    depth = 0
+    for event in yaml.parse(text, yaml.SafeLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEEPEST_YAML:
+            raise RecursionError(f"it is nested more than {DEEPEST_YAML} deep")
+        yield event
 
 
 def _follow_renames(part: DictConfig, known: Mapping[str, Setting], source: str) -> None:
@@ -197,6 +220,7 @@ def _follow_renames(part: DictConfig, known: Mapping[str, Setting], source: str)
         _print_once(f"{source}{', '.join(new_names[:3])}{more}. The next version refuses the old names.")
 
 
+DEEPEST_YAML = 50
 NAMES_IN_A_TEXT = ("model.lora.target_modules",)
 """Settings that are names separated by commas, and may be a list."""
 
@@ -237,8 +261,11 @@ def _read_override(override: str, known: Mapping[str, Setting]) -> DictConfig:
             raise _no_reference(key)
         _check_scalars(value, f"{key}: ")
         return OmegaConf.from_dotlist([override])
-    except (yaml.YAMLError, OmegaConfBaseException, UnicodeEncodeError):
-        raise ConfigError(f"{key}: the value {value!r} is not valid YAML. Quote it, as in {key}='\"...\"'.") from None
+    except (yaml.YAMLError, OmegaConfBaseException, UnicodeEncodeError) as error:
+        if re.search(r"(^|[\[{:, ])\?\?\?($|[\]}, ])", value):  # which YAML reads as a key
+            raise _not_set(key) from None
+        problem = f"{shown(value)} is not valid here ({_yaml_problem(error)})"
+        raise ConfigError(f"{key}: the value {problem}. Quote a text, as in {key}='\"...\"'.") from None
     except RecursionError:
         raise ConfigError(f"{key}: the value is nested too deep to be read.") from None
 
@@ -249,7 +276,7 @@ _SURPRISES = re.compile(r"[-+]?(0[0-7_]+|0b[01_]+|0x[0-9a-fA-F_]+|[0-9][0-9_]*(:
 
 def _check_scalars(text: str, where: str) -> None:
     """Raise ConfigError for a ${...} that does not name a setting, and for long or non-decimal numbers."""
-    for event in yaml.parse(text, yaml.SafeLoader):
+    for event in yaml_events(text):
         if not isinstance(event, yaml.ScalarEvent):
             continue
         place = where.format(line=event.start_mark.line + 1)
@@ -273,7 +300,7 @@ def _check_keys_and_types(part: DictConfig, known: Mapping[str, Setting], source
         if within and "${" in str(value):  # a whole list may follow another setting
             raise _no_reference(source + key)
         if value == MISSING and not known[key].required:  # OmegaConf would drop it silently
-            raise ConfigError(f"{source}{key}: ??? stands for a value that is not set. Leave the key out instead.")
+            raise _not_set(f"{source}{key}")
         # OmegaConf checks the type of ${...} after merging.
         deferred = isinstance(value, str) and (value == MISSING or "${" in value)
         if not deferred and not is_of_type(value, known[key].type):
@@ -300,6 +327,18 @@ def _leaves(
             yield from _leaves(value, known, source, f"{key}.")
         else:
             yield key, value
+
+
+def _not_set(key: str) -> ConfigError:
+    return ConfigError(f"{key}: ??? stands for a value that is not set. Leave the key out instead.")
+
+
+def _yaml_problem(error: Exception) -> str:
+    """Say what is wrong with a YAML text, without its place and without advice on the library's limits."""
+    text = error.problem if isinstance(error, yaml.MarkedYAMLError) and error.problem else clause(error)
+    if "expan" in text and "http" in text:
+        return "its aliases (*NAME) repeat too much"
+    return re.split(r" *(?:full_key:|in \"<)|\n", text)[0].rstrip(".")
 
 
 def _holds_several(setting: Setting) -> bool:

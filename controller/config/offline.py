@@ -36,7 +36,8 @@ class OfflineDataConfig:
     train: str = setting(
         "",
         "Records: a .jsonl, .json, .parquet or .arrow file, a folder with files of one kind (`datasets.save_to_disk`, "
-        "a hub repository), or a data set of the hub, `owner/name[:subset][@split]`. The split defaults to `train`.",
+        "a hub repository), `folder@split` if it has several splits, a pattern such as `data/part-*.jsonl`, or a data "
+        "set of the hub, `owner/name[:subset][@split]`. The hub's split defaults to `train`.",
     )
     validation: str = setting("", "Held-out records, in the forms of data.train. Empty disables validation.")
     prompt_key: str = setting("prompt", "Column with the prompt: a string, or a list of chat messages.")

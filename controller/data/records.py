@@ -19,7 +19,7 @@ from controller.data.hub import hub_dataset, hub_records
 from controller.observability.shown_text import shortened
 from controller.observability.slow_work import Log, count_if_slow
 from workers.chat_messages import check_not_blank, cleaned
-from workers.errors import DataError, why_not_json
+from workers.errors import DataError, clause, why_not_json
 from workers.rendering import with_images
 from workers.template_forms import without_nulls
 from workers.user_code.task_sources import package_of, task_records
@@ -189,7 +189,7 @@ def _arrow_errors(file: Path) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowInvalid, UnicodeDecodeError) as error:
-        raise DataError(f"{file} cannot be read: {str(error).splitlines()[0]}.") from None
+        raise DataError(f"{file} cannot be read: {clause(error)}.") from None
 
 
 def _rows(file: Path, batches: Any) -> Iterator[tuple[str, Any]]:

@@ -46,6 +46,7 @@ from workers.errors import (
     ResourceError,
     UnsupportedModelError,
     clause,
+    one_line,
     without_control,
 )
 
@@ -357,15 +358,9 @@ def _raylet_end(end: os.waitid_result | None) -> str:
 def _fail(error: Exception, code: int) -> int:
     errors = error.errors if isinstance(error, CombinedConfigError) else [error]
     for single in errors:
-        print(f"error: {_error_line(single, code)}", file=sys.stderr)
+        is_one_line = code == 2 or isinstance(single, OSError)  # a failed run may print a worker's traceback
+        print(f"error: {one_line(single) if is_one_line else without_control(str(single))}", file=sys.stderr)
     return code
-
-
-def _error_line(error: Exception, code: int) -> str:
-    text = str(error)
-    if isinstance(error, OSError) and error.strerror:  # `[Errno 13] Permission denied: ...` otherwise
-        text = f"{error.filename or 'a file'}: {error.strerror}."
-    return without_control(text if code == 1 else text.replace("\n", "\\n"))  # an error may quote any text
 
 
 def interrupt(signum: int, frame: Any) -> None:

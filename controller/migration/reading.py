@@ -19,8 +19,8 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from controller.config.file import leaves
-from workers.errors import ConfigError
+from controller.config.file import leaves, yaml_events
+from workers.errors import ConfigError, clause
 
 OVERRIDE = re.compile(r"[+~]{0,2}([A-Za-z_]\w*(?:[./@]\w+)+)=(.*)", re.DOTALL)
 FLAG = re.compile(r"--([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
@@ -68,7 +68,8 @@ def _of_file(path: Path) -> dict[str, Any]:
             return _of_yaml(path)
         return _of_script(text)
     except (OSError, ValueError, SyntaxError, yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read: {str(error).splitlines()[0]}.") from None
+        reason = getattr(error, "strerror", None) or clause(error)
+        raise ConfigError(f"{path} cannot be read: {reason}.") from None
 
 
 def _of_yaml(path: Path) -> dict[str, Any]:
@@ -91,7 +92,10 @@ def _of_yaml(path: Path) -> dict[str, Any]:
 
 def _with_parents(path: Path, depth: int) -> Any:
     """Merge the file over the parent that its `defaults` names, as NeMo-RL does."""
-    content = OmegaConf.create(path.read_text(encoding="utf-8"))
+    text = path.read_text(encoding="utf-8")
+    for _ in yaml_events(text):  # raises for one that is nested too deep
+        pass
+    content = OmegaConf.create(text)
     name = OmegaConf.to_container(content).get("defaults") if OmegaConf.is_dict(content) else None  # type: ignore[union-attr]
     parent = path.parent / name if isinstance(name, str) else None
     if parent is None or not parent.is_file():

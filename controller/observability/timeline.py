@@ -211,9 +211,6 @@ def _micro_steps(process: Mapping[str, int], record: Mapping[str, Any]) -> Itera
             yield _slice(process[actor], 2, title, begin, free, measured_s=round(end - start, 6), **facts)
 
 
-def write_trace(folder: Path, output: Path, steps: range | None = None) -> int:
-    """Write the trace of a run's folder to `output`, and count its events. Raises as `read_timeline`."""
-    events = trace_events(read_timeline(folder, steps))
+def write_trace(output: Path, events: Sequence[Mapping[str, Any]]) -> None:
     with output.open("w", encoding="utf-8") as file:
         json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file, separators=(",", ":"))
-    return len(events)

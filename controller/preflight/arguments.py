@@ -1,7 +1,8 @@
 """Parse the command line of a training command: file, overrides, dry run."""
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,6 +15,16 @@ from controller.preflight.time_inputs import DRAWS
 from workers.errors import ConfigError
 
 LARGEST_PRICE = 10**6
+
+
+@contextmanager
+def writing(option: str, path: Path) -> Iterator[None]:
+    """Name the option if its file cannot be written. A full disk's error names no file."""
+    try:
+        yield
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{option}={path}: cannot be written: {reason}. Name another file.") from None
 
 
 @dataclass(frozen=True)

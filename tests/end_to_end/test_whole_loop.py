@@ -18,7 +18,7 @@ from controller.engines.staleness_schedule import Staleness
 from controller.fit import read_inputs, training
 from controller.observability.console import Console
 from controller.observability.metric_table import LIVE, METRICS, SECTIONS, Kind, spec_of
-from controller.observability.timeline import write_trace
+from controller.observability.timeline import read_timeline, trace_events, write_trace
 from controller.preflight.checks import check
 from controller.rollout.samples import RolloutBatch
 from controller.training_loop import Outcome, train
@@ -122,7 +122,7 @@ def test_every_step_is_recorded(finished: Run) -> None:
 
 
 def test_the_timeline_holds_every_sample_micro_step_and_weight_transfer(finished: Run, tmp_path: Path) -> None:
-    write_trace(finished.folder, tmp_path / "trace.json")
+    write_trace(tmp_path / "trace.json", trace_events(read_timeline(finished.folder)))
     trace = json.loads((tmp_path / "trace.json").read_text())
     trace_format.check(trace)
     phases = [event["name"] for event in trace_format.slices_of(trace, "driver", "phases")]

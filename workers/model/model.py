@@ -387,9 +387,7 @@ def _use_own_attention(packed: PackedModel, setting: str) -> None:
         model.set_attn_implementation(wanted)
     except ValueError as error:
         if setting != "auto":
-            raise UnsupportedModelError(
-                f"{packed.name} has no attention {wanted}: {str(error).strip().splitlines()[0]}"
-            ) from error
+            raise UnsupportedModelError(f"{packed.name} has no attention {wanted}: {clause(error)}.") from error
         model.set_attn_implementation("eager")  # every family accepts it
     used = model.config._attn_implementation
     if used != wanted and setting != "auto":

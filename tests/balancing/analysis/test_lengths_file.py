@@ -1,13 +1,14 @@
 """Lengths from files: every form that is promised, and what is said about files that are not of it."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pyarrow
 import pytest
 from pyarrow import parquet
 
-from balancing.analysis.lengths_file import read_lengths
+from balancing.analysis.lengths_file import read_json, read_lengths
 from balancing.errors import BalancingError, LengthError, LengthFileError
 
 
@@ -64,6 +65,8 @@ def test_parquet_is_read(tmp_path):
     ("name", "text", "words"),
     [
         ("a.json", "[5, ", r"a\.json is not JSON"),
+        ("a.json", "[" * 100_000, r"a\.json is not JSON: it is nested too deep"),
+        ("a.jsonl", "5\n" + "1" * 5_000, "line 2 is not JSON: a number has more than"),
         ("a.json", "5", "holds no list"),
         ("a.json", "[]", "holds no lengths"),
         ("a.json", '[5, {"n": 7}]', "entry 1 has no column 'length' or .*, only 'n'. Name one with --column"),
@@ -92,8 +95,11 @@ def test_lengths_below_one_or_broken_are_refused(tmp_path, text, words):
 
 
 def test_missing_files_records_and_text_are_named(tmp_path):
-    with pytest.raises(LengthFileError, match=r"none\.csv cannot be read: No such file"):
-        read_lengths(tmp_path / "none.csv")
+    for missing in ("none.csv", "nowhere"):
+        with pytest.raises(LengthFileError, match=f"{missing} is not there"):
+            read_lengths(tmp_path / missing)
+    with pytest.raises(LengthFileError, match="/dev/zero cannot be read: it is not a file"):
+        read_json(Path("/dev/zero"))
     with pytest.raises(LengthFileError, match=r"lengths\.jsonl is not there. The run has recorded no lengths"):
         read_lengths(tmp_path)
     write(tmp_path, "lengths.jsonl", '{"step": 3}\n')

@@ -1,3 +1,4 @@
+import re
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -111,6 +112,11 @@ REFUSED = [
     "--policy.data_parallel=1",
     "policy.data_parallel",
     "run.name=[a",
+    "run.name=\x1b[31mred",
+    "data.chat_template_arguments={a: ???}",
+    "data.chat_template_arguments={null: 1}",
+    "rollout.sampling.stop=[???]",
+    "run.name=" + "[" * 100_000,
 ]
 
 
@@ -120,11 +126,25 @@ def test_a_wrong_override_is_refused_in_one_line_that_begins_with_it(override: s
         load(None, [*NEEDED, override])
     assert str(caught.value).removeprefix("'").startswith(override.partition("=")[0].removesuffix(".x"))
     assert "\n" not in str(caught.value)
+    assert not re.search("http|full_key|object_type|omegaconf", str(caught.value), re.IGNORECASE)
+
+
+@pytest.mark.parametrize("override", ["data.chat_template_arguments={a: ???}", "rollout.sampling.stop=[???]"])
+def test_a_value_that_is_not_set_is_not_called_bad_yaml(override: str) -> None:
+    with refused("stands for a value that is not set"):
+        load(None, [*NEEDED, override])
+
+
+REPEATED = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 10)}]\n" for before, name in zip("abcde", "bcdef", strict=True)
+)
 
 
 @pytest.mark.parametrize(
     ("content", "named"),
     [
+        (REPEATED.encode(), "its aliases (*NAME) repeat too much"),
+        (b"[" * 100_000 + b"]" * 100_000, "wrong.yaml is nested too deep"),
         (b"run:\n  steps: 1\n dir: [", "wrong.yaml, line 3"),
         (b"run: {steps: 1}\nrun: {steps: 2}", "wrong.yaml, line 2"),
         (b"- run\n- model", "wrong.yaml"),

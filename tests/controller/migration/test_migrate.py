@@ -174,12 +174,17 @@ def test_arguments_of_chat_templates_keep_their_names(given: dict[str, Any]) -> 
         ("strange.key=1 other.key=2", "strange.key, other.key: not keys of a known system"),
         ("bad.yaml", "bad.yaml cannot be read: "),
         ("bad.py", "bad.py cannot be read: "),
+        ("deep.json", "deep.json cannot be read: it is nested more than"),
+        ("loop.yaml", "loop.yaml cannot be read: Too many levels of symbolic links"),
+        ("a\n\x1b[31m.sh", r"a\n\x1b[31m.sh"),
     ],
 )
 def test_what_cannot_be_read_is_one_line(source: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("nothing.sh").write_text("echo hello\n")
     Path("bad.yaml").write_text("a: [1\n")
     Path("bad.py").write_text("GRPOConfig(\n")
+    Path("deep.json").write_text("[" * 100_000 + "]" * 100_000)
+    Path("loop.yaml").symlink_to("loop.yaml")
     assert main(["migrate", source]) == 2
     told = capsys.readouterr().err
     assert message in told and told.count("\n") == 1

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
-from workers.errors import CheckpointError
+from workers.errors import CheckpointError, clause
 from workers.model.checkpoint.checkpoint_folder import (
     Manifest,
     StoredFile,
@@ -257,4 +257,4 @@ def _cause(error: BaseException) -> str:
     if isinstance(error, CheckpointException):
         rank, (cause, _) = next(iter(sorted(error.failures.items())))
         return f"rank {rank}: {_cause(cause)}"
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".rstrip(": ")
+    return f"{type(error).__name__}: {clause(error)}" if str(error).strip() else type(error).__name__
