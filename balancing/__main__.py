@@ -32,6 +32,7 @@ from balancing.pipeline import Pipeline
 from balancing.plan import plan_batch
 
 RANKS, MINI_BATCHES = 8, 4
+MOST_SEQUENCES = 10**6
 NOTE = (
     "Over ideal: step time compared with workload of the real tokens / ranks (/ stages). Over cap: micro-batches above "
     "the cap. Padding: share of computed tokens. Idle, bubble: share of a rank's or the stages' time. "
@@ -50,8 +51,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         _run(options)
-    except (BalancingError, OSError) as problem:
+    except BalancingError as problem:
         sys.stderr.write(f"error: {_printable(str(problem))}\n")
+        return 2
+    except OSError as problem:  # which names no option on a full disk
+        file = problem.filename or options.png or options.lengths
+        sys.stderr.write(f"error: {_printable(f'{file}: {problem.strerror or problem}.')}\n")
         return 2
     return 0
 
@@ -188,6 +193,12 @@ def _at_least_one(text: str) -> int:
     return int(text)
 
 
+def _sequences(text: str) -> int:
+    if not 1 <= int(text) <= MOST_SEQUENCES:
+        raise argparse.ArgumentTypeError(f"{text}: must be 1 to {MOST_SEQUENCES:,}")
+    return int(text)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="python -m balancing", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     source = parser.add_argument_group("lengths")
@@ -196,7 +207,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--column", help="key or column of the lengths (length, tokens, ...)")
     add("--step", type=int, help="step of a run (the last)")
     add("--distribution", choices=tuple(DISTRIBUTIONS), metavar="NAME", help=", ".join(DISTRIBUTIONS))
-    add("--count", type=int, default=2048, help="sequences to draw (2048)")
+    add("--count", type=_sequences, default=2048, help="sequences to draw (2048)")
     add("--seed", type=int, default=0, help="of the draw and of the mini-batches (0)")
     add("--group-column", metavar="NAME", help="key or column that is equal for sequences with a shared prefix")
     add("--prefix-column", metavar="NAME", help="key or column of the tokens of that prefix")

@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if template is None:
             raise ConfigError(f"MODEL={given.source}: the model has no chat template. Name a Jinja file.")
         found = examine(template, [], options, f"the chat template of {given.source}", TIMEOUT_S, model)
-    except BallastError as error:
+    except (BallastError, OSError) as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
     assert found is not None  # without prompts, failures are raised

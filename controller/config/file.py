@@ -147,14 +147,17 @@ def _merge(merged: Any, part: DictConfig) -> Any:
         raise _refusal(error) from None
 
 
-def _refusal(error: OmegaConfBaseException) -> ConfigError:
+def _refusal(error: OmegaConfBaseException, key: str = "") -> ConfigError:
     problem = _PROBLEMS.get(type(error).__name__) or str(error.msg or error).splitlines()[0]
-    return ConfigError(f"{error.full_key}: {problem}. Correct the value.")
+    return ConfigError(f"{error.full_key or key}: {problem}. Correct the value.")
 
 
 _PROBLEMS = {
     "InterpolationKeyError": "its ${...} names no setting",
     "InterpolationToMissingValueError": "its ${...} names a setting that is not set",
+    "ValidationError": "its ${...} names a setting of another type",
+    "InterpolationValidationError": "its ${...} names a setting of another type",
+    "InterpolationResolutionError": "its ${...} leads to itself",
 }
 """OmegaConf's messages speak of keys and nodes, and some end with a URL."""
 
@@ -163,7 +166,7 @@ def _read_file(path: Path) -> DictConfig:
     if not path.is_file():
         raise ConfigError(f"--config: there is no file {path}.")
     try:
-        _check_scalars(path.read_text(encoding="utf-8"), f"{path}, line {{line}}: ")
+        _check_scalars(path.read_text(encoding="utf-8"), str(path))
         content = OmegaConf.load(path)
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
@@ -259,7 +262,7 @@ def _read_override(override: str, known: Mapping[str, Setting]) -> DictConfig:
             key in known and _holds_several(known[key]) and "${" in value.lstrip()[1:]
         ):  # YAML reads its brace as a mapping
             raise _no_reference(key)
-        _check_scalars(value, f"{key}: ")
+        _check_scalars(value, key=key)
         return OmegaConf.from_dotlist([override])
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeEncodeError) as error:
         if re.search(r"(^|[\[{:, ])\?\?\?($|[\]}, ])", value):  # which YAML reads as a key
@@ -274,12 +277,12 @@ _SURPRISES = re.compile(r"[-+]?(0[0-7_]+|0b[01_]+|0x[0-9a-fA-F_]+|[0-9][0-9_]*(:
 """Numbers in base 8, 2, 16 and 60, as YAML 1.1 reads 010, 0b10, 0x10 and 1:30."""
 
 
-def _check_scalars(text: str, where: str) -> None:
+def _check_scalars(text: str, file: str = "", key: str = "") -> None:
     """Raise ConfigError for a ${...} that does not name a setting, and for long or non-decimal numbers."""
     for event in yaml_events(text):
         if not isinstance(event, yaml.ScalarEvent):
             continue
-        place = where.format(line=event.start_mark.line + 1)
+        place = f"{file}, line {event.start_mark.line + 1}: " if file else f"{key}: "
         if re.search(r"(?<!\\)\$\{(?![\w.]+\})", event.value):
             raise ConfigError(f"{place}of ${{...}} only other settings are read, not {shown(event.value)}.")
         if event.tag or event.implicit[0]:
@@ -296,7 +299,9 @@ def _check_keys_and_types(part: DictConfig, known: Mapping[str, Setting], source
     for key, value in _leaves(cast(dict[str, Any], OmegaConf.to_container(part)), known, source):
         if key not in known:
             raise ConfigError(f"{source}{key} is not a setting; {_suggestion(key, list(known))}")
-        within = isinstance(value, (list, dict)) or known[key].type == Options
+        within = isinstance(value, (list, dict)) or (
+            _holds_several(known[key]) and get_origin(known[key].type) is not list
+        )
         if within and "${" in str(value):  # a whole list may follow another setting
             raise _no_reference(source + key)
         if value == MISSING and not known[key].required:  # OmegaConf would drop it silently
@@ -422,7 +427,18 @@ def _to_object(merged: Any, known: Mapping[str, Setting]) -> Any:
             raise ConfigError(f"{', '.join(unset)} {verb} not set. Set it in the file or as {unset[0]}=VALUE.")
         return OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
-        raise _refusal(error) from None
+        raise _refusal(error, "" if error.full_key else _wrong_list(merged, known)) from None
+
+
+def _wrong_list(merged: Any, known: Mapping[str, Setting]) -> str:
+    """Find the list setting whose ${...} is not a list. OmegaConf's error about it names no key."""
+    for key, setting in known.items():
+        try:
+            if get_origin(setting.type) is list:
+                OmegaConf.select(merged, key)
+        except OmegaConfBaseException:
+            return key
+    return "a list"
 
 
 def _check_ranges(config: Any, known: Mapping[str, Setting]) -> None:

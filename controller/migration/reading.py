@@ -93,9 +93,9 @@ def _of_yaml(path: Path) -> dict[str, Any]:
 def _with_parents(path: Path, depth: int) -> Any:
     """Merge the file over the parent that its `defaults` names, as NeMo-RL does."""
     text = path.read_text(encoding="utf-8")
-    for _ in yaml_events(text):  # raises for one that is nested too deep
-        pass
-    content = OmegaConf.create(text)
+    events = list(yaml_events(text))
+    is_scalar = not any(isinstance(event, yaml.CollectionStartEvent) for event in events)
+    content = OmegaConf.create("" if is_scalar else text)
     name = OmegaConf.to_container(content).get("defaults") if OmegaConf.is_dict(content) else None  # type: ignore[union-attr]
     parent = path.parent / name if isinstance(name, str) else None
     if parent is None or not parent.is_file():

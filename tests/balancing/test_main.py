@@ -180,3 +180,26 @@ def test_it_runs_as_a_module():
     ended = subprocess.run(command, cwd=REPOSITORY, text=True, capture_output=True)
     assert ended.returncode == 2
     assert ended.stderr == "error: no-such-file.csv cannot be read: No such file or directory\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ((*SMALL, "--count", "1" + "0" * 30), "--count"),
+        ((*SMALL, "--count", "0"), "--count"),
+        ((*SMALL, "--model", "/dev/zero"), "/dev/zero"),
+        ((*SMALL, "--pipeline", "2", "--context-parallel", "2"), "--context-parallel"),
+        (("x" * 300,), "xxx"),
+        (("a\n\x1b[31m",), r"a\n\x1b[31m"),
+    ],
+)
+def test_a_bad_value_is_refused_in_one_printable_line(capsys, arguments, named):
+    try:
+        code = main(arguments)
+    except SystemExit as end:
+        code = end.code
+    line = capsys.readouterr().err.removesuffix("\n")
+    assert code == 2
+    assert named in line
+    assert line.isprintable()
+    assert "Errno" not in line

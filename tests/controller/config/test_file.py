@@ -113,6 +113,10 @@ REFUSED = [
     "policy.data_parallel",
     "run.name=[a",
     "run.name=\x1b[31mred",
+    "rollout.sampling.stop=${run.seed}",
+    "reward.functions=${run.seed}",
+    "rollout.sampling.logit_bias=${run}",
+    "model.path=${data}",
     "data.chat_template_arguments={a: ???}",
     "data.chat_template_arguments={null: 1}",
     "rollout.sampling.stop=[???]",
@@ -166,6 +170,9 @@ def test_a_wrong_file_is_refused_in_one_line_that_names_it(tmp_path: Path, conte
     path.write_bytes(content)
     with refused(named):
         load(path)
+    (tmp_path / "${run.name} {0}.yaml").write_bytes(content)
+    with refused(named.replace("wrong", "${run.name} {0}")):
+        load(tmp_path / "${run.name} {0}.yaml")
     for missing in ("nowhere.yaml", "."):
         with refused(missing):
             load(missing)

@@ -175,6 +175,7 @@ def test_arguments_of_chat_templates_keep_their_names(given: dict[str, Any]) -> 
         ("bad.yaml", "bad.yaml cannot be read: "),
         ("bad.py", "bad.py cannot be read: "),
         ("deep.json", "deep.json cannot be read: it is nested more than"),
+        ("number.json", "number.json: no key of a configuration found"),
         ("loop.yaml", "loop.yaml cannot be read: Too many levels of symbolic links"),
         ("a\n\x1b[31m.sh", r"a\n\x1b[31m.sh"),
     ],
@@ -184,6 +185,7 @@ def test_what_cannot_be_read_is_one_line(source: str, message: str, capsys: pyte
     Path("bad.yaml").write_text("a: [1\n")
     Path("bad.py").write_text("GRPOConfig(\n")
     Path("deep.json").write_text("[" * 100_000 + "]" * 100_000)
+    Path("number.json").write_text("7")
     Path("loop.yaml").symlink_to("loop.yaml")
     assert main(["migrate", source]) == 2
     told = capsys.readouterr().err
