@@ -4,9 +4,13 @@ verl: prompts of a step over prompts of a mini-batch, nodes x GPUs over ranks th
 """
 
 import math
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
+
+import pyarrow
+import pyarrow.parquet
 
 from controller.config.file import leaves
 
@@ -108,12 +112,11 @@ def _mini_batches(
     """Divide the size of a step by the size of a mini-batch, in sequences or in prompts."""
     if size_key not in theirs:
         return
-    sizes = [theirs.get(key) for key in (size_key, prompts_key, samples_key) if key]
-    if not all(isinstance(size, int) and size > 0 for size in sizes):
+    size, *of_a_step = (_above_0(theirs.get(key)) for key in (size_key, prompts_key, samples_key) if key)
+    if not size or 0 in of_a_step:
         named = ", ".join(key for key in (size_key, prompts_key, samples_key) if key)
         to_decide.append(f"batch.mini_batches: {size_key}={theirs[size_key]} needs whole numbers above 0 of {named}.")
         return
-    size, *of_a_step = sizes
     step = math.prod(of_a_step)
     ours["batch.mini_batches"] = max(1, round(step / size))
     if step % size:
@@ -134,6 +137,10 @@ def _prompts_of_samples(theirs: Theirs, ours: Ours, to_decide: list[str]) -> Non
         ours["batch.prompts_per_step"] = max(1, size // samples)
         if size % samples:
             to_decide.append(f"batch.prompts_per_step: {size_key}={size} is not a multiple of {samples_key}={samples}.")
+
+
+def _above_0(value: Any) -> int:
+    return value if isinstance(value, int) and value > 0 else 0
 
 
 def _count(theirs: Theirs, key: str, default: int, to_decide: list[str]) -> int:
@@ -175,7 +182,7 @@ def _verl(theirs: Theirs, ours: Ours, to_decide: list[str]) -> None:
 def _files(theirs: Theirs, ours: Ours, to_decide: list[str]) -> None:
     train, *others = _paths(theirs.get("data.train_files"))
     if others:
-        ours["data.sources"] = dict.fromkeys([train, *others], 1.0)
+        ours["data.sources"] = _shares([train, *others], to_decide)
     elif train:
         ours["data.train"] = train
     held_out, *others = _paths(theirs.get("data.val_files"))
@@ -183,6 +190,27 @@ def _files(theirs: Theirs, ours: Ours, to_decide: list[str]) -> None:
         ours["data.validation"] = held_out
     if others:
         to_decide.append(f"data.validation={held_out}: one file here. Join the others: {', '.join(others)}.")
+
+
+def _shares(paths: Sequence[str], to_decide: list[str]) -> dict[str, float]:
+    """Weigh files by their number of records: other systems join them."""
+    sizes = [_records_of(Path(path).expanduser()) for path in paths]
+    if all(sizes):
+        return dict(zip(paths, map(float, sizes), strict=True))
+    to_decide.append("data.sources: equal weights here, a joined file there. Set each to its number of records.")
+    return dict.fromkeys(paths, 1.0)
+
+
+def _records_of(path: Path) -> int:
+    try:
+        if path.suffix == ".parquet":
+            return int(pyarrow.parquet.read_metadata(path).num_rows)
+        if path.suffix == ".jsonl":
+            with path.open("rb") as lines:
+                return sum(bool(line.strip()) for line in lines)
+    except (OSError, pyarrow.ArrowException):
+        pass
+    return 0
 
 
 def _paths(value: Any) -> list[str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from controller.config.file import leaves, yaml_events
@@ -93,10 +93,11 @@ def _of_yaml(path: Path) -> dict[str, Any]:
 def _with_parents(path: Path, depth: int) -> Any:
     """Merge the file over the parent that its `defaults` names, as NeMo-RL does."""
     text = path.read_text(encoding="utf-8")
-    events = list(yaml_events(text))
-    is_scalar = not any(isinstance(event, yaml.CollectionStartEvent) for event in events)
+    is_scalar = not any(isinstance(event, yaml.CollectionStartEvent) for event in yaml_events(text))
     content = OmegaConf.create("" if is_scalar else text)
-    name = OmegaConf.to_container(content).get("defaults") if OmegaConf.is_dict(content) else None  # type: ignore[union-attr]
+    if not isinstance(content, DictConfig):
+        return content
+    name = cast(dict[str, Any], OmegaConf.to_container(content)).get("defaults")
     parent = path.parent / name if isinstance(name, str) else None
     if parent is None or not parent.is_file():
         return content  # `defaults` is then listed as a key that is not known

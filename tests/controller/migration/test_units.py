@@ -62,6 +62,18 @@ def test_a_size_without_its_other_factor_is_to_decide() -> None:
     assert any("global-batch-size=256" in line and "n-samples-per-prompt" in line for line in migration.open)
 
 
+def test_files_of_verl_are_weighted_by_their_records(tmp_path: Path) -> None:
+    names = []
+    for records in (3, 1):
+        path = tmp_path / f"{records}.jsonl"
+        path.write_text('{"prompt": "a"}\n' * records)
+        names.append(str(path))
+    recipe = {"actor_rollout_ref.model.path": "m", "data.train_files": names}
+    assert migrate(recipe).settings["data.sources"] == {names[0]: 3.0, names[1]: 1.0}
+    migration = migrate(recipe | {"data.train_files": [*names, "elsewhere.parquet"]})
+    assert any(line.startswith("data.sources: ") for line in migration.open)
+
+
 def test_files_are_recognised_by_their_most_specific_keys(tmp_path: Path) -> None:
     (tmp_path / "roll.yaml").write_text(ROLL)
     migration = migrate(given([str(tmp_path / "roll.yaml")]))
