@@ -42,7 +42,15 @@ VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^{}]*))?\}|\$(\w+)")
 ARITHMETIC = re.compile(r"\$\(\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)\)")
 
 
-def given(source: Sequence[str]) -> dict[str, Any]:
+class Recipe(dict[str, Any]):
+    """Keys and values. program: the names of programs, modules and classes that stand beside them."""
+
+    def __init__(self, values: Mapping[str, Any], program: str = "") -> None:
+        super().__init__(values)
+        self.program = program
+
+
+def given(source: Sequence[str]) -> Recipe:
     """Return the keys of a file, or of a command's words. Raises ConfigError if there are none."""
     if len(source) == 1 and not re.search(r"[=\s]", source[0]):
         found = _of_file(Path(source[0]))
@@ -55,17 +63,18 @@ def given(source: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def _of_file(path: Path) -> dict[str, Any]:
+def _of_file(path: Path) -> Recipe:
     if path.exists() and not path.is_file():  # a device such as /dev/zero has no end
         raise ConfigError(f"{path} cannot be read: it is not a file. Name a script or a configuration.")
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".py":
-            return dict(_of_python(ast.parse(text)))
+            tree = ast.parse(text)
+            return Recipe(dict(_of_python(tree)), " ".join(map(_called, ast.walk(tree))))
         if path.suffix == ".toml":
-            return dict(leaves(tomllib.loads(text)))
+            return Recipe(dict(leaves(tomllib.loads(text))))
         if path.suffix in (".yaml", ".yml", ".json"):
-            return _of_yaml(path)
+            return Recipe(_of_yaml(path))
         return _of_script(text)
     except (OSError, ValueError, SyntaxError, yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
         reason = getattr(error, "strerror", None) or clause(error)
@@ -110,7 +119,7 @@ def _with_parents(path: Path, depth: int) -> Any:
 def _of_python(tree: ast.AST) -> Iterator[tuple[str, Any]]:
     """Keyword arguments of calls such as GRPOConfig(...) and GRPOTrainer(...). Code in place of a value stays code."""
     for node in ast.walk(tree):
-        name = getattr(node.func, "id", getattr(node.func, "attr", "")) if isinstance(node, ast.Call) else ""
+        name = _called(node)
         if isinstance(node, ast.Call) and CALLS.fullmatch(name):
             names = {None: "", "args": "", "model": "model_name_or_path"} | (LORA if name == "LoraConfig" else {})
             for keyword in node.keywords:
@@ -122,16 +131,19 @@ def _of_python(tree: ast.AST) -> Iterator[tuple[str, Any]]:
                         yield key, f"${{{ast.unparse(keyword.value)}}}"
 
 
-def _of_script(text: str) -> dict[str, Any]:
+def _called(node: ast.AST) -> str:
+    return getattr(node.func, "id", getattr(node.func, "attr", "")) if isinstance(node, ast.Call) else ""
+
+
+def _of_script(text: str) -> Recipe:
     """Return the key.sub=value words, or else `--key value` and `--flag`."""
     try:
         words = list(script_words(text))
     except ValueError as error:
         raise ConfigError(f"the command cannot be read: {error}.") from None
     overrides = {found[1]: typed(found[2]) for word in words if (found := OVERRIDE.fullmatch(word))}
-    if overrides:
-        return overrides
-    return _flags(words)
+    names = (word for word in words if word != "\n" and "=" not in word and not FLAG.fullmatch(word))
+    return Recipe(overrides or _flags(words), " ".join(names))
 
 
 def _flags(words: Sequence[str]) -> dict[str, Any]:

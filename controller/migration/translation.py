@@ -4,24 +4,29 @@ keys --rows of the table--> settings --derived--> settings --checks of a configu
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import yaml
 from omegaconf import OmegaConf
 
-from controller.config import Config, load
+from controller.config import Config, load_as
 from controller.config.aliases import Counterpart, counterparts
-from controller.config.file import Options, is_of_type, settings
+from controller.config.file import Options, Setting, is_of_type
+from controller.config.offline import OfflineConfig
+from controller.migration.commands import FIT, Command, Recognition, recognise_offline
 from controller.migration.derived import DERIVED, derive
+from controller.migration.offline import ACCUMULATION, PER_DEVICE, TABLES, defaults, derive_offline, renamed
 from controller.migration.reading import typed
 from controller.preflight.checks import check_settings
+from controller.preflight.offline_checks import check_offline_settings
 from workers.errors import ConfigError
 
-KNOWN = {found.key: found for found in settings(Config())}
-ROWS = [row for row in counterparts() if row.is_of(KNOWN)]
+KNOWN = FIT.known
+ROWS = [row for row in counterparts() if row.is_of(KNOWN) and row.system not in TABLES.values()]
 OPTIONS = {key for key, found in KNOWN.items() if found.type == Options}
 INSTEAD = {"data.train": "data.sources", "reward.function": "rollout.environment"}
 PLACEHOLDERS = {"model.path": "models/policy", "data.train": "data/train.jsonl", "reward.function": "reward.py:reward"}
@@ -37,13 +42,17 @@ MARKS = {
 
 @dataclass
 class Migration:
-    """settings: by key. open: for the user to decide. differs: done differently here.
+    """evidence: the keys or names that tell the system. settings: by key.
+
+    open: for the user to decide. differs: done differently here.
 
     defaults: settings that keep the other system's default, with the reason. without: keys without a counterpart.
     unknown: keys in no row.
     """
 
     system: str
+    command: Command = FIT
+    evidence: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
     open: list[str] = field(default_factory=list)
     differs: list[str] = field(default_factory=list)
@@ -63,11 +72,14 @@ class Migration:
             "without a counterpart, left out": self.without,
             "not known to this version, left out": self.unknown,
         }
-        lines = [f"# From {self.system}, by `ballast migrate`."]
+        lines = [
+            f"# From {self.system}, by `ballast migrate`, for `python -m {self.command.module} --config FILE`.",
+            f"# Recognised by {self.evidence}.",
+        ]
         for title, entries in lists.items():
             lines += [f"# {title}:", *(f"#   {entry}" for entry in entries)] if entries else []
         nested = OmegaConf.create()
-        for key in filter(self.settings.__contains__, KNOWN):
+        for key in filter(self.settings.__contains__, self.command.known):
             OmegaConf.update(nested, key, self.settings[key], force_add=True)
         text = yaml.safe_dump(OmegaConf.to_container(nested), sort_keys=False, default_flow_style=None, width=100)
         return "\n".join(lines) + "\n" + text
@@ -75,9 +87,12 @@ class Migration:
 
 def migrate(given: Mapping[str, Any]) -> Migration:
     """Translate keys and values. Raises ConfigError if they belong to no known system, or nothing is left."""
-    system = _system(given)
-    migration = Migration(system)
-    rows = _rows(system, given, migration)
+    offline = recognise_offline(given)
+    if offline:
+        return _migrate_offline(renamed(offline.system, given), offline)
+    system, evidence = _system(given)
+    migration = Migration(system, evidence=evidence)
+    rows = _rows([row for row in ROWS if row.system == system], given, migration)
     for theirs, value, row, is_given in rows:
         _apply(migration, row, theirs, value, is_given=is_given)
     known = {row.key: value for _, value, row, _ in rows if value is not None and "$" not in str(value)}
@@ -91,7 +106,30 @@ def migrate(given: Mapping[str, Any]) -> Migration:
     return migration
 
 
-def _system(given: Mapping[str, Any]) -> str:
+def _migrate_offline(recipe: Mapping[str, Any], recognition: Recognition) -> Migration:
+    system = recognition.system
+    command = recognition.command
+    migration = Migration(system, command, recognition.evidence)
+    tables = (TABLES[system], system)
+    table = [row for name in tables for row in counterparts() if row.system == name and row.is_of(command.known)]
+    rows = _rows([replace(row, default="") for row in table], recipe, migration)
+    missing = defaults(system, command, recipe)
+    default_rows = _rows(table, missing, Migration(system))
+    rows = [(key, value, row, False) for key, value, row, is_given in default_rows if is_given] + rows
+    for theirs, value, row, is_given in rows:
+        if row.key not in (PER_DEVICE, ACCUMULATION) and command.size not in row.here:
+            _apply(migration, row, theirs, value, is_given=is_given)
+    derive_offline(system, command, missing | recipe, migration.settings, migration.open)
+    for key in ("model.path", "data.train"):
+        if not migration.settings.get(key):
+            migration.settings[key] = PLACEHOLDERS[key]
+            migration.open.append(f"{key}={PLACEHOLDERS[key]}: a placeholder. Name yours.")
+    _settle(migration)
+    return migration
+
+
+def _system(given: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the system, and the keys that tell it."""
     counts = {
         system: sum(any(_matches(row, key) for row in ROWS if row.system == system) for key in given)
         for system in dict.fromkeys(row.system for row in ROWS)
@@ -102,19 +140,23 @@ def _system(given: Mapping[str, Any]) -> str:
     system = max(counts, key=lambda name: (marks.get(name, 0), counts[name]))
     if not counts[system]:
         raise ConfigError(f"{', '.join(list(given)[:3])}: not keys of a known system. Known are {', '.join(counts)}.")
-    return system
+    telling = [key for key in given if key.startswith(MARKS.get(system, ()))]
+    telling = telling or [key for key in given if any(_matches(row, key) for row in ROWS if row.system == system)]
+    more = f" and {len(telling) - 3} more" if len(telling) > 3 else ""
+    return system, f"{', '.join(telling[:3])}{more}, {counts[system]} of {len(given)} keys"
 
 
 def _matches(row: Counterpart, key: str) -> bool:
     return fnmatchcase(key.replace("-", "_"), row.key.replace("-", "_"))
 
 
-def _rows(system: str, given: Mapping[str, Any], migration: Migration) -> list[tuple[str, Any, Counterpart, bool]]:
+def _rows(
+    of_system: Sequence[Counterpart], given: Mapping[str, Any], migration: Migration
+) -> list[tuple[str, Any, Counterpart, bool]]:
     """Return (their key, value, row, whether given) of keys and defaults, in order of application.
 
     Defaults first, rows of several settings before rows of one, switches last.
     """
-    of_system = [row for row in ROWS if row.system == system]
     found = []
     for theirs, value in given.items():
         row = next((row for row in of_system if _matches(row, theirs)), None)
@@ -153,12 +195,14 @@ def _apply(migration: Migration, row: Counterpart, theirs: str, value: Any, *, i
         if is_given:
             migration.settings[key] = ours
             migration.defaults.pop(key, None)
-        elif ours == KNOWN[key].default:
+        elif ours == migration.command.known[key].default:
             migration.settings.pop(key, None)  # a switch that is off by default
             migration.defaults.pop(key, None)
         else:
             migration.settings[key] = ours
-            migration.defaults[key] = f"{text_of(ours)} ({shown} there, {text_of(KNOWN[key].default)} here)"
+            migration.defaults[key] = (
+                f"{text_of(ours)} ({shown} there, {text_of(migration.command.known[key].default)} here)"
+            )
     if is_given and changes and row.note and not in_table:
         migration.differs.append(f"{shown}: {row.answer}")
 
@@ -171,16 +215,27 @@ def _passed_on(migration: Migration, row: Counterpart, shown: str, value: Any) -
     if row.here == ("model.lora.target_modules",) and isinstance(value, list):
         value = ",".join(map(str, value))
     is_list = isinstance(value, list) and len(value) == len(row.here)
-    values = value if is_list and not all(map(_takes, row.here, [value])) else [value] * len(row.here)
-    changes = {key: one for key, one in zip(row.here, values, strict=True) if key in KNOWN and _takes(key, one)}
+    known = migration.command.known
+    takes = partial(_takes, known)
+    values = value if is_list and not all(map(takes, row.here, [value])) else [value] * len(row.here)
+    changes = {key: one for key, one in zip(row.here, values, strict=True) if key in known and takes(key, one)}
     if len(changes) < len(row.here):
         migration.open.append(f"{shown}: {row.answer}, which does not take this value.")
         return {}
     return changes
 
 
-def _takes(key: str, value: Any) -> bool:
-    return is_of_type(value, KNOWN[key].type) and KNOWN[key].allows(value)
+def _takes(known: Mapping[str, Setting], key: str, value: Any) -> bool:
+    return is_of_type(value, known[key].type) and known[key].allows(value)
+
+
+def _check(command: Command, chosen: Mapping[str, Any]) -> None:
+    words = [f"{key}={yaml.safe_dump(value, default_flow_style=True)}" for key, value in chosen.items()]
+    config = load_as(command.schema, None, words)
+    if isinstance(config, OfflineConfig):
+        check_offline_settings(config)
+    else:
+        check_settings(cast(Config, config))
 
 
 def _settle(migration: Migration) -> None:
@@ -188,9 +243,7 @@ def _settle(migration: Migration) -> None:
     chosen = migration.settings
     while True:
         try:
-            check_settings(
-                load(None, [f"{key}={yaml.safe_dump(value, default_flow_style=True)}" for key, value in chosen.items()])
-            )
+            _check(migration.command, chosen)
             return
         except ConfigError as error:
             places = {key: str(error).find(key) for key in chosen if key in str(error) and key not in PLACEHOLDERS}

@@ -21,6 +21,16 @@ from workers.loss_config import check_constant_length
 
 def check_offline(config: OfflineConfig) -> None:
     """Raise ConfigError at the first thing that cannot work or has no effect, in well under a second."""
+    check_offline_settings(config)
+    check_attention(config)
+    check_parallel(config)
+    check_model_files(config)
+    _check_data(config)
+    check_trackers(config)
+
+
+def check_offline_settings(config: OfflineConfig) -> None:
+    """Run the part of `check_offline` that does not read models or data."""
     check_settings_have_effect(config)
     check_run(config)
     check_one_policy(config)
@@ -30,15 +40,10 @@ def check_offline(config: OfflineConfig) -> None:
     check_caps(
         config, config.limits.values(), config.longest_sequence, f"data.max_tokens={config.data.max_tokens} tokens"
     )
-    check_attention(config)
-    check_parallel(config)
     if isinstance(config, SftConfig):
         check_constant_length("loss.", config.loss.aggregation, config.loss.constant_length)
     if config.head == "value" and config.model.lora.rank:
         raise ConfigError(f"model.lora.rank={config.model.lora.rank}: a reward model's head has no adapter. Set 0.")
-    check_model_files(config)
-    _check_data(config)
-    check_trackers(config)
 
 
 def _check_batch(config: OfflineConfig) -> None:

@@ -57,7 +57,7 @@ def test_the_table_names_settings_and_values_that_load() -> None:
         ("actor_rollout_ref.actor.fsdp_config.param_offload", "here it is policy.cpu_offload"),
         ("custom_reward_function.name", "here it is reward.function (`path.py:name`)"),
         ("actor_rollout_ref.actor.optim.lr_warmup_steps", "here it is policy.optimizer.warmup_steps"),
-        ("lr_warmup_steps", "critic.optimizer.warmup_steps, or here it is policy.optimizer.warmup_steps"),
+        ("lr_warmup_steps", "policy.optimizer.warmup_steps, or here it is critic.optimizer.warmup_steps"),
         ("val_kwargs.temperature", "here it is validation.sampling.temperature"),
         ("actor_rollout_ref.rollout.max_num_batched_tokens", "here it is rollout.engine"),
         ("actor_rollout_ref.actor.optim.betas", "here it is policy.optimizer.beta1 and policy.optimizer.beta2"),

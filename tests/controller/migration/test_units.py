@@ -8,6 +8,7 @@ import pytest
 from ballast.commands import main
 from controller.migration.reading import given
 from controller.migration.translation import migrate
+from workers.errors import ConfigError
 
 SLIME = "--hf-checkpoint m --rollout-batch-size 32 --n-samples-per-prompt 8 --colocate ${ARGS[@]} --global-batch-size"
 NEMO = "grpo.num_prompts_per_step=32 grpo.num_generations_per_prompt=16 policy.train_global_batch_size"
@@ -60,6 +61,105 @@ def test_a_size_without_its_other_factor_is_to_decide() -> None:
     migration = migrate({"rollout-batch-size": 32, "global-batch-size": 256, "hf-checkpoint": "m"})
     assert "batch.mini_batches" not in migration.settings
     assert any("global-batch-size=256" in line and "n-samples-per-prompt" in line for line in migration.open)
+
+
+OPENRLHF_OFFLINE = "--train.batch_size 256 --adam.lr 5e-7 --data.max_len 8192 --model.model_name_or_path m"
+
+
+@pytest.mark.parametrize(
+    ("source", "module", "wanted"),
+    [
+        (
+            "trl sft --model_name_or_path m --learning_rate 2e-4 --per_device_train_batch_size 4 "
+            "--gradient_accumulation_steps 8 --max_length 4096 --num_train_epochs 2 --lora_r 16 --packing",
+            "controller.sft",
+            {
+                "policy.optimizer.learning_rate": 2e-4,
+                "batch.sequences_per_step": 32,
+                "data.max_tokens": 4096,
+                "run.epochs": 2,
+                "model.lora.rank": 16,
+            },
+        ),
+        (
+            "trl dpo --model_name_or_path m --beta 0.2 --loss_type ipo --learning_rate 5e-7",
+            "controller.preferences",
+            {"policy.optimizer.learning_rate": 5e-7, "batch.pairs_per_step": 8, "loss.beta": 0.2, "loss.name": "ipo"},
+        ),
+        (
+            "trl reward --model_name_or_path m --center_rewards_coefficient 0.01",
+            "controller.reward_model",
+            {"policy.optimizer.learning_rate": 1e-4, "loss.center_rewards_coefficient": 0.01, "data.max_tokens": 1024},
+        ),
+        (
+            "torchrun -m verl.trainer.fsdp_sft_trainer data.train_batch_size=64 optim.lr=1e-4 data.max_length=512 "
+            "model.partial_pretrain=m model.lora_rank=32 trainer.total_epochs=3",
+            "controller.sft",
+            {
+                "batch.sequences_per_step": 64,
+                "policy.optimizer.learning_rate": 1e-4,
+                "data.max_tokens": 512,
+                "model.lora.rank": 32,
+                "run.epochs": 3,
+            },
+        ),
+        (
+            f"openrlhf.cli.train_sft {OPENRLHF_OFFLINE} --data.output_key answer",
+            "controller.sft",
+            {"batch.sequences_per_step": 256, "data.max_tokens": 8192, "run.epochs": 2, "data.response_key": "answer"},
+        ),
+        (
+            f"openrlhf.cli.train_dpo {OPENRLHF_OFFLINE} --model.beta 0.3",
+            "controller.preferences",
+            {"batch.pairs_per_step": 256, "loss.beta": 0.3, "policy.optimizer.learning_rate": 5e-7},
+        ),
+        (
+            "openrlhf.cli.train_rm --pretrain m --train_batch_size 64 --learning_rate 9e-6 --max_len 2048",
+            "controller.reward_model",
+            {"batch.records_per_step": 64, "data.max_tokens": 2048, "policy.optimizer.learning_rate": 9e-6},
+        ),
+    ],
+)
+def test_recipes_for_given_sequences_become_their_own_command(
+    source: str, module: str, wanted: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    migration = migrate(given([source]))
+    assert migration.command.module == module
+    assert {key: migration.settings.get(key) for key in wanted} == wanted
+    assert main(["migrate", source]) == 0
+    comments = capsys.readouterr().out
+    assert module in comments and f"# Recognised by {migration.evidence}." in comments
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "module"),
+    [
+        ("a.py", "SFTTrainer(model='m', args=SFTConfig(max_length=512))", "controller.sft"),
+        ("a.py", "DPOTrainer('m', args=DPOConfig(beta=0.1))", "controller.preferences"),
+        ("a.py", "RewardTrainer(model='m', args=RewardConfig(learning_rate=1e-5))", "controller.reward_model"),
+        ("a.py", "GRPOTrainer(model='m', args=GRPOConfig(num_generations=4))", "controller.fit"),
+        ("a.yaml", "model_name_or_path: m\npacking: true\nlearning_rate: 2.0e-5", "controller.sft"),
+        ("a.yaml", "model_name_or_path: m\nloss_type: sigmoid\nbeta: 0.1", "controller.preferences"),
+        ("a.yaml", "model_name_or_path: m\nnum_generations: 8\nbeta: 0.1", "controller.fit"),
+    ],
+)
+def test_files_are_for_the_command_that_their_names_tell(tmp_path: Path, name: str, text: str, module: str) -> None:
+    (tmp_path / name).write_text(text)
+    assert migrate(given([str(tmp_path / name)])).command.module == module
+
+
+@pytest.mark.parametrize(
+    ("recipe", "named"),
+    [
+        ({"sft.max_num_steps": 60, "policy.model_name": "m"}, "controller.sft"),
+        ({"dpo.reference_policy_kl_penalty": 0.1, "policy.model_name": "m"}, "controller.preferences"),
+        ({"sft_train.training_args.learning_rate": 1e-5, "pretrain": "m"}, "controller.sft"),
+        ({"data.chosen_key": "chosen", "adam.lr": 1e-6}, "controller.reward_model"),
+    ],
+)
+def test_a_recipe_that_is_not_translated_names_the_command(recipe: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        migrate(recipe)
 
 
 def test_files_of_verl_are_weighted_by_their_records(tmp_path: Path) -> None:
