@@ -119,7 +119,7 @@ def _migrate_offline(recipe: Mapping[str, Any], recognition: Recognition) -> Mig
     for theirs, value, row, is_given in rows:
         if row.key not in (PER_DEVICE, ACCUMULATION) and command.size not in row.here:
             _apply(migration, row, theirs, value, is_given=is_given)
-    derive_offline(system, command, missing | recipe, migration.settings, migration.open)
+    derive_offline(system, command, {**missing, **recipe}, migration.settings, migration.open)
     for key in ("model.path", "data.train"):
         if not migration.settings.get(key):
             migration.settings[key] = PLACEHOLDERS[key]
