@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +23,7 @@ GIB = 2**30
 # Tokens of a forward pass. Longer prompts are prefilled in pieces. vLLM's default outside a server is 2,048. A 7B's
 # activations stay below 1 GiB.
 PREFILL_TOKENS = 8192
+FLASHINFER_HEAD = 128  # the only size of keys' heads in flashinfer's prefill of gated delta nets
 CPU_KV_BLOCK_TOKENS = 32  # the smallest block of vLLM's fast CPU kernels: prompts of a group share their full blocks
 
 
@@ -67,7 +69,7 @@ def engine_arguments(
 
     on_cpu = placement == "shared_memory"
     before_cut = config.sampling.cuts and config.sampling.log_probs_are_whole
-    device = _cpu_arguments(config) if on_cpu else _gpu_arguments(config, placement)
+    device = _cpu_arguments(config) if on_cpu else _gpu_arguments(config, placement, model.path)
     arguments = dict(
         model=model.path,
         dtype=_dtype(model, on_cpu),
@@ -103,15 +105,34 @@ def carries_state(path: str) -> bool:
 
     Asks vLLM, because many a config.json (Falcon-H1, Jamba) does not list such layers.
     """
-    from transformers import PretrainedConfig
     from vllm import ModelRegistry
 
-    try:
-        config, _ = PretrainedConfig.get_config_dict(path, local_files_only=True)
-    except OSError:
-        return False  # vLLM's own message, when it starts, says more
-    known = [ModelRegistry.models[name] for name in config.get("architectures") or () if name in ModelRegistry.models]
+    names = _description(path).get("architectures") or ()
+    known = [ModelRegistry.models[name] for name in names if name in ModelRegistry.models]
     return any(model.inspect_model_cls().is_hybrid for model in known)
+
+
+def _description(path: str) -> dict[str, Any]:
+    """Return config.json, or nothing without one: vLLM's own message, when it starts, says more."""
+    from transformers import PretrainedConfig
+
+    try:
+        return dict(PretrainedConfig.get_config_dict(path, local_files_only=True)[0])
+    except OSError:
+        return {}
+
+
+def delta_net_arguments(path: str) -> dict[str, Any]:
+    """Choose the prefill kernel of gated delta nets where vLLM 0.32 would take one that fails.
+
+    On Hopper it takes flashinfer's, whatever the head size and whether or not flashinfer is installed.
+    """
+    description = _description(path)
+    text = description.get("text_config") or description
+    size = text.get("linear_key_head_dim")
+    if size is None or (size == FLASHINFER_HEAD and find_spec("flashinfer") is not None):
+        return {}
+    return {"gdn_prefill_backend": "triton"}
 
 
 def build_engine(arguments: "AsyncEngineArgs") -> "AsyncLLM":
@@ -158,12 +179,12 @@ def _cpu_arguments(config: RolloutConfig) -> dict[str, Any]:
     }
 
 
-def _gpu_arguments(config: RolloutConfig, placement: str) -> dict[str, Any]:
+def _gpu_arguments(config: RolloutConfig, placement: str, path: str) -> dict[str, Any]:
     return {
         "enforce_eager": config.enforce_eager,
         "gpu_memory_utilization": config.gpu_share(placement),
         "enable_sleep_mode": placement == "colocated",
-    }
+    } | delta_net_arguments(path)
 
 
 def sampling_parameters(sampling: SamplingConfig, seed: int) -> "SamplingParams":

@@ -1,6 +1,7 @@
 """Our settings in vLLM's words, its output in ours, and what the trainer's side of a transfer tells the engines."""
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -121,6 +122,38 @@ def test_an_engine_on_a_cpu_caches_prefixes_where_no_layer_carries_a_state(famil
     on_cpu = engine_arguments(model, RolloutConfig(), placement="shared_memory", **options)
     assert (on_cpu.enable_chunked_prefill, on_cpu.enable_prefix_caching) == (False, family not in STATES)
     assert engine_arguments(model, RolloutConfig(), placement="apart", **options).enable_prefix_caching
+
+
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize(
+    ("size", "installed", "placement", "engine", "expected"),
+    [
+        (128, True, "colocated", {}, None),
+        (128, False, "colocated", {}, "triton"),
+        (64, True, "apart", {}, "triton"),
+        (64, True, "shared_memory", {}, None),
+        (64, True, "apart", {"gdn_prefill_backend": "cutedsl"}, "cutedsl"),
+        (None, False, "apart", {}, None),
+    ],
+)
+def test_gated_delta_nets_prefill_by_a_kernel_that_takes_their_heads(
+    size: int | None,
+    installed: bool,
+    placement: str,
+    engine: dict[str, str],
+    expected: str | None,
+    nested: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes = {} if size is None else {"linear_key_head_dim": size}
+    description = {"model_type": "qwen3_5", "text_config": sizes} if nested else {"model_type": "qwen3_next"} | sizes
+    (tmp_path / "config.json").write_text(json.dumps(description))
+    found = {"flashinfer": object() if installed else None}
+    monkeypatch.setattr("workers.rollout.vllm_interface.find_spec", found.get)
+    model, config = ModelConfig(path=str(tmp_path)), RolloutConfig(engine=engine)
+    arguments = engine_arguments(model, config, placement=placement, max_model_tokens=64, seed=1)
+    assert arguments.gdn_prefill_backend == expected
 
 
 @pytest.mark.parametrize("train_vision", [True, False])
