@@ -67,7 +67,7 @@ class Fields:
 
     def integer(self, *names: str, default: int | None = None) -> int:
         """Return a whole number, of a list the first. Raises CostModelError for a missing field without a default."""
-        value = self.get(*names)
+        value: Any = self.get(*names)
         if value is None and default is None:
             others = OTHER_NAMES.get(names[0], ())
             called = f" (or {', '.join(others)})" if others else ""

@@ -100,6 +100,8 @@ def derive_offline(
         ours[command.size] = size
     if ours.get("run.steps"):
         ours.pop("run.epochs", None)  # steps come first there too
+    if int(theirs.get("trainer.nnodes") or 1) > 1 and "policy.data_parallel" in ours:
+        ours["policy.data_parallel"] = int(theirs["trainer.nnodes"]) * int(theirs.get("trainer.n_gpus_per_node") or 8)
     if isinstance(ours.get("data.train"), list):
         files = ours.pop("data.train")
         ours["data.train"] = files[0]
