@@ -29,12 +29,16 @@ ODD_TEXTS = (
         "\ufeff",
         "x" * 300,
         "/dev/null/x",
+        "/dev/zero",
+        "\x1b[31m",
+        "${x} {0}.yaml",
         "runs",
         "[a]",
         "%s",
     ),
     *("model", "train.jsonl", "sft.jsonl", "config.yaml", "reward.py:reward", "reward.py", "auto", "runs/done"),
 )
+DEEP = b"[" * 100_000 + b"]" * 100_000  # as libyaml's stack overflows, and PyYAML takes minutes
 ODD_NUMBERS = (0, -1, 1, 2, 3, 7, 64, 10**4, 2**31, 2**53, 2**63, 10**30, -(10**30), 1e-320, 0.5, 1e16, 1e308, -1e308)
 TEXTS = st.sampled_from(ODD_TEXTS) | st.text(ANY_CHARACTER, max_size=8)
 NUMBERS = st.sampled_from(ODD_NUMBERS) | st.integers() | st.floats()
@@ -95,7 +99,8 @@ def of_yaml(draw: st.DrawFn, contents: dict[str, bytes]) -> Draw:
     """The text of the file."""
     command = draw(st.sampled_from(list(SCHEMAS)))
     file = FILES.get(command, "config.yaml")
-    return Draw(command, ("--config", file, "--dry-run"), {file: draw(damaged(contents[file]))})
+    content = draw(damaged(contents[file]) | st.just(DEEP))
+    return Draw(command, ("--config", file, "--dry-run"), {file: content})
 
 
 @st.composite
@@ -123,7 +128,7 @@ def of_arguments(draw: st.DrawFn, uses: Sequence[tuple[str, tuple[str, ...]]]) -
 
 def broken(name: str, content: bytes) -> SearchStrategy[bytes | None]:
     """The file with bytes, lines or values changed, or without it."""
-    ways: list[SearchStrategy[Any]] = [damaged(content), st.none()]
+    ways: list[SearchStrategy[Any]] = [damaged(content), st.none(), st.just(DEEP)]
     if name.endswith((".jsonl", ".json")):
         lines = [json.loads(line) for line in (content.split(b"\n") if name.endswith(".jsonl") else [content]) if line]
         ways += [changed_lines(lines)] * 6

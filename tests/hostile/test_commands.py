@@ -40,6 +40,8 @@ READING = [
     ("replay", ("runs/done", "--step", "3", "policy.data_parallel=1")),
     ("balance", ("runs/done", "--step", "3")),
     ("balance", ("lengths.jsonl", "--column", "length", "--ranks", "2", "--mini-batches", "2")),
+    ("balance", ("--distribution", "lognormal", "--count", "64", "--ranks", "2", "--model", "model")),
+    ("migrate", ("verl.yaml",)),
     ("evaluate", ("--model", "runs/done", "--trust-run", "--dry-run")),
     ("show", ("runs/done", "--step", "3")),
     ("show", ("runs/done", "--session", "2")),
@@ -60,6 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     (folder / "sft.jsonl").write_text('{"prompt": "1+1=", "response": "2"}\n' * 3)
     (folder / "preferences.jsonl").write_text('{"prompt": "1+1=", "chosen": "2", "rejected": "3"}\n' * 3)
     (folder / "lengths.jsonl").write_text("".join(f'{{"length": {5 * n + 1}}}\n' for n in range(8)))
+    (folder / "verl.yaml").write_text("algorithm: {adv_estimator: grpo}\ndata: {train_batch_size: 8}\n")
     run = folder / "runs" / "done"
     write_run(run, steps=3, ranks=2)
     shutil.copy(folder / "config.yaml", run / "config.yaml")
