@@ -294,24 +294,30 @@ def _span(render: Callable[..., str], messages: Messages, turn: int, whole: str,
     It begins behind the generation prompt. A template may render it differently when others follow, such as without
     thoughts. Then a stand-in for the message shows the text around it, which must be the same in `whole`.
     """
-    alone, begun, text = render(messages[: turn + 1]), "", "stand-in"
-    if turn:
-        begun = _common(render(messages[:turn], add_generation_prompt=True), alone)
-    if whole.startswith(alone):
-        return len(begun), len(alone)
+    alone, text = render(messages[: turn + 1]), "stand-in"
+    prompted, opening = _generation_prompt(render, messages, turn)
+    if turn and opening.strip() and alone.startswith(prompted) and whole.startswith(alone):
+        return len(prompted), len(alone)
     while text in whole:
         text += "-"
+    plain = {"role": "assistant", "content": text}
     for stand_in in _stand_ins(messages[turn], text):
         try:
             before, _, after = render([*messages[:turn], stand_in, *messages[turn + 1 :]]).rpartition(text)
-            short, _, end = render([*messages[:turn], stand_in]).rpartition(text)
+            end = render([*messages[:turn], stand_in]).rpartition(text)[2]
+            between = _between(render, messages, turn, stand_in, text)
+            if opening.strip() and opening in between:
+                header = between[: between.rindex(opening) + len(opening)]
+            else:
+                header = _common(between, _between(render, messages, turn, plain, text))
         except DataError:  # templates refuse some forms of a call
             continue
-        start, rest = len(begun), after[len(_common(end, after)) :]
-        if not whole.startswith(begun):
-            earliest = len(before) - len(short) + len(_common(short, begun))
-            start = max(range(max(0, earliest), len(before) + 1), key=lambda at: (_agreeing(before[:at], begun), at))
-        if before and whole.startswith(before[:start]) and whole[start:].endswith(rest):
+        if not opening.strip():
+            header = header.rstrip(" ")  # a blank belongs to the policy, as tokens begin with it
+        previous = len(before) - len(between)
+        start = len(_common(whole, before[: previous + len(header)]))
+        rest = after[len(_common(end, after)) :]
+        if before.endswith(between) and start >= previous and whole[start:].endswith(rest):
             return start, len(whole) - len(rest)
     raise DataError(
         f"{where}: the chat template of model.path renders other messages differently when message {turn + 1} changes, "
@@ -327,9 +333,29 @@ def _stand_ins(message: dict[str, Any], text: str) -> Iterator[dict[str, Any]]:
     yield {"role": "assistant", "content": text}
 
 
-def _agreeing(one: str, other: str) -> int:
-    """Count the characters in which the ends of two texts agree."""
-    return len(_common(one[::-1], other[::-1]))
+def _generation_prompt(render: Callable[..., str], messages: Messages, turn: int) -> tuple[str, str]:
+    """Return the prompt of an assistant's message, and what the template adds to the messages ahead for it.
+
+    Templates add nothing behind an assistant, and some refuse an empty prompt: a question shows it then.
+    """
+    prompted = added = ""
+    if turn:
+        prompted = render(messages[:turn], add_generation_prompt=True)
+        added = prompted[len(_common(render(messages[:turn]), prompted)) :]
+    if not added.strip() and (turn == 0 or messages[turn - 1]["role"] == "assistant"):
+        question: Messages = [{"role": "user", "content": "question"}]
+        asked = render(question, add_generation_prompt=True)
+        added = asked[len(_common(render(question), asked)) :]
+    return prompted, added
+
+
+def _between(render: Callable[..., str], messages: Messages, turn: int, stand_in: dict[str, Any], text: str) -> str:
+    """Return the text between the content of the message ahead of a stand-in, and the stand-in's text."""
+    ahead, other = messages[:turn], f"before-{text}-"
+    if turn:
+        ahead = [*messages[: turn - 1], messages[turn - 1] | {"content": other}]
+    before = render([*ahead, stand_in, *messages[turn + 1 :]]).rpartition(text)[0]
+    return before.rpartition(other)[2]
 
 
 def _common(*texts: str) -> str:
