@@ -20,6 +20,14 @@ INSTRUCTED = (
 )
 FORMS = {"simple": SIMPLE, "prompted": SIMPLE_PROMPTED, "thinking": THINKING, "instructed": INSTRUCTED}
 FORMS |= {name: TEMPLATES[name] for name in ("qwen2_5", "qwen3", "llama3", "phi3")}
+KIMI = (  # as Kimi-K2-Thinking: thoughts up to the last message without calls are dropped
+    "{% set at = namespace(last=-1) %}{% for m in messages %}"
+    "{% if m.role == 'assistant' and not m.tool_calls %}{% set at.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}<|im_{{ m.role }}|>{{ m.role }}<|im_middle|>{% if m.role == 'assistant' %}"
+    "<think>{{ m.reasoning_content if loop.index0 > at.last else '' }}</think>{% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<|call|>{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
+    "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif %}"
+)
 CONVERSATIONS = {
     "assistant first": [turn("say1"), user("ask2"), turn("say2")],
     "two in a row": [user("ask1"), turn("say1"), turn("say2")],
@@ -56,15 +64,18 @@ def test_pairs_and_scored_responses_hold_no_header(name: str) -> None:
         assert scored_row(renderer(FORMS[name]), example, "x")["loss_mask"].sum() == 1
 
 
+@pytest.mark.parametrize("name", ["gptoss", "kimi"])
 @pytest.mark.parametrize("train_on", ["all", "last"])
-def test_thoughts_that_go_once_the_answer_is_there_move_no_span(train_on: str) -> None:
+def test_thoughts_that_go_once_the_answer_is_there_move_no_span(name: str, train_on: str) -> None:
+    thought = "thinking" if name == "gptoss" else "reasoning_content"
     messages = [user("ask1"), turn(calls=(71,)), tool("got1", 1), turn("say1")]
-    messages[1] |= {"thinking": "think1"}
-    messages[3] |= {"thinking": "think2"}
-    made = renderer(TEMPLATES["gptoss"])
+    messages[1] |= {thought: "think1"}
+    messages[3] |= {thought: "think2"}
+    made = renderer({**TEMPLATES, "kimi": KIMI}[name])
     (example,) = sft_examples({"messages": messages}, ("messages", "prompt", "response"), "x")
     row = example_row(made, example, "x", train_on)
     text = "".join(runs(made, row["input_ids"], row["loss_mask"]))
     assert "got1" not in text
+    assert "middle" not in text
     assert "say1" in text
     assert ("71" in text) == (train_on == "all")
