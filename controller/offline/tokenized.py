@@ -291,8 +291,9 @@ def _chat_row(renderer: Renderer, messages: Messages, turns: Sequence[int], opti
 def _span(render: Callable[..., str], messages: Messages, turn: int, whole: str, where: str) -> tuple[int, int]:
     """Return where the text of an assistant's message begins and stops in `whole`, the rendering of all messages.
 
-    It begins behind the generation prompt. A template may render it differently when others follow, such as without
-    thoughts. Then a stand-in for the message shows the text around it, which must be the same in `whole`.
+    It begins behind the generation prompt, where that is how the turn begins. Otherwise, and where a template renders
+    the message differently when others follow, such as without thoughts, a stand-in for it shows the text around it,
+    and a stand-in for the message ahead where its header begins. The text around must be the same in `whole`.
     """
     alone, text = render(messages[: turn + 1]), "stand-in"
     prompted, opening = _generation_prompt(render, messages, turn)
