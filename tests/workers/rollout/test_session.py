@@ -176,6 +176,20 @@ def test_a_history_extends_the_turn_that_it_repeats(answer: list[dict[str, Any]]
     assert (found.parent is deeper, found.covered == len(messages) + 1) == (matches, matches)
 
 
+@pytest.mark.parametrize("role", ["system", "user", "tool", "assistant"])
+@pytest.mark.parametrize("parts", [False, True])
+@pytest.mark.parametrize("changed", ["1 1 1 1", "1 1\n1 1 ", " 1 1\n1 1", "1 1\n\n1 1", "11\n11"])
+def test_blanks_count_in_messages_that_the_policy_did_not_write(role: str, parts: bool, changed: str) -> None:
+    def history(text: str) -> list[dict[str, Any]]:
+        content = [{"type": "text", "text": text}] if parts else text
+        return [{"role": role, "content": content}, message("user", [2])]
+
+    session, new = Session("s", max_turns=9), message("user", [3])
+    node = session.add(session.find(history("1 1\n1 1")), ids([1]), response([5]), number=0, said=SAID)
+    assert session.find([*history("1 1\n1 1"), SAID, new]).parent is node
+    assert session.find([*history(changed), SAID, new]).parent is None
+
+
 def test_equal_answers_are_extended_one_each() -> None:
     session, said = Session("s", max_turns=9), message("assistant", [1])
     asked = session.find([message("user", [1])])
