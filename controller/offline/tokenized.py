@@ -93,17 +93,24 @@ def sft_examples(record: Record, keys: tuple[str, str, str], where: str) -> tupl
 def preference_examples(record: Record, keys: tuple[str, str, str], where: str) -> tuple[Example, Example]:
     """Return the chosen and the rejected example. keys: columns of the prompt, the chosen, the rejected response.
 
-    Without a prompt, both are conversations whose common first messages are the prompt. Raises DataError.
+    Without a prompt, both are conversations whose common first messages are the prompt. With one, they may be whole
+    conversations that begin with it (as in UltraFeedback). Raises DataError.
     """
     prompt_key, *response_keys = keys
     if missing := [key for key in response_keys if key not in record]:
         raise DataError(f"{where} has no {missing[0]!r}. Set data.chosen_key and data.rejected_key to its columns.")
     chosen, rejected = (record[key] for key in response_keys)
     chosen, rejected = messages_in(chosen), messages_in(rejected)
-    prompt = record.get(prompt_key)
-    if prompt is None:
-        prompt = _common_start(chosen, rejected, where)
-        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+    prompt = messages_in(record.get(prompt_key))
+    if all(isinstance(side, list) and all(isinstance(m, dict) for m in side) for side in (chosen, rejected)):
+        start = _start_of_conversations(prompt, chosen, rejected, where)
+        if start:
+            prompt = start
+            chosen, rejected = chosen[len(start) :], rejected[len(start) :]
+        elif isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+    elif prompt is None:
+        raise DataError(f"{where} has no prompt. Set data.prompt_key to its column.")
     return _example(prompt, chosen, where), _example(prompt, rejected, where)
 
 
@@ -143,14 +150,28 @@ def _stepwise(prompt: Any, steps: Any, labels: Any, separator: str, where: str) 
     return example._replace(steps=tuple(zip(ends.tolist(), numbers, strict=True)))
 
 
-def _common_start(chosen: Any, rejected: Any, where: str) -> Messages:
-    if not (isinstance(chosen, list) and isinstance(rejected, list)):
-        raise DataError(f"{where} has no prompt. Set data.prompt_key to its column.")
+def _start_of_conversations(prompt: Any, chosen: Messages, rejected: Messages, where: str) -> Messages:
+    """Return the messages of the prompt with which both lists begin, or none if they are answers alone.
+
+    prompt: messages, a text that one of the common messages holds, or None. Raises DataError.
+    """
+    if isinstance(prompt, list):
+        sides = [cleaned(side[: len(prompt)], where) for side in (chosen, rejected) if len(side) > len(prompt)]
+        return prompt if sides == [cleaned(prompt, where)] * 2 else []
     pairs = enumerate(zip(chosen, rejected, strict=False))
-    same = next((i for i, (one, other) in pairs if one != other), min(len(chosen), len(rejected)) - 1)
-    if same == 0:
+    common = next((i for i, (one, other) in pairs if one != other), min(len(chosen), len(rejected)) - 1)
+    start = list(chosen[:common])
+    if prompt is None and not start:
         raise DataError(f"{where} has no prompt, and its chosen and rejected messages begin differently.")
-    return list(chosen[:same])
+    is_answer = {side[0].get("role") for side in (chosen, rejected) if side and isinstance(side[0], dict)} == {
+        "assistant"
+    }
+    if isinstance(prompt, str) and not is_answer and all(message.get("content") != prompt for message in start):
+        raise DataError(
+            f"{where}: no message with which its chosen and rejected conversations both begin is the text of its prompt. "
+            "Set data.prompt_key='' to take their common messages as the prompt."
+        )
+    return start
 
 
 def _example(prompt: Any, response: Any, where: str) -> Example:

@@ -8,6 +8,7 @@ Whatever goes wrong is told to the policy: no call fails the sample.
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -23,6 +24,7 @@ from workers.user_code.process import RAISED
 CALLER = "workers.user_code.tools:Caller"
 TOOL_PARTS = ("tools/calls", "tools/failed", "tools/seconds")
 """Parts of an episode's score, which are metrics."""
+ADDRESS = re.compile(r" at 0x[0-9a-f]{6,}")
 
 
 class ToolPool(EnvironmentPool):
@@ -99,6 +101,14 @@ class ToolEnvironment(RemoteEnvironment):
         return await self._call(name, arguments)
 
 
+def plain_value(value: Any) -> str:
+    """Write a value that JSON has no form for. Raises TypeError if its text is a place in memory (a generator's)."""
+    text = str(value)
+    if ADDRESS.search(text):
+        raise TypeError(f"the tool returned a value of type {type(value).__name__}, which is neither text nor JSON")
+    return text
+
+
 class Caller:
     """Call tools in the process."""
 
@@ -110,7 +120,7 @@ class Caller:
         name, (arguments, longest) = request
         try:
             value = self._runner.run(result_of(self._tools[name](**arguments)))
-            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=plain_value)
         except RAISED as error:
             reply((False, named(error)))
             return

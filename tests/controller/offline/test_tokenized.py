@@ -1,6 +1,7 @@
 """Which tokens of a record are learned: by the template's marks, by prefixes, or behind a text prompt."""
 
 import itertools
+import json
 from typing import Any
 
 import numpy as np
@@ -112,7 +113,13 @@ def test_pairs_share_their_prompt_given_or_common() -> None:
     expected = ["____2<eos>", "____3<eos>"]
     assert pair(tokenizer(), {"prompt": "1+1=", "chosen": "2", "rejected": "3"}) == expected
     whole = {"chosen": turns("1+1", "2"), "rejected": turns("1+1", "3")}
-    assert pair(tokenizer(PLAIN), whole) == expected
+    user, answers = turns("1+1", "2")[:1], {name: side[1:] for name, side in whole.items()}
+    for prompt in ({}, {"prompt": "1+1"}, {"prompt": user}, {"prompt": json.dumps(user)}):
+        assert pair(tokenizer(PLAIN), prompt | whole) == expected
+    for prompt in ("1+1", user):
+        assert pair(tokenizer(PLAIN), {"prompt": prompt} | answers) == expected
+    with refused("data.prompt_key=''", DataError):  # their common message is not the prompt
+        preference_examples({"prompt": "2+2"} | whole, PAIR, "record 2")
     for record in (
         {"chosen": "2", "rejected": "3"},
         {"prompt": "1+1=", "chosen": "2"},

@@ -12,7 +12,7 @@ from workers.user_code.functions import find_tools
 from workers.user_code.tools import ToolPool
 
 TOOLS = '''
-import asyncio, os, subprocess, time
+import asyncio, datetime, decimal, os, subprocess, time
 from math import sqrt
 
 def divide(a: float, b: float) -> float:
@@ -50,6 +50,22 @@ def do(what: str) -> str:
         subprocess.Popen(["sleep", "99"])
     return "x" * 50_000_000 if what == "megabytes" else what
 
+def show(kind: str):
+    """Return a value.
+
+    Args:
+        kind: What it is.
+    """
+    values = {
+        "generator": lambda: (letter for letter in "ab"),
+        "coroutines": lambda: [wait(0.0)],
+        "object": object,
+        "function": lambda: show,
+        "date": lambda: datetime.date(2026, 11, 28),
+        "decimals": lambda: {"price": decimal.Decimal("1.5")},
+    }
+    return values[kind]()
+
 def _hidden(): ...
 '''
 
@@ -82,7 +98,7 @@ def file(tmp_path: Path) -> Path:
 
 def test_schemas_are_those_of_public_functions(file: Path) -> None:
     found = find_tools("rollout.tools", str(file), timeout_s=60.0).schemas
-    assert [schema["function"]["name"] for schema in found] == ["divide", "wait", "do"]
+    assert [schema["function"]["name"] for schema in found] == ["divide", "wait", "do", "show"]
     assert found[0]["function"]["parameters"]["required"] == ["a", "b"]
     file.write_text(f"{TOOLS}\nfrom os.path import basename\n__all__ = ['divide']\n")
     found = find_tools("rollout.tools", str(file), timeout_s=60.0).schemas
@@ -95,7 +111,7 @@ def test_whatever_a_call_does_the_policy_reads_what_happened(file: Path) -> None
         ([call("divide", a=1, b=4)], "0.25"),
         ([call("divide", a=1, b=0)], "Error: ZeroDivisionError: division by zero"),
         ([call("divide", a=1)], "Error: TypeError: divide() missing 1 required positional argument: 'b'"),
-        ([call("divided", a=1)], "Error: there is no tool divided. Use one of: divide, do, wait"),
+        ([call("divided", a=1)], "Error: there is no tool divided. Use one of: divide, do, show, wait"),
         ([bad], "Error: the arguments are not a JSON object"),
         ([call("wait", seconds=99)], "Error: wait took more than reward.timeout_s=1.5 s"),
         ([call("do", what="exit")], "Error: do ended its process"),
@@ -113,6 +129,18 @@ def test_whatever_a_call_does_the_policy_reads_what_happened(file: Path) -> None
     parts = found[-1].parts
     assert (parts["tools/calls"], parts["tools/failed"], found[-1].reward) == (len(turns), 7, 0.0)
     assert parts["tools/seconds"] > 1.5
+
+
+@pytest.mark.parametrize("kind", ["generator", "coroutines", "object", "function"])
+def test_an_answer_whose_text_is_a_place_in_memory_is_an_error(file: Path, kind: str) -> None:
+    (answer, _) = answers(file, Turn("", tool_calls=[call("show", kind=kind)]), Turn("4"))
+    assert answer.text[0]["content"].startswith("Error: TypeError: the tool returned a value of type ")
+
+
+@pytest.mark.parametrize(("kind", "text"), [("date", '"2026-11-28"'), ("decimals", '{"price": "1.5"}')])
+def test_an_answer_with_a_text_of_its_own_is_read(file: Path, kind: str, text: str) -> None:
+    (answer, _) = answers(file, Turn("", tool_calls=[call("show", kind=kind)]), Turn("4"))
+    assert answer.text[0]["content"] == text
 
 
 def test_calls_of_a_turn_are_made_side_by_side_up_to_a_limit(file: Path) -> None:
