@@ -74,6 +74,8 @@ def answer(key: str, known: Collection[str], *, whole: bool = False) -> str:
     if not whole:
         found = found or [row for theirs, row in rows if "." in theirs and key.endswith(f".{theirs}")]
         found = found or [row for theirs, row in rows if theirs.endswith(f".{key}")]
-    found = found or [row for theirs, row in rows if fnmatchcase(key, theirs)]
+    # `model.*` of another system is no answer to a misspelt setting of our section `model`.
+    ours = () if whole else tuple({f"{name.partition('.')[0]}.*" for name in known})
+    found = found or [row for theirs, row in rows if theirs not in ours and fnmatchcase(key, theirs)]
     found = [row for row in found if row.here] or found
     return ", or ".join({row.here: row.answer for row in reversed(found)}.values())

@@ -102,7 +102,8 @@ def _of_yaml(path: Path) -> dict[str, Any]:
 def _with_parents(path: Path, depth: int) -> Any:
     """Merge the file over the parent that its `defaults` names, as NeMo-RL does."""
     text = path.read_text(encoding="utf-8")
-    is_scalar = not any(isinstance(event, yaml.CollectionStartEvent) for event in yaml_events(text))
+    events = list(yaml_events(text))  # all of them: it refuses what is nested too deeply
+    is_scalar = not any(isinstance(event, yaml.CollectionStartEvent) for event in events)
     content = OmegaConf.create("" if is_scalar else text)
     if not isinstance(content, DictConfig):
         return content

@@ -163,12 +163,11 @@ def _start_of_conversations(prompt: Any, chosen: Messages, rejected: Messages, w
     start = list(chosen[:common])
     if prompt is None and not start:
         raise DataError(f"{where} has no prompt, and its chosen and rejected messages begin differently.")
-    is_answer = {side[0].get("role") for side in (chosen, rejected) if side and isinstance(side[0], dict)} == {
-        "assistant"
-    }
-    if isinstance(prompt, str) and not is_answer and all(message.get("content") != prompt for message in start):
+    begin_with = {message.get("role") for side in (chosen, rejected) for message in side[:1]}
+    texts = [message.get("content") for message in start]
+    if isinstance(prompt, str) and begin_with != {"assistant"} and prompt not in texts:
         raise DataError(
-            f"{where}: no message with which its chosen and rejected conversations both begin is the text of its prompt. "
+            f"{where}: its prompt is in none of the messages with which its chosen and rejected conversations begin. "
             "Set data.prompt_key='' to take their common messages as the prompt."
         )
     return start

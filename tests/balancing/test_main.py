@@ -84,7 +84,7 @@ def test_lengths_come_from_files_and_costs_from_a_model_config(tmp_path, capsys)
         ([*SMALL, "--ranks", "100000000"], "--ranks 100000000"),
         ([*SMALL, "--ranks", "many"], "'many'"),
         ([*SMALL, "--mini-batches", "65"], "--mini-batches 65"),
-        ([*SMALL, "--count", "0"], "count=0"),
+        ([*SMALL, "--count", "0"], "--count: 0"),
         (["none.jsonl", "--group-column", "uid"], "none.jsonl"),
         ([*SMALL, "--pipeline", "0"], "--pipeline: 0"),
         ([*SMALL, "--virtual-stages", "2"], "--pipeline"),
@@ -179,7 +179,7 @@ def test_it_runs_as_a_module():
     command = [sys.executable, "-m", "balancing", "no-such-file.csv"]
     ended = subprocess.run(command, cwd=REPOSITORY, text=True, capture_output=True)
     assert ended.returncode == 2
-    assert ended.stderr == "error: no-such-file.csv cannot be read: No such file or directory\n"
+    assert ended.stderr == "error: no-such-file.csv is not there. Give a folder, .json, .jsonl, .csv or .parquet.\n"
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ class Numbers:
 
     def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
         del add_special_tokens
-        return {"input_ids": [int(word) for word in text.split()]}
+        return {"input_ids": [int(word) for word in text.split() if word.isdigit()]}
 
 
 def example(number: int) -> Example:

@@ -282,8 +282,11 @@ def reference_update(model: torch.nn.Module) -> None:
     """The first AdamW step by hand: corrected moments are the gradient and its square. Half the peak rate: warm-up."""
     rate = OPTIMIZER.learning_rate / 2
     with torch.no_grad():
-        for parameter in (each for each in model.parameters() if each.grad is not None):
-            decay = OPTIMIZER.weight_decay if parameter.ndim >= 2 else 0.0
+        for name, parameter in model.named_parameters():
+            if parameter.grad is None:
+                continue
+            is_matrix = parameter.ndim >= 2 and not name.endswith("bias")  # experts' biases are stacked
+            decay = OPTIMIZER.weight_decay if is_matrix else 0.0
             step = parameter.grad / (parameter.grad.abs() + OPTIMIZER.epsilon)
             parameter.mul_(1 - rate * decay).sub_(rate * step)
 
