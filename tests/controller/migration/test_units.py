@@ -37,6 +37,15 @@ PEFT = "GRPOConfig(num_generations=4)\nLoraConfig(r=16, target_modules=['q_proj'
         (f"{SLIME} 64 --lr 2e-6", {"batch.mini_batches": 4, "policy.optimizer.learning_rate": 2e-6}),
         (f"{NEMO}=512", {"batch.mini_batches": 1, "batch.prompts_per_step": 32}),
         (f"{NEMO}=128", {"batch.mini_batches": 4}),
+        (
+            f"{NEMO}=512 policy.optimizer.kwargs.lr=5e-6 policy.generation.max_new_tokens=256 "
+            "loss_fn.token_level_loss=true",
+            {
+                "policy.optimizer.learning_rate": 5e-6,
+                "rollout.sampling.max_new_tokens": 256,
+                "algorithm.loss.aggregation": "token_mean",
+            },
+        ),
         (f"{OPENRLHF} 1024", {"batch.mini_batches": 1}),
         (f"{OPENRLHF} 256", {"batch.mini_batches": 4}),
         (f"{DOTTED} 1024 --actor.adam.lr 5e-7", {"batch.mini_batches": 1, "policy.optimizer.learning_rate": 5e-7}),
