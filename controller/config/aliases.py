@@ -74,7 +74,7 @@ def answer(key: str, known: Collection[str], *, whole: bool = False) -> str:
     if not whole:
         found = found or [row for theirs, row in rows if "." in theirs and key.endswith(f".{theirs}")]
         found = found or [row for theirs, row in rows if theirs.endswith(f".{key}")]
-    # `model.*` of another system is no answer to a misspelt setting of our section `model`.
+    # `model.*` of another system does not answer a misspelt setting of our section `model`.
     ours = () if whole else tuple({f"{name.partition('.')[0]}.*" for name in known})
     found = found or [row for theirs, row in rows if theirs not in ours and fnmatchcase(key, theirs)]
     found = [row for row in found if row.here] or found

@@ -1,11 +1,13 @@
 """Read settings back from a run's folder, whichever command made it."""
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
 
 import yaml
 
+from controller.config.file import yaml_events
 from controller.config.offline import PreferencesConfig, RewardTrainingConfig, SftConfig
 from controller.config.schema import Config, load_as
 from controller.config.training import TrainingConfig
@@ -21,9 +23,11 @@ def load_recorded(path: Path) -> TrainingConfig:
     Raises ConfigError as `load` does.
     """
     try:
-        read = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        deque(yaml_events(text), maxlen=0)  # refuses what is nested too deeply for PyYAML
+        read = yaml.safe_load(text)
         sections, data = set(read), set(read.get("data") or ())
-    except (AttributeError, OSError, TypeError, ValueError, yaml.YAMLError):
+    except (AttributeError, OSError, RecursionError, TypeError, ValueError, yaml.YAMLError):
         sections, data = set(), set()  # loading says what is wrong
     found = [schema for schema in SCHEMAS if sections <= {item.name for item in fields(schema)}]  # type: ignore[arg-type]
     unknown = {schema: len(data - vars(schema().data).keys()) for schema in found}  # type: ignore[attr-defined]
