@@ -4,6 +4,7 @@ import json
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -203,7 +204,7 @@ def test_a_dry_run_measures_every_role_once(
     for role in json.loads(kept.read_text()).values():
         states = (4 * role["sizes"]["parameters"] + 8 * role["sizes"]["trained"]) / 2
         assert role["stages"][0]["states"] == pytest.approx(states, rel=0.01)
-    monkeypatch.setattr("controller.preflight.memory.sys.executable", "/no/python")
+    monkeypatch.setattr("controller.preflight.memory.sys", SimpleNamespace(executable="/no/python"))
     assert main([*arguments, "nodes=1,gpus=2,gpu_gib=0.001,cpus=8"]) == 2
     assert "training needs about" in capsys.readouterr().err
 
