@@ -87,6 +87,7 @@ def _suggestion(name: str) -> str:
 
 
 def _refuse(message: str) -> int:
+    # Not `workers.errors.one_line`: the message may be that a user's file hides `workers`.
     printable = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in message)
     print(f"error: {printable}", file=sys.stderr)
     return 2

@@ -1,6 +1,6 @@
 """`python -m controller.migrate FILE_OR_COMMAND [--output FILE]`: translate another configuration of RL training.
 
-Reads scripts, commands and YAML of verl, and Python, YAML, JSON and commands of TRL. See `controller.migration`.
+Reads scripts, commands, Python, YAML and JSON of verl, TRL and others. See `controller.migration`.
 """
 
 import argparse
@@ -16,7 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m controller.migrate",
         usage="python -m controller.migrate FILE_OR_COMMAND [--output FILE [--overwrite]]",
-        description="Translate a configuration of verl or TRL into settings of controller.fit. Nothing is run.",
+        description="Translate a configuration of verl, TRL or another system into settings of ours. Nothing is run.",
     )
     parser.add_argument("--output", type=Path, help="file to write instead of printing the YAML")
     parser.add_argument("--overwrite", action="store_true", help="replace the file of --output if it exists")

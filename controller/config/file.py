@@ -258,9 +258,8 @@ def _read_override(override: str, known: Mapping[str, Setting]) -> DictConfig:
     if not value.strip() and key in known and known[key].type is str:
         override = f"{key}=''"  # as a shell gives `key=` and `key=""`. YAML would read it as null
     try:
-        if (
-            key in known and _holds_several(known[key]) and "${" in value.lstrip()[1:]
-        ):  # YAML reads its brace as a mapping
+        # YAML would read the brace of a reference within a list or a mapping as another mapping.
+        if key in known and _holds_several(known[key]) and "${" in value.lstrip()[1:]:
             raise _no_reference(key)
         _check_scalars(value, key=key)
         return OmegaConf.from_dotlist([override])
@@ -310,7 +309,7 @@ def _check_keys_and_types(part: DictConfig, known: Mapping[str, Setting], source
         deferred = isinstance(value, str) and (value == MISSING or "${" in value)
         if not deferred and not is_of_type(value, known[key].type):
             raise ConfigError(f"{source}{key} must be {_TYPES[known[key].type]}, not {shown(value)}.")
-        expanded = with_user_paths(value, f"{source}{key}")
+        expanded = value if known[key].type == Options else with_user_paths(value, f"{source}{key}")
         if expanded != value:
             OmegaConf.update(part, key, expanded, merge=False)
 

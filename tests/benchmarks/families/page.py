@@ -83,6 +83,13 @@ SHORT = {
     "the update brought nothing for": "vLLM does not replace its weights",
     "share parameters": "layers share parameters",
     "log-probs of engines and trainer differ": "differs",
+    "Can't load image processor": "vLLM wants an image processor",
+    "CPU GDN attention requires BF16": "vLLM's CPU kernel needs bfloat16",
+    "selective_scan_fwd": "vLLM has no CPU kernel for its state",
+    "attribute 'conv_dim'": "vLLM reads `conv_dim`, which the configuration has not",
+    "is_act_and_mul=False": "vLLM runs its experts on GPUs only",
+    "named 'cutlass'": "vLLM needs a GPU's packages",
+    "has no attribute 'set_allocator'": "vLLM needs Triton",
     "raises": "its code raises, as seen at load",
 }
 """Reasons in few words, by a part of the message."""

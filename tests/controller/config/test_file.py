@@ -307,6 +307,7 @@ def test_a_home_is_read_as_a_shell_reads_it(tmp_path: Path, monkeypatch: pytest.
     mapped = load(base, ["data.train=", f"data.sources={{{start}/a.jsonl: 2}}", f"teacher.paths={{a: {start}/t}}"])
     assert mapped.data.sources == {"/home/me/a.jsonl": 2} and mapped.teacher.paths == {"a": "/home/me/t"}
     assert load(base, [f"data.system_prompt=a {start}/x"]).data.system_prompt == f"a {start}/x"
+    assert load(base, [f"rollout.sampling.stop=['{start}/']"]).rollout.sampling.stop == [f"{start}/"]
 
 
 @pytest.mark.parametrize("value", ["$BALLAST_UNSET/x", "~nosuchuser/x"])
