@@ -128,6 +128,11 @@ def sending(
 
 def largest_difference(policy: TrainingEngine, replica: LocalReplica) -> float:
     """Of the log-probs of a few samples between the engine that drew them and the policy."""
+    return float(differences(policy, replica).max())
+
+
+def differences(policy: TrainingEngine, replica: LocalReplica) -> torch.Tensor:
+    """Those of every sampled token, as `largest_difference`."""
     rng = np.random.default_rng(3)
     prompts = [rng.integers(2, SIZES["vocab_size"], size).astype(np.int32) for size in (3, 17, 40)]
     requests = [SampleRequest(f"p{index}", 0, ids, seed=index) for index, ids in enumerate(prompts)]
@@ -137,19 +142,21 @@ def largest_difference(policy: TrainingEngine, replica: LocalReplica) -> float:
         [{name: torch.from_numpy(values.copy()) for name, values in row.items()} for row in rows]
     )
     log_probs, _ = policy.log_probs(sequences, [(0, len(rows))])
-    return float((log_probs - sequences.tokens["rollout_log_probs"]).abs()[sequences.tokens["loss_mask"]].max())
+    return (log_probs - sequences.tokens["rollout_log_probs"]).abs()[sequences.tokens["loss_mask"]]
 
 
 def transfer(path: str, placement: str, lora: int) -> dict[str, Any]:
     """Two updates, each with other weights: differences of the log-probs before and after, and what travelled."""
     policy, replica, communicator = build_policy(path, lora), start_replica(path, placement), Communicator(1)
-    found = {"before": largest_difference(policy, replica)}
+    before = differences(policy, replica)
+    found = {"before": float(before.max()), "before_mean": float(before.mean())}
     with sending(policy, [replica], placement, communicator) as send:
         for version in (1, 2):
             change_all(policy)
             found["changed"] = largest_difference(policy, replica)
             send(version)
-        found |= {"sent": largest_difference(policy, replica), "version": replica.weight_version()}
+        sent = differences(policy, replica)
+        found |= {"sent": float(sent.max()), "sent_mean": float(sent.mean()), "version": replica.weight_version()}
     replica.stop()
     return found | {"joined": communicator.joined, "chunks": len(communicator.sent)}
 
