@@ -49,6 +49,8 @@ from workers.errors import BallastError, CombinedConfigError, ConfigError, raise
 from workers.rollout.engine_options import check_engine_options
 from workers.rollout.placement import fits_device
 
+SETTING_OF_ERROR = re.compile(r"([a-z_]+(?:\.[a-z_]+)+)=")
+
 
 def check(config: Config, given: GivenFunctions = NONE_GIVEN, *, needs_data: bool = True) -> None:
     """Raise one error for each independent part that cannot work or has no effect, together.
@@ -68,20 +70,29 @@ def check(config: Config, given: GivenFunctions = NONE_GIVEN, *, needs_data: boo
 
 def _check_together(parts: Sequence[Callable[[], None]]) -> None:
     """Run independent checks, and raise their errors together. A fault of a check itself hides none of them."""
-    errors: dict[str, BallastError] = {}  # by message, because parts may share a check
+    errors: list[BallastError] = []
     faults: list[Exception] = []
     for part in parts:
         try:
             part()
         except CombinedConfigError as several:
-            errors |= {str(error): error for error in several.errors}
+            errors += several.errors
         except BallastError as error:  # also DataError of a file
-            errors[str(error)] = error
+            errors.append(error)
         except Exception as error:
             faults.append(error)
-    raise_all(list(errors.values()))
+    raise_all(_one_of_a_setting(errors))
     if faults:
         raise faults[0]
+
+
+def _one_of_a_setting(errors: Sequence[BallastError]) -> list[BallastError]:
+    """Keep the first error of a setting: what a setting without effect names needs not exist."""
+    first: dict[str, BallastError] = {}
+    for error in errors:
+        setting = SETTING_OF_ERROR.match(str(error))
+        first.setdefault(setting[1] if setting else str(error), error)
+    return list(first.values())
 
 
 def _check_model_and_data(config: Config, needs_data: bool) -> None:
