@@ -13,6 +13,7 @@ import pyarrow
 import pyarrow.parquet
 
 from controller.config.file import leaves
+from controller.migration.trl_rewards import FUNCTIONS, TOOLS, WEIGHTS, add_rewards, name_tools
 
 Theirs = Mapping[str, Any]
 Ours = MutableMapping[str, Any]
@@ -88,6 +89,9 @@ DERIVED = {
         "gradient_accumulation_steps",
         "max_steps",
         "num_train_epochs",
+        FUNCTIONS,
+        WEIGHTS,
+        TOOLS,
     ),
 }
 """Keys whose values do not become a setting directly."""
@@ -246,6 +250,8 @@ def _caps(ours: Ours, to_decide: list[str]) -> None:
 
 
 def _trl(theirs: Theirs, ours: Ours, to_decide: list[str]) -> None:
+    add_rewards(theirs, ours, to_decide)
+    name_tools(theirs, to_decide)
     group = _count(theirs, "num_generations", 8, to_decide)
     accumulated = _count(theirs, "gradient_accumulation_steps", 1, to_decide)
     of_a_device = _count(theirs, "per_device_train_batch_size", 8, to_decide)

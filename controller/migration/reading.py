@@ -35,6 +35,7 @@ OPERATORS = {
 }
 MOST_PARENTS = 8
 LORA = {"r": "lora_r", "target_modules": "lora_target_modules"}  # LoraConfig's names, as TRL's commands have them
+OF_FUNCTIONS = ("reward_funcs", "tools")  # arguments of trainers whose values are functions of the script
 ARRAY = re.compile(r"\$\{?(\w+\[[@*]\]|@|\*)\}?")  # words that are listed elsewhere, not a value
 ENDS = ("\n", "--", ")", "&&", "||", "|", "&", ">", "2>&1")
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
@@ -70,7 +71,9 @@ def _of_file(path: Path) -> Recipe:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".py":
             tree = ast.parse(text)
-            return Recipe(dict(_of_python(tree)), " ".join(map(_called, ast.walk(tree))))
+            return Recipe(
+                dict(_of_python(tree, _functions_by_name(tree, path))), " ".join(map(_called, ast.walk(tree)))
+            )
         if path.suffix == ".toml":
             return Recipe(dict(leaves(tomllib.loads(text))))
         if path.suffix in (".yaml", ".yml", ".json"):
@@ -117,7 +120,19 @@ def _with_parents(path: Path, depth: int) -> Any:
     return OmegaConf.merge(_with_parents(parent, depth - 1), content)
 
 
-def _of_python(tree: ast.AST) -> Iterator[tuple[str, Any]]:
+def _functions_by_name(tree: ast.Module, path: Path) -> dict[str, str]:
+    """Return `file.py:name` of the functions that a script defines, and `module:name` of those that it imports."""
+    defined = {
+        node.name: f"{path}:{node.name}"
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+    imported = {alias.asname or alias.name: f"{node.module}:{alias.name}" for node in imports for alias in node.names}
+    return imported | defined
+
+
+def _of_python(tree: ast.AST, functions: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
     """Keyword arguments of calls such as GRPOConfig(...) and GRPOTrainer(...). Code in place of a value stays code."""
     for node in ast.walk(tree):
         name = _called(node)
@@ -126,10 +141,19 @@ def _of_python(tree: ast.AST) -> Iterator[tuple[str, Any]]:
             for keyword in node.keywords:
                 key = names.get(keyword.arg, keyword.arg)
                 if key:
-                    try:
-                        yield key, ast.literal_eval(keyword.value)
-                    except ValueError:
-                        yield key, f"${{{ast.unparse(keyword.value)}}}"
+                    yield key, _value_in_python(keyword.value, functions if key in OF_FUNCTIONS else {})
+
+
+def _value_in_python(node: ast.expr, functions: Mapping[str, str]) -> Any:
+    """Return a literal, the names of functions, or the code as a text in `${}`."""
+    if isinstance(node, ast.List | ast.Tuple) and functions:
+        return [_value_in_python(element, functions) for element in node.elts]
+    if isinstance(node, ast.Name) and node.id in functions:
+        return functions[node.id]
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        return f"${{{ast.unparse(node)}}}"
 
 
 def _called(node: ast.AST) -> str:

@@ -28,7 +28,10 @@ from workers.errors import ConfigError
 KNOWN = FIT.known
 ROWS = [row for row in counterparts() if row.is_of(KNOWN) and row.system not in TABLES.values()]
 OPTIONS = {key for key, found in KNOWN.items() if found.type == Options}
-INSTEAD = {"data.train": "data.sources", "reward.function": "rollout.environment"}
+INSTEAD = {
+    "data.train": ("data.sources",),
+    "reward.function": ("rollout.environment", "reward.functions", "reward.model.path"),
+}
 PLACEHOLDERS = {"model.path": "models/policy", "data.train": "data/train.jsonl", "reward.function": "reward.py:reward"}
 
 MARKS = {
@@ -99,7 +102,7 @@ def migrate(given: Mapping[str, Any]) -> Migration:
     named = {key: value for key, value in given.items() if key.startswith(("env.", "select."))}
     derive(system, named | known, migration.settings, migration.open)
     for key, placeholder in PLACEHOLDERS.items():
-        if not {key, INSTEAD.get(key)} & migration.settings.keys():
+        if not {key, *INSTEAD.get(key, ())} & migration.settings.keys():
             migration.settings[key] = placeholder
             migration.open.append(f"{key}={placeholder}: a placeholder. Name yours.")
     _settle(migration)

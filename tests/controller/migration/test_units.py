@@ -72,6 +72,55 @@ def test_a_size_without_its_other_factor_is_to_decide() -> None:
     assert any("global-batch-size=256" in line and "n-samples-per-prompt" in line for line in migration.open)
 
 
+REWARDS_IN_PYTHON = """
+from mine.rewards import length
+def exact(completions, answer): return [1.0] * len(completions)
+def search(query: str) -> str: return query
+args = GRPOConfig(num_generations=4{weights})
+GRPOTrainer(model="m", args=args, reward_funcs={functions}, tools=[search])
+"""
+
+
+@pytest.mark.parametrize(
+    ("functions", "weights", "wanted"),
+    [
+        ("exact", "", {"reward.function": "train.py:exact"}),
+        ("[exact]", ", reward_weights=[0.5]", {"reward.functions": {"train.py:exact": 0.5}}),
+        ("[exact, length]", "", {"reward.functions": {"train.py:exact": 1.0, "mine.rewards:length": 1.0}}),
+        (
+            "[exact, length]",
+            ", reward_weights=[1.0, 0.2]",
+            {"reward.functions": {"train.py:exact": 1.0, "mine.rewards:length": 0.2}},
+        ),
+        ("'some/reward-model'", "", {"reward.model.path": "some/reward-model"}),
+        (
+            "[length, 'some/reward-model']",
+            "",
+            {"reward.function": "mine.rewards:length", "reward.model.path": "some/reward-model"},
+        ),
+        ("[exact, length]", ", reward_weights=[1.0]", {}),
+        ("[exact, lambda completions: 1.0]", "", {}),
+    ],
+)
+def test_reward_functions_of_trl_keep_their_weights(
+    functions: str, weights: str, wanted: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(REWARDS_IN_PYTHON.format(functions=functions, weights=weights))
+    migration = migrate(given(["train.py"]))
+    rewards = {key: value for key, value in migration.settings.items() if key.startswith("reward.")}
+    assert rewards == (wanted or {"reward.function": "reward.py:reward"})
+    assert any(line.startswith("reward.function") for line in migration.open) or "reward.model.path" in wanted
+    assert any(line.startswith("rollout.tools: ") and "search" in line for line in migration.open)
+
+
+def test_reward_functions_of_a_command_are_modules() -> None:
+    source = "trl grpo --num_generations 4 --reward_funcs accuracy_reward my.lib.brief --reward_weights 1.0 0.25"
+    migration = migrate(given([source]))
+    assert migration.settings["reward.functions"] == {"trl.rewards:accuracy_reward": 1.0, "my.lib:brief": 0.25}
+    assert any("workers.reward_functions:math" in line for line in migration.open)
+
+
 OPENRLHF_OFFLINE = "--train.batch_size 256 --adam.lr 5e-7 --data.max_len 8192 --model.model_name_or_path m"
 
 
