@@ -45,6 +45,13 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}\n")
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse an empty word: pathlib makes the working directory of it."""
+        words = sys.argv[1:] if args is None else list(args)
+        if "" in words:
+            self.error("an argument is empty: is a variable of the shell not set?")
+        return super().parse_args(words, namespace)
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit code: 0, or 2 after a one-line error for bad input."""
@@ -193,6 +200,12 @@ def _at_least_one(text: str) -> int:
     return int(text)
 
 
+def _at_least_zero(text: str) -> int:
+    if not 0 <= int(text) < 2**63:
+        raise argparse.ArgumentTypeError(f"{text}: must be 0 or a whole number above")
+    return int(text)
+
+
 def _sequences(text: str) -> int:
     if not 1 <= int(text) <= MOST_SEQUENCES:
         raise argparse.ArgumentTypeError(f"{text}: must be 1 to {MOST_SEQUENCES:,}")
@@ -208,7 +221,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--step", type=int, help="step of a run (the last)")
     add("--distribution", choices=tuple(DISTRIBUTIONS), metavar="NAME", help=", ".join(DISTRIBUTIONS))
     add("--count", type=_sequences, default=2048, help="sequences to draw (2048)")
-    add("--seed", type=int, default=0, help="of the draw and of the mini-batches (0)")
+    add("--seed", type=_at_least_zero, default=0, help="of the draw and of the mini-batches (0)")
     add("--group-column", metavar="NAME", help="key or column that is equal for sequences with a shared prefix")
     add("--prefix-column", metavar="NAME", help="key or column of the tokens of that prefix")
     how = parser.add_argument_group("plan", "Defaults in brackets. A run's folder brings the arguments of its plans.")

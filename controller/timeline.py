@@ -9,6 +9,7 @@ from pathlib import Path
 from controller.lifecycle.session import exit_code
 from controller.observability.timeline import read_timeline, trace_events, write_trace
 from controller.preflight.arguments import OneLineParser, writing
+from workers.errors import ConfigError
 
 
 def parse_steps(text: str) -> range:
@@ -28,6 +29,8 @@ def _trace(arguments: Sequence[str] | None) -> None:
     parser.add_argument("--steps", type=parse_steps, metavar="3-5", help="steps to show, both ends included (all)")
     parser.add_argument("--output", type=Path, help="file to write (runs/NAME/trace.json)")
     options = parser.parse_args(arguments)
+    if options.output and options.output.exists():
+        raise ConfigError(f"--output={options.output}: the file exists. Name another file, or remove it.")
     output = options.output or options.folder / "trace.json"
     events = trace_events(read_timeline(options.folder, options.steps))
     with writing("--output", output):

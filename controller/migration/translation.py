@@ -18,9 +18,9 @@ from controller.config.aliases import Counterpart, counterparts
 from controller.config.file import Options, Setting, is_of_type
 from controller.config.offline import OfflineConfig
 from controller.migration.commands import FIT, Command, Recognition, recognise_offline
-from controller.migration.derived import DERIVED, derive
 from controller.migration.offline import ACCUMULATION, PER_DEVICE, TABLES, defaults, derive_offline, renamed
 from controller.migration.reading import typed
+from controller.migration.systems import derive, keys_of, prepare
 from controller.preflight.checks import check_settings
 from controller.preflight.offline_checks import check_offline_settings
 from workers.errors import ConfigError
@@ -95,12 +95,16 @@ def migrate(given: Mapping[str, Any]) -> Migration:
         return _migrate_offline(renamed(offline.system, given), offline)
     system, evidence = _system(given)
     migration = Migration(system, evidence=evidence)
+    given = prepare(system, given, migration.open)
     rows = _rows([row for row in ROWS if row.system == system], given, migration)
     for theirs, value, row, is_given in rows:
         _apply(migration, row, theirs, value, is_given=is_given)
     known = {row.key: value for _, value, row, _ in rows if value is not None and "$" not in str(value)}
     named = {key: value for key, value in given.items() if key.startswith(("env.", "select."))}
     derive(system, named | known, migration.settings, migration.open)
+    if "resources.device" not in migration.settings:
+        migration.settings["resources.device"] = "cuda"
+        migration.defaults["resources.device"] = "cuda (GPUs there, also where this command has none)"
     for key, placeholder in PLACEHOLDERS.items():
         if not {key, *INSTEAD.get(key, ())} & migration.settings.keys():
             migration.settings[key] = placeholder
@@ -182,7 +186,7 @@ def _apply(migration: Migration, row: Counterpart, theirs: str, value: Any, *, i
     if isinstance(value, str) and "$" in value:
         migration.open.append(f"{shown}: a value that only its own program knows; {row.answer}.")
         return
-    if row.key in DERIVED.get(row.system, ()):
+    if row.key in keys_of(row.system):
         return
     ones = value if isinstance(value, list) and row.values else [value]
     in_table = all(text_of(one) in row.values for one in ones)

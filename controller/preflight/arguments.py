@@ -1,6 +1,7 @@
 """Parse the command line of a training command: file, overrides, dry run."""
 
 import argparse
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -80,6 +81,14 @@ class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Handle wrong arguments, for argparse."""
         raise ConfigError(f"{message}; {' '.join(self.format_usage().split())}")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse an empty word, for argparse: pathlib makes the working directory of it."""
+        words = sys.argv[1:] if args is None else list(args)
+        if "" in words:
+            before = words[words.index("") - 1] if words.index("") else "the first argument"
+            self.error(f"an argument is empty, behind {before}: is a variable of the shell not set?")
+        return super().parse_known_args(words, namespace)
 
 
 class _PrintSettings(argparse.Action):

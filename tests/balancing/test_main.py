@@ -96,6 +96,8 @@ def test_lengths_come_from_files_and_costs_from_a_model_config(tmp_path, capsys)
         ([*SMALL, "--group-column", "uid", "--prefix-column", "prompt"], "--group-column"),
         ([*SMALL, "--model", "none.json"], "none.json"),
         ([*SMALL, "--png", "/no/such/folder/a.png"], "/no/such/folder/a.png"),
+        ([*SMALL, "--seed", "-3"], "--seed: -3"),
+        ([*SMALL, "--model", ""], "an argument is empty"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments, named, capsys):

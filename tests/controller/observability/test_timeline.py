@@ -126,6 +126,10 @@ def test_the_command_writes_the_steps_asked_for(tmp_path: Path, capsys: pytest.C
     part = json.loads((tmp_path / "part.json").read_text())
     check(part)
     assert {event["args"]["step"] for event in slices_of(part, "rollout 0", "generate")} == {1, 2}
+    assert main([str(tmp_path), "--output", str(tmp_path / "part.json")]) == 2
+    assert "part.json: the file exists" in capsys.readouterr().err
+    assert main([str(tmp_path), "--output", ""]) == 2
+    assert "--output: is a variable of the shell not set?" in capsys.readouterr().err
     assert main([str(tmp_path)]) == 0
     assert len(json.loads((tmp_path / "trace.json").read_text())["traceEvents"]) > len(part["traceEvents"])
 

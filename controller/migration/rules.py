@@ -1,0 +1,114 @@
+"""Rules that several systems share: sizes, files, lengths and caps that follow from several of their keys."""
+
+import math
+from collections.abc import Mapping, MutableMapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+
+Recipe = Mapping[str, Any]
+Settings = MutableMapping[str, Any]
+CAP = 16384  # tokens of a micro-batch where none is given
+
+
+def above_0(value: Any) -> int:
+    return value if isinstance(value, int) and value > 0 else 0
+
+
+def count(recipe: Recipe, key: str, default: int, to_decide: list[str]) -> int:
+    value = recipe.get(key, default)
+    if isinstance(value, int) and value > 0:
+        return int(value)
+    to_decide.append(f"{key}={value}: must be a whole number above 0. Using {default}.")
+    return default
+
+
+def add_mini_batches(
+    recipe: Recipe, settings: Settings, to_decide: list[str], size_key: str, prompts_key: str, samples_key: str
+) -> None:
+    """Divide the size of a step by the size of a mini-batch, in sequences, or in prompts without `samples_key`."""
+    if size_key not in recipe:
+        return
+    size, *of_a_step = (above_0(recipe.get(key)) for key in (size_key, prompts_key, samples_key) if key)
+    if not size or 0 in of_a_step:
+        named = ", ".join(key for key in (size_key, prompts_key, samples_key) if key)
+        to_decide.append(f"batch.mini_batches: {size_key}={recipe[size_key]} needs whole numbers above 0 of {named}.")
+        return
+    step = math.prod(of_a_step)
+    mini_batches = settings["batch.mini_batches"] = max(1, round(step / size))
+    if step % size:
+        to_decide.append(f"batch.mini_batches={mini_batches}: a step of {step} is not a multiple of {size_key}={size}.")
+
+
+def updates_of_a_step(settings: Settings) -> int:
+    """Return the optimiser steps of a step."""
+    return int(settings.get("batch.mini_batches", 1)) * int(settings.get("batch.epochs", 1))
+
+
+def steps_to_updates(settings: Settings, *keys: str) -> None:
+    """Multiply counts of steps, where a schedule of ours counts optimiser steps."""
+    for key in keys:
+        if isinstance(settings.get(key), int):
+            settings[key] *= updates_of_a_step(settings)
+
+
+def updates_to_steps(settings: Settings, *keys: str) -> None:
+    """Divide counts of optimiser steps, where ours counts steps."""
+    for key in keys:
+        if above_0(settings.get(key)):
+            settings[key] = max(1, settings[key] // updates_of_a_step(settings))
+
+
+def paths_of(value: Any) -> list[str]:
+    return [str(path) for path in value] or [""] if isinstance(value, list) else [str(value or "")]
+
+
+def shares_of(paths: Sequence[str], to_decide: list[str]) -> dict[str, float]:
+    """Weigh files by their number of records: other systems join them."""
+    sizes = [_records_of(Path(path).expanduser()) for path in paths]
+    if all(sizes):
+        return dict(zip(paths, map(float, sizes), strict=True))
+    to_decide.append("data.sources: equal weights here, a joined file there. Set each to its number of records.")
+    return dict.fromkeys(paths, 1.0)
+
+
+def _records_of(path: Path) -> int:
+    try:
+        if path.suffix == ".parquet":
+            return int(pyarrow.parquet.read_metadata(path).num_rows)
+        if path.suffix == ".jsonl":
+            with path.open("rb") as lines:
+                return sum(bool(line.strip()) for line in lines)
+    except (OSError, pyarrow.ArrowException):
+        pass
+    return 0
+
+
+def ask_for_steps(epochs: Any, settings: Settings, to_decide: list[str]) -> None:
+    """Say how steps follow from epochs, unless they are set."""
+    if "run.steps" not in settings:
+        prompts = settings.get("batch.prompts_per_step", "batch.prompts_per_step")
+        to_decide.append(f"run.steps: {epochs} epochs are {epochs} x the number of records / {prompts} steps.")
+
+
+def fit_cap(settings: Settings, to_decide: list[str]) -> None:
+    """Set a cap of micro-batches that the longest sequence goes into: other systems' caps bound no single sequence."""
+    lengths = [settings.get("data.max_prompt_tokens", 1024), settings.get("rollout.sampling.max_new_tokens", 1024)]
+    cap = settings.get("policy.max_tokens_per_micro_batch")
+    if not all(map(above_0, lengths)) or (cap is not None and not above_0(cap)):
+        return
+    longest = max(sum(lengths), lengths[0] + above_0(settings.get("rollout.max_episode_tokens")))
+    of_a_rank = math.ceil(longest / (above_0(settings.get("policy.parallel.context_parallel")) or 1))
+    if cap is None:
+        cap = settings["policy.max_tokens_per_micro_batch"] = max(CAP, 2 * of_a_rank)
+        to_decide.append(
+            f"policy.max_tokens_per_micro_batch={cap}: replaces sequences per micro-batch. Raise or lower it."
+        )
+    elif cap < of_a_rank:
+        settings["policy.max_tokens_per_micro_batch"] = of_a_rank
+        to_decide.append(
+            f"policy.max_tokens_per_micro_batch={of_a_rank}: {cap} there, where a longer sequence is alone. The "
+            "longest goes into it."
+        )
