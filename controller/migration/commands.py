@@ -60,6 +60,7 @@ NOT_TRANSLATED = (
     ("ROLL", SFT, r"start_sft_pipeline", ("sft_train.",)),
     ("ROLL", PREFERENCES, r"start_dpo_pipeline", ("dpo_train.",)),
     ("slime", SFT, r"slime\.rollout\.sft_rollout\S*|miles\.rollout\.sft_rollout\S*|sft_loss", ()),
+    ("prime-rl", SFT, r"\buv run sft\b", ("data.seq_len",)),
 )
 """System, command, program, and beginnings of keys."""
 

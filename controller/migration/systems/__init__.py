@@ -29,14 +29,14 @@ class System:
 
 SYSTEMS = {
     "verl": System(verl.KEYS, verl.derive),
-    "TRL": System(trl.KEYS, trl.derive),
+    "TRL": System(trl.KEYS, trl.derive, trl.prepare),
     "slime": System(slime.KEYS, slime.derive),
     "OpenRLHF": System(openrlhf.KEYS, openrlhf.derive),
     "ROLL": System(roll.KEYS, roll.derive),
     "NeMo-RL": System(nemo_rl.KEYS, nemo_rl.derive),
     "SkyRL": System(skyrl.KEYS, skyrl.derive),
     "AReaL": System(areal.KEYS, areal.derive),
-    "prime-rl": System(prime_rl.KEYS, prime_rl.derive),
+    "prime-rl": System(prime_rl.KEYS, prime_rl.derive, prime_rl.prepare),
     "verifiers": System(prime_rl.KEYS_OF_VERIFIERS, prime_rl.derive_environment),
 }
 
