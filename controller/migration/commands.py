@@ -36,7 +36,10 @@ SFT = Command("controller.sft", SftConfig, "batch.sequences_per_step", "supervis
 PREFERENCES = Command("controller.preferences", PreferencesConfig, "batch.pairs_per_step", "preference optimisation")
 REWARD_MODEL = Command("controller.reward_model", RewardTrainingConfig, "batch.records_per_step", "a reward model")
 
-REINFORCEMENT = r"\w*(?:GRPO|RLOO|PPO|ReMax)(?:Config|Trainer)\b|trl (?:grpo|rloo)\b|main_ppo|main_dapo|train_ppo\w*"
+REINFORCEMENT = (
+    r"\w*(?:GRPO|RLOO|PPO|ReMax)(?:Config|Trainer)\b|trl (?:grpo|rloo)\b|main_ppo|main_dapo|train_ppo\w*"
+    r"|\b(?:grpo|rloo|ppo|gspo)(?:_\w+)?\.py"
+)
 REFUSED = (
     r"\w*(?:KTO|ORPO|BCO|GKD|GOLD|MiniLLM|NashMD|XPO|OnlineDPO|SDPO|CPO|BEMA)(?:Config|Trainer)\b"
     r"|trl kto\b|(?:online_dpo\w*|sdpo|kto|orpo|bco|gkd|cpo)\.py|train_k(?:to|d)\b"

@@ -4,6 +4,8 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 from controller.migration.commands import PREFERENCES, REWARD_MODEL, SFT, Command
+from controller.migration.rules import above_0
+from controller.migration.systems.trl import PROCESSES, apply_switches, choose_modules, name_data
 
 TABLES = {
     "verl": "verl's sft_trainer",
@@ -77,6 +79,8 @@ ACCUMULATION = "gradient_accumulation_steps"
 
 def renamed(system: str, recipe: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys by their present names."""
+    if system == "TRL":
+        return apply_switches(recipe)
     if system != "OpenRLHF":
         return dict(recipe)
     return {OLD_FLAGS.get(key.replace("-", "_"), key): value for key, value in recipe.items()}
@@ -96,6 +100,8 @@ def derive_offline(
     """Add the size of a step and the length of the run, and the open questions to `to_decide`."""
     if system == "TRL":
         _size_of_trl(command, theirs, ours, to_decide)
+        name_data(theirs, ours)
+        _tell_trl(command, theirs, ours, to_decide)
     elif size := theirs.get("train.batch_size", theirs.get("data.train_batch_size")):
         ours[command.size] = size
     if ours.get("run.steps"):
@@ -118,5 +124,20 @@ def _size_of_trl(
     if not all(isinstance(size, int) and size > 0 for size in sizes):
         to_decide.append(f"{command.size}: {PER_DEVICE} x {ACCUMULATION} must be whole numbers above 0.")
         return
-    ours[command.size] = sizes[0] * sizes[1]
-    to_decide.append(f"{command.size}={ours[command.size]}: of one GPU. Multiply it by yours.")
+    ours[command.size] = sizes[0] * sizes[1] * (above_0(theirs.get(PROCESSES)) or 1)
+    of = "packed rows, each of several records, " if theirs.get("packing") is True else ""
+    if of or not above_0(theirs.get(PROCESSES)):
+        to_decide.append(f"{command.size}={ours[command.size]}: {of}of one GPU. Multiply it by yours.")
+
+
+def _tell_trl(
+    command: Command, theirs: Mapping[str, Any], ours: MutableMapping[str, Any], to_decide: list[str]
+) -> None:
+    if command != REWARD_MODEL:  # whose whole model is trained
+        choose_modules(ours, to_decide)
+    if command != SFT:
+        return
+    if True not in (theirs.get("assistant_only_loss"), theirs.get("completion_only_loss")):
+        to_decide.append("data.train: `messages` train on every token there, here on the assistant's turns.")
+    if theirs.get("loss_type", "nll") not in ("nll", "chunked_nll"):
+        to_decide.append(f"loss.aggregation: loss_type={theirs['loss_type']} there, the plain log-loss here.")

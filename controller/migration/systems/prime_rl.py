@@ -1,4 +1,4 @@
-"""prime-rl and verifiers: samples of a step become prompts, the environment's options stand behind its name."""
+"""prime-rl and verifiers: samples of a step become prompts, an environment's options stand behind its name."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -41,17 +41,18 @@ KEYS = (
 
 
 def prepare(recipe: Recipe, to_decide: list[str]) -> Mapping[str, Any]:
-    """A source's own keys come before those of all sources. Raises ConfigError for another kind of training."""
+    """A source's own keys come before those of all sources. Raises ConfigError for another algorithm."""
     keys = {key: value for key, value in recipe.items() if value != {}}
     if any(key.startswith(LORA) for key in recipe):
         keys.setdefault(f"{LORA}.rank", 16)
     for source in _sources(recipe, SOURCE)[:1]:
         for key, value in source.items():
             keys |= {theirs + key.removeprefix(own): value for own, theirs in NAMES if key.startswith(own)}
-        if "advantage_range" in source.values():  # a group whose samples score alike is not taken into the step
+        if "advantage_range" in source.values():  # a gate: a group that scores alike does not enter the step
             keys["buffer.online_difficulty_filtering"] = True
     for source in _sources(recipe, EVALUATION)[:1]:
-        keys |= {f"orchestrator.eval.{key}": source[key] for key in ("group_size", "interval") if key in source}
+        own = source.keys() & {"group_size", "interval"}
+        keys |= {f"orchestrator.eval.{key}": source[key] for key in own}
     if keys.get(ALGORITHM, "grpo") not in ("grpo", "max_rl"):
         raise ConfigError(
             f"{ALGORITHM}={keys[ALGORITHM]}: migrate translates grpo and max_rl. Start from the settings "
@@ -59,7 +60,8 @@ def prepare(recipe: Recipe, to_decide: list[str]) -> Mapping[str, Any]:
         )
     if above_0(keys.get("trainer.model.cp")) > 1:
         keys.setdefault("trainer.model.cp_style", "ring")
-    return dict(sorted(keys.items(), key=lambda item: not item[0].endswith(".type")))  # betas come after a type's own
+    # A type has defaults of its own, which its other keys replace.
+    return dict(sorted(keys.items(), key=lambda item: not item[0].endswith(".type")))
 
 
 def derive(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
@@ -72,8 +74,8 @@ def derive(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
     for source in _sources(recipe, EVALUATION)[:1]:
         settings["data.validation"] = _name_environment(source)
     to_decide.append(
-        "algorithm.loss.name: DPPO there, which masks tokens whose probability moved by more than 0.2, and 0.001 x the "
-        "squared log-ratio to the engine. Keep ppo_clip here, or write a custom loss."
+        "algorithm.loss.name: DPPO there, which masks tokens whose probability moved by more than 0.2, and "
+        "0.001 x the squared log-ratio to the engine. Keep ppo_clip here, or write a custom loss."
     )
     if "run.steps" not in settings:
         to_decide.append("run.steps: without end there. Set a number.")
@@ -82,7 +84,7 @@ def derive(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
 
 def derive_environment(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
     """The environment's options stand behind its name. prime-rl has a list of environments."""
-    sources = _sources(recipe, SOURCE) or [recipe]
+    sources = _sources(recipe, SOURCE) or [dict(recipe)]
     for source in sources[1:]:
         to_decide.append(f"rollout.environment: one here. Left out is {source.get('env.taskset.id')}.")
     if name := _name_environment(sources[0]):
@@ -126,12 +128,12 @@ def _add_lengths(recipe: Recipe, settings: Settings, to_decide: list[str]) -> No
     response = above_0(settings.get("rollout.sampling.max_new_tokens"))
     if not response:
         response = settings["rollout.sampling.max_new_tokens"] = max(length - of_prompt, 1024)
-        to_decide.append(f"rollout.sampling.max_new_tokens={response}: to the end of the context there. Set yours.")
+        to_decide.append(f"rollout.sampling.max_new_tokens={response}: without a limit there. Set yours.")
     if length and settings.get("rollout.environment"):
         of_episode = settings["rollout.max_episode_tokens"] = max(length - of_prompt, response)
         to_decide.append(
-            f"rollout.max_episode_tokens={of_episode}: a sequence of {length} tokens there, of which {of_prompt} are of "
-            "the prompt here. Set data.max_prompt_tokens too."
+            f"rollout.max_episode_tokens={of_episode}: a sequence has {length} tokens there, and prompts have "
+            f"{of_prompt} here. Set data.max_prompt_tokens too."
         )
 
 
@@ -161,6 +163,6 @@ def _add_schedule(recipe: Recipe, settings: Settings) -> None:
     settings["policy.optimizer.schedule"] = "cosine" if kind == "cosine" else "wsd"
     if kind == "linear" and above_0(settings.get("run.steps")):
         settings["policy.optimizer.decay_ratio"] = round(decay / settings["run.steps"], 6)
-    lowest = recipe.get(f"{SCHEDULER}.min_lr")
-    if lowest and settings.get("policy.optimizer.learning_rate"):
-        settings["policy.optimizer.final_learning_rate_ratio"] = lowest / settings["policy.optimizer.learning_rate"]
+    if lowest := recipe.get(f"{SCHEDULER}.min_lr"):
+        peak = settings.get("policy.optimizer.learning_rate", 1e-6)
+        settings["policy.optimizer.final_learning_rate_ratio"] = lowest / peak

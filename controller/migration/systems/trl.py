@@ -4,7 +4,15 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from controller.migration.rules import Recipe, Settings, above_0, ask_for_steps, count, updates_of_a_step, updates_to_steps
+from controller.migration.rules import (
+    Recipe,
+    Settings,
+    above_0,
+    ask_for_steps,
+    count,
+    updates_of_a_step,
+    updates_to_steps,
+)
 from controller.migration.systems.trl_rewards import FUNCTIONS, TOOLS, WEIGHTS, add_rewards, name_tools
 
 PROCESSES = "num_processes"
@@ -14,7 +22,6 @@ TRAINERS = (
     ("PPOTrainer", r"\bPPO(?:Config|Trainer)\b|\bppo(?:_\w+)?\.py"),
 )
 """Trainers with defaults of their own, and the names of their programs and classes."""
-PPO_OPTIMIZER = ("learning_rate", "weight_decay", "beta1", "beta2", "epsilon", "max_grad_norm", "schedule", "warmup_steps")
 KEYS = (
     "generation_batch_size",
     "steps_per_generation",
@@ -33,15 +40,13 @@ KEYS = (
 
 
 def prepare(recipe: Recipe, to_decide: list[str]) -> Mapping[str, Any]:
-    """Put the trainer first, whose row holds its defaults, and rename keys that mean something else with it."""
+    """Put the trainer first, whose row holds its defaults, and rename keys that mean another thing with it."""
     program = getattr(recipe, "program", "")
     keys = apply_switches(recipe)
-    if "lora_r" in recipe and "lora_r" not in keys:
-        to_decide.append("model.lora.rank=0: use_peft is false there, which trains the whole model. Set a rank.")
     if not program:
         to_decide.append(
-            "algorithm.advantage: GRPO's, as the file names no trainer. For another, migrate its command too: `trl "
-            "rloo`, `trl sft` or `trl dpo` with the keys as flags."
+            "algorithm.advantage: GRPO's, as the file names no trainer. For another, migrate its command: "
+            "`trl rloo`, `trl sft` or `trl dpo`, with the keys as flags."
         )
     trainer = next((name for name, pattern in TRAINERS if re.search(pattern, program)), "")
     if trainer == "RLOOTrainer" and "beta" in keys:
@@ -52,7 +57,7 @@ def prepare(recipe: Recipe, to_decide: list[str]) -> Mapping[str, Any]:
 
 
 def apply_switches(recipe: Recipe) -> dict[str, Any]:
-    """Return the keys that count: `no_x` is x=false, adapters need use_peft, and warm-up below 1 is a share."""
+    """Return the keys that count: `no_x` is x=false, adapters need use_peft, warm-up below 1 is a share."""
     keys = {key: value for key, value in recipe.items() if not (key.startswith("no_") and value is True)}
     keys |= {key.removeprefix("no_"): False for key in recipe.keys() - keys.keys()}
     warmup = keys.get("warmup_steps")
@@ -63,7 +68,8 @@ def apply_switches(recipe: Recipe) -> dict[str, Any]:
         return {"lora_r": 8, "lora_alpha": 8} | keys
     if keys.pop("use_peft", False) is True:
         return {"lora_r": 16, "lora_alpha": 32} | keys
-    return {key: value for key, value in keys.items() if not key.startswith("lora_")}
+    without = {key: value for key, value in keys.items() if not key.startswith("lora_")}
+    return without | ({"lora_r": 0} if "lora_r" in keys else {})
 
 
 def derive(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
@@ -73,28 +79,31 @@ def derive(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
     choose_modules(settings, to_decide)
     _add_sizes(recipe, settings, to_decide)
     if recipe.get("max_steps", -1) != -1:
-        settings["run.steps"] = max(1, count(recipe, "max_steps", 100, to_decide) // updates_of_a_step(settings))
+        updates = count(recipe, "max_steps", 100, to_decide)
+        settings["run.steps"] = max(1, updates // updates_of_a_step(settings))
     if episodes := above_0(recipe.get("total_episodes")):
         settings["run.steps"] = max(1, episodes // settings["batch.prompts_per_step"])
-    if "run.steps" in settings and PROCESSES not in recipe and recipe.keys() & {"total_episodes", "generation_batch_size"}:
-        to_decide.append(f"run.steps={settings['run.steps']}: of one GPU, as a step. Change it with yours.")
+    of_processes = "total_episodes" in recipe or "generation_batch_size" in recipe
+    if of_processes and "run.steps" in settings and not above_0(recipe.get(PROCESSES)):
+        to_decide.append(f"run.steps={settings['run.steps']}: of one GPU, like a step. Change both.")
     ask_for_steps(recipe.get("num_train_epochs", 3), settings, to_decide)
     updates_to_steps(settings, "run.checkpoint_every", "validation.every")
     if settings.get("algorithm.loss.aggregation") == "sequence_mean_token_sum_norm":
         settings["algorithm.loss.constant_length"] = settings.get("rollout.sampling.max_new_tokens", 512)
     if "data.max_prompt_tokens" not in settings:
-        to_decide.append("data.max_prompt_tokens: without a limit there, and longer prompts are dropped here. Set yours.")
+        to_decide.append(
+            "data.max_prompt_tokens: without a limit there, and longer prompts are dropped here. Set yours."
+        )
     if "rollout.max_turns" in settings:  # the first turn, and one after each round of calls
         settings["rollout.max_turns"] += 1
         settings["rollout.max_episode_tokens"] = settings.get("rollout.sampling.max_new_tokens", 512)
-    if recipe.get("trainer") == "PPOTrainer":
-        for name in PPO_OPTIMIZER:  # one optimiser there
-            if f"policy.optimizer.{name}" in settings:
-                settings[f"critic.optimizer.{name}"] = settings[f"policy.optimizer.{name}"]
+    if recipe.get("trainer") == "PPOTrainer":  # one optimiser has both models
+        of_policy = {key: value for key, value in settings.items() if key.startswith("policy.optimizer.")}
+        settings.update({key.replace("policy", "critic", 1): value for key, value in of_policy.items()})
     if recipe.get("trainer") == "AsyncGRPOTrainer":
         to_decide.append(
-            f"rollout.max_staleness={settings['rollout.max_staleness']}: in updates of the engines' weights there, in "
-            "steps here. Set yours."
+            f"rollout.max_staleness={settings['rollout.max_staleness']}: in updates of the engines' weights "
+            "there, in steps here. Set yours."
         )
 
 
@@ -109,7 +118,7 @@ def _add_sizes(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None
     mini_batches = max(1, completions // (of_a_device * accumulated * processes))
     if recipe.get("trainer") != "PPOTrainer":
         settings["batch.mini_batches"] = mini_batches
-    if PROCESSES in recipe:
+    if above_0(recipe.get(PROCESSES)):
         return
     if "generation_batch_size" in recipe:
         to_decide.append(f"batch.mini_batches={mini_batches}: of one GPU. Divide it by yours.")
@@ -131,6 +140,11 @@ def name_data(recipe: Recipe, settings: Settings) -> None:
 
 
 def choose_modules(settings: Settings, to_decide: list[str]) -> None:
+    """peft has a list for every model, which names two projections for most."""
+    if settings.get("model.lora.rank") == 0:
+        to_decide.append("model.lora.rank=0: lora_r is without use_peft there. Set a rank to train adapters.")
     if settings.get("model.lora.rank") and "model.lora.target_modules" not in settings:
         modules = settings["model.lora.target_modules"] = "q_proj,v_proj"
-        to_decide.append(f"model.lora.target_modules={modules}: peft's own, of Llama and Qwen. Set those of your model.")
+        to_decide.append(
+            f"model.lora.target_modules={modules}: peft's own, of Llama and Qwen. Set those of your model."
+        )

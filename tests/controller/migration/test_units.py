@@ -15,7 +15,7 @@ NEMO = "grpo.num_prompts_per_step=32 grpo.num_generations_per_prompt=16 policy.t
 OPENRLHF = "--pretrain m --rollout_batch_size 128 --n_samples_per_prompt 8 --train_batch_size"
 DOTTED = "--actor.model_name_or_path m --rollout.batch_size 128 --rollout.n_samples_per_prompt 8 --train.batch_size"
 SKYRL = "trainer.policy.model.path=m generator.n_samples_per_prompt=5 trainer.train_batch_size=1024"
-LORA = "trl grpo --num_generations 4 --lora_r 8 --lora_target_modules q_proj v_proj"
+LORA = "trl grpo --num_generations 4 --use_peft --lora_r 8 --lora_target_modules q_proj v_proj"
 VERL = "actor_rollout_ref.model.path=m data.train_batch_size=64"
 OFFLOAD = "actor_rollout_ref.actor.fsdp_config."
 ROLL = """
@@ -129,7 +129,7 @@ OPENRLHF_OFFLINE = "--train.batch_size 256 --adam.lr 5e-7 --data.max_len 8192 --
     [
         (
             "trl sft --model_name_or_path m --learning_rate 2e-4 --per_device_train_batch_size 4 "
-            "--gradient_accumulation_steps 8 --max_length 4096 --num_train_epochs 2 --lora_r 16 --packing",
+            "--gradient_accumulation_steps 8 --max_length 4096 --num_train_epochs 2 --use_peft --lora_r 16 --packing",
             "controller.sft",
             {
                 "policy.optimizer.learning_rate": 2e-4,
