@@ -8,7 +8,7 @@ STAMP := .venv/.installed-$(shell cat requirements/cpu.txt requirements/dev.txt 
 
 WARM_START := $(BIN)/python -m examples.addition.warm_start # makes the quickstart's model, once
 
-.PHONY: setup fit test test-slow lint soak bench docs clean
+.PHONY: setup fit check test test-slow lint soak bench docs clean
 
 setup: $(STAMP)
 
@@ -35,6 +35,12 @@ lint: setup
 	$(BIN)/mypy --strict -p balancing --cache-dir .mypy_cache/strict
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# What a change needs, in under two minutes: tests of the modules that changed and of what imports them, one whole run.
+# FILE=controller/step.py checks that file's.
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/python -m tests.check $(FILE)
 
 # Two files at a time. Whole runs, in the second half, have Rays of their own, and time limits: at most another run is
 # beside them. Status 5 says that ARGS selects no test of that half.

@@ -2,12 +2,10 @@
 
 run.sh, "a.b=1 c.d=2", train.py, config.yaml, rl.toml --given--> {"a.b": 1, "c.d": 2}
 
-Variables, defaults and arithmetic of a script are expanded. Nothing is run.
+Nothing is run.
 """
 
 import ast
-import operator
-import os
 import re
 import shlex
 import tomllib
@@ -20,35 +18,32 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from controller.config.file import leaves, yaml_events
+from controller.migration.launchers import flags_in_texts
+from controller.migration.shell import ShellScript
 from workers.errors import ConfigError, clause
 
 OVERRIDE = re.compile(r"[+~]{0,2}([A-Za-z_]\w*(?:[./@]\w+)+)=(.*)", re.DOTALL)
 FLAG = re.compile(r"--([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
 CALLS = re.compile(r"\w*(Config|Trainer|Arguments)")
-OPERATORS = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.floordiv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-}
 MOST_PARENTS = 8
 LORA = {"r": "lora_r", "target_modules": "lora_target_modules"}  # LoraConfig's names, as TRL's commands have them
 OF_FUNCTIONS = ("reward_funcs", "tools")  # arguments of trainers whose values are functions of the script
 ARRAY = re.compile(r"\$\{?(\w+\[[@*]\]|@|\*)\}?")  # words that are listed elsewhere, not a value
+PROGRAM_IN_COMMENT = re.compile(r"^\s*#.*?\b(trl \w+)", re.M)
 ENDS = ("\n", "--", ")", "&&", "||", "|", "&", ">", "2>&1")
-ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
-VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^{}]*))?\}|\$(\w+)")
-ARITHMETIC = re.compile(r"\$\(\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)\)")
 
 
 class Recipe(dict[str, Any]):
-    """Keys and values. program: the names of programs, modules and classes that stand beside them."""
+    """Keys and values.
 
-    def __init__(self, values: Mapping[str, Any], program: str = "") -> None:
+    program: the names of programs, modules and classes that stand beside them. notes: lines for the user about what
+    reading could not decide.
+    """
+
+    def __init__(self, values: Mapping[str, Any], program: str = "", notes: Sequence[str] = ()) -> None:
         super().__init__(values)
         self.program = program
+        self.notes = list(notes)
 
 
 def given(source: Sequence[str]) -> Recipe:
@@ -58,9 +53,10 @@ def given(source: Sequence[str]) -> Recipe:
     else:
         found = _of_script(source[0] if len(source) == 1 else shlex.join(source))
     if not found:
-        raise ConfigError(
-            f"{source[0][:60]}: no key of a configuration found. Give a file, or a command with key=value."
-        )
+        fix = "Give a file, or a command with key=value"
+        if source[0].endswith(".py"):
+            fix = "It takes them from its command line: give that command, in quotes"
+        raise ConfigError(f"{source[0][:60]}: no key of a configuration found. {fix}.")
     return found
 
 
@@ -70,16 +66,21 @@ def _of_file(path: Path) -> Recipe:
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".py":
-            tree = ast.parse(text)
-            return Recipe(
-                dict(_of_python(tree, _functions_by_name(tree, path))), " ".join(map(_called, ast.walk(tree)))
-            )
+            return _of_python_file(ast.parse(text), path)
         if path.suffix == ".toml":
             return Recipe(dict(leaves(tomllib.loads(text))))
         if path.suffix in (".yaml", ".yml", ".json"):
-            return Recipe(_of_yaml(path))
+            return Recipe(_of_yaml(path), " ".join(PROGRAM_IN_COMMENT.findall(text)))
         return _of_script(text)
-    except (OSError, ValueError, SyntaxError, yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
+    except (
+        OSError,
+        ValueError,
+        TypeError,  # OmegaConf's, where a child's list meets a parent's section
+        SyntaxError,
+        yaml.YAMLError,
+        OmegaConfBaseException,
+        RecursionError,
+    ) as error:
         reason = getattr(error, "strerror", None) or clause(error)
         raise ConfigError(f"{path} cannot be read: {reason}.") from None
 
@@ -110,14 +111,32 @@ def _with_parents(path: Path, depth: int) -> Any:
     content = OmegaConf.create("" if is_scalar else text)
     if not isinstance(content, DictConfig):
         return content
-    name = cast(dict[str, Any], OmegaConf.to_container(content)).get("defaults")
-    parent = path.parent / name if isinstance(name, str) else None
-    if parent is None or not parent.is_file():
+    names = cast(dict[str, Any], OmegaConf.to_container(content)).get("defaults")
+    names = names if isinstance(names, list) else [names]
+    parents = [path.parent / name for name in names if isinstance(name, str)]
+    if not parents or not all(parent.is_file() for parent in parents):
         return content  # `defaults` is then listed as a key that is not known
     if not depth:
-        raise ConfigError(f"{path}: defaults={name}: more than {MOST_PARENTS} parents. Is one its own parent?")
+        raise ConfigError(f"{path}: defaults={names[0]}: more than {MOST_PARENTS} parents. Is one its own parent?")
     content.pop("defaults")
-    return OmegaConf.merge(_with_parents(parent, depth - 1), content)
+    merged: Any = OmegaConf.create()
+    for parent in [*(_with_parents(parent, depth - 1) for parent in parents), content]:
+        merged = OmegaConf.merge(_without_replaced(merged, parent), parent)
+    return merged
+
+
+def _without_replaced(parent: Any, child: Any) -> Any:
+    """Drop from `parent` the sections that `child` replaces as a whole: marked so, or of another kind there."""
+    kept = OmegaConf.create()
+    for key in parent:
+        before = parent._get_node(key)
+        after = child._get_node(key)
+        is_section = OmegaConf.is_dict(after)
+        if after is None:
+            kept[key] = before
+        elif is_section and OmegaConf.is_dict(before) and not after.pop("_override_", False):
+            kept[key] = _without_replaced(before, after)
+    return kept
 
 
 def _functions_by_name(tree: ast.Module, path: Path) -> dict[str, str]:
@@ -156,31 +175,56 @@ def _value_in_python(node: ast.expr, functions: Mapping[str, str]) -> Any:
         return f"${{{ast.unparse(node)}}}"
 
 
+def _of_python_file(tree: ast.Module, path: Path) -> Recipe:
+    """Return the arguments of trainers, or else the flags that a launcher writes into texts."""
+    program = " ".join(map(_called, ast.walk(tree)))
+    arguments = dict(_of_python(tree, _functions_by_name(tree, path)))
+    if arguments:
+        return Recipe(arguments, program)
+    text = flags_in_texts(tree)
+    if not text:
+        return Recipe({})
+    recipe = _of_script(text)
+    recipe.notes.append(
+        f"flags in texts of {path.name}: conditions of Python were not followed, the last value counts."
+    )
+    return recipe
+
+
 def _called(node: ast.AST) -> str:
     return getattr(node.func, "id", getattr(node.func, "attr", "")) if isinstance(node, ast.Call) else ""
 
 
 def _of_script(text: str) -> Recipe:
     """Return the key.sub=value words, or else `--key value` and `--flag`."""
+    script = ShellScript(text)
     try:
-        words = list(script_words(text))
+        words = list(script.words())
     except ValueError as error:
         raise ConfigError(f"the command cannot be read: {error}.") from None
-    overrides = {found[1]: typed(found[2]) for word in words if (found := OVERRIDE.fullmatch(word))}
+    overrides = {match[1]: typed(match[2]) for word in words if (match := OVERRIDE.fullmatch(word))}
     names = (word for word in words if word != "\n" and "=" not in word and not FLAG.fullmatch(word))
-    return Recipe(overrides or _flags(words), " ".join(names))
+    return Recipe(overrides or _flags(words), " ".join(names), script.notes)
 
 
 def _flags(words: Sequence[str]) -> dict[str, Any]:
     """Return the values by flag: a list where several words follow, and true where none does."""
     flags: dict[str, list[str]] = {}
+    of_submission: list[str] = []  # `ray job submit --address A -- python train.py` has options of its own
     values: list[str] | None = None
     for word in words:
         if flag := FLAG.fullmatch(word):
+            of_submission.append(flag[1])
             values = flags[flag[1]] = [] if flag[2] is None else [flag[2]]
             if flag[2] is not None:
                 values = None
-        elif word in ENDS or ARRAY.fullmatch(word):
+        elif word == "submit":
+            of_submission = []
+            values = None
+        elif word in ENDS or word.endswith(".py") or ARRAY.fullmatch(word):
+            if word == "--":
+                for name in of_submission:
+                    flags.pop(name, None)
             values = None
         elif values is not None:
             values.append(word)
@@ -195,62 +239,10 @@ def _flag_value(texts: Sequence[str]) -> Any:
 
 def typed(text: str) -> Any:
     """Return the value as YAML reads it, or the text if it is not YAML."""
-    if not text:
+    if not text or text.lower() in ("no", "yes", "on", "off"):  # booleans of YAML 1.1 alone
         return text
     try:
         value = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"])))["value"]
     except (yaml.YAMLError, OmegaConfBaseException, ValueError):
         return text
     return None if value == "None" else value
-
-
-def script_words(text: str) -> Iterator[str]:
-    """Yield the words of all commands. `$` stays where a value needs a shell. ValueError for an open quote."""
-    variables = {name: os.environ[name] for name in ("HOME", "PWD") if name in os.environ}
-    text = re.sub(r"^\s*#.*\n", "", text, flags=re.M).replace("\\\n", " ")
-    unfinished = ""
-    for line in text.splitlines():
-        unfinished += line
-        try:
-            words = shlex.split(_expanded(unfinished, variables), comments=True)
-        except ValueError:  # a quote that continues on the next line
-            unfinished += "\n"
-            continue
-        unfinished = ""
-        for word in (word.rstrip(";") for word in words):
-            if found := ASSIGNMENT.fullmatch(word):
-                variables[found[1]] = found[2]
-            yield word
-        yield "\n"
-    if unfinished:
-        raise ValueError(f"a quote is not closed: {unfinished.strip().splitlines()[0][:60]}")
-
-
-def _expanded(text: str, variables: dict[str, str]) -> str:
-    def value(found: re.Match[str]) -> str:
-        default = found[0] if found[2] is None else found[2]
-        return variables.get(found[1] or found[3], default)
-
-    for _ in range(8):  # a default may hold another variable
-        expanded = VARIABLE.sub(value, text)
-        if expanded == text:
-            break
-        text = expanded
-    return ARITHMETIC.sub(lambda found: _number(found, variables), text)
-
-
-def _number(found: re.Match[str], variables: dict[str, str]) -> str:
-    try:
-        return str(_evaluated(ast.parse(found[1].strip(), mode="eval").body, variables))
-    except (ValueError, SyntaxError, ArithmeticError, RecursionError):
-        return found[0]
-
-
-def _evaluated(node: ast.expr, variables: dict[str, str]) -> int:
-    if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        return node.value
-    if isinstance(node, ast.Name):
-        return int(variables.get(node.id, ""))
-    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-        return int(OPERATORS[type(node.op)](_evaluated(node.left, variables), _evaluated(node.right, variables)))
-    raise ValueError(node)

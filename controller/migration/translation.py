@@ -92,9 +92,10 @@ def migrate(given: Mapping[str, Any]) -> Migration:
     """Translate keys and values. Raises ConfigError if they belong to no known system, or nothing is left."""
     offline = recognise_offline(given)
     if offline:
-        return _migrate_offline(renamed(offline.system, given), offline)
+        return _migrate_offline(given, offline)
     system, evidence = _system(given)
     migration = Migration(system, evidence=evidence)
+    migration.open += getattr(given, "notes", ())
     given = prepare(system, given, migration.open)
     rows = _rows([row for row in ROWS if row.system == system], given, migration)
     for theirs, value, row, is_given in rows:
@@ -116,7 +117,10 @@ def migrate(given: Mapping[str, Any]) -> Migration:
 def _migrate_offline(recipe: Mapping[str, Any], recognition: Recognition) -> Migration:
     system = recognition.system
     command = recognition.command
+    notes = getattr(recipe, "notes", ())
+    recipe = renamed(system, recipe)
     migration = Migration(system, command, recognition.evidence)
+    migration.open += notes
     tables = (TABLES[system], system)
     table = [row for name in tables for row in counterparts() if row.system == name and row.is_of(command.known)]
     rows = _rows([replace(row, default="") for row in table], recipe, migration)
