@@ -163,6 +163,7 @@ def _add_schedule(recipe: Recipe, settings: Settings) -> None:
     settings["policy.optimizer.schedule"] = "cosine" if kind == "cosine" else "wsd"
     if kind == "linear" and above_0(settings.get("run.steps")):
         settings["policy.optimizer.decay_ratio"] = round(decay / settings["run.steps"], 6)
-    if lowest := recipe.get(f"{SCHEDULER}.min_lr"):
+    lowest = recipe.get(f"{SCHEDULER}.min_lr")
+    if lowest and isinstance(lowest, int | float):
         peak = settings.get("policy.optimizer.learning_rate", 1e-6)
-        settings["policy.optimizer.final_learning_rate_ratio"] = lowest / peak
+        settings["policy.optimizer.final_learning_rate_ratio"] = round(lowest / peak, 9)
