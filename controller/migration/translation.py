@@ -102,7 +102,9 @@ def migrate(given: Mapping[str, Any]) -> Migration:
         _apply(migration, row, theirs, value, is_given=is_given)
     known = {row.key: value for _, value, row, _ in rows if value is not None and "$" not in str(value)}
     named = {key: value for key, value in given.items() if key.startswith(("env.", "select."))}
+    defaults = {key: migration.settings[key] for key in migration.defaults}
     derive(system, named | known, migration.settings, migration.open)
+    _follow_derived(migration, defaults)
     if "resources.device" not in migration.settings:
         migration.settings["resources.device"] = "cuda"
         migration.defaults["resources.device"] = "cuda (GPUs there, also where this command has none)"
@@ -112,6 +114,16 @@ def migrate(given: Mapping[str, Any]) -> Migration:
             migration.open.append(f"{key}={placeholder}: a placeholder. Name yours.")
     _settle(migration)
     return migration
+
+
+def _follow_derived(migration: Migration, defaults: Mapping[str, Any]) -> None:
+    """Tell the value that a default has in our unit, and no default of a setting that is gone."""
+    for key, before in defaults.items():
+        if key not in migration.settings:
+            del migration.defaults[key]
+        elif migration.settings[key] != before:
+            reason = migration.defaults[key].removeprefix(text_of(before))
+            migration.defaults[key] = f"{text_of(migration.settings[key])}{reason}"
 
 
 def _migrate_offline(recipe: Mapping[str, Any], recognition: Recognition) -> Migration:

@@ -276,3 +276,11 @@ def test_files_are_neither_overwritten_nor_read_without_end(tmp_path: Path, caps
     assert output.read_text() == "mine\n"
     assert main(["migrate", str(script), "--output", str(output), "--overwrite"]) == 0
     assert "batch:" in output.read_text()
+
+
+def test_a_default_in_another_unit_is_told_in_ours() -> None:
+    """TRL saves every 500 optimiser steps, of which a step here has four."""
+    source = "trl grpo --num_generations 4 --per_device_train_batch_size 4 --steps_per_generation 4"
+    migration = migrate(given([source]))
+    assert migration.settings["batch.mini_batches"] == 4
+    assert migration.defaults["run.checkpoint_every"].startswith("125 ")
