@@ -11,6 +11,7 @@ import pyarrow.parquet
 Recipe = Mapping[str, Any]
 Settings = MutableMapping[str, Any]
 CAP = 16384  # tokens of a micro-batch where none is given
+JOB_FLAGS = ("address", "runtime-env-json", "working-dir")  # of `ray job submit`, in whose command a recipe stands
 
 
 def above_0(value: Any) -> int:
@@ -61,6 +62,25 @@ def updates_to_steps(settings: Settings, *keys: str) -> None:
             settings[key] = max(1, settings[key] // updates_of_a_step(settings))
 
 
+def divide_gpus(gpus: int, settings: Settings) -> None:
+    """Set the data-parallel ranks: the policy's GPUs over the ranks that share a model."""
+    ways = ("context", "tensor", "pipeline")
+    sharing = math.prod(settings.get(f"policy.parallel.{way}_parallel", 1) for way in ways)
+    settings["policy.data_parallel"] = max(1, gpus // sharing)
+
+
+def place_gamma(settings: Settings) -> None:
+    """Move the discount to the setting that its advantage reads."""
+    if str(settings.get("algorithm.advantage")).startswith("reinforce") and "algorithm.gae.gamma" in settings:
+        settings["algorithm.gamma"] = settings.pop("algorithm.gae.gamma")
+
+
+def function_of(path: str) -> str:
+    """Return `module:function` of a dotted path."""
+    module, _, name = path.rpartition(".")
+    return f"{module}:{name}" if module and ":" not in path else path
+
+
 def paths_of(value: Any) -> list[str]:
     return [str(path) for path in value] or [""] if isinstance(value, list) else [str(value or "")]
 
@@ -100,6 +120,7 @@ def fit_cap(settings: Settings, to_decide: list[str]) -> None:
     if not all(map(above_0, lengths)) or (cap is not None and not above_0(cap)):
         return
     longest = max(sum(lengths), lengths[0] + above_0(settings.get("rollout.max_episode_tokens")))
+    longest = min(longest, above_0(settings.get("rollout.max_model_tokens")) or longest)
     of_a_rank = math.ceil(longest / (above_0(settings.get("policy.parallel.context_parallel")) or 1))
     if cap is None:
         cap = settings["policy.max_tokens_per_micro_batch"] = max(CAP, 2 * of_a_rank)
