@@ -120,7 +120,6 @@ def fit_cap(settings: Settings, to_decide: list[str]) -> None:
     if not all(map(above_0, lengths)) or (cap is not None and not above_0(cap)):
         return
     longest = max(sum(lengths), lengths[0] + above_0(settings.get("rollout.max_episode_tokens")))
-    longest = min(longest, above_0(settings.get("rollout.max_model_tokens")) or longest)
     of_a_rank = math.ceil(longest / (above_0(settings.get("policy.parallel.context_parallel")) or 1))
     if cap is None:
         cap = settings["policy.max_tokens_per_micro_batch"] = max(CAP, 2 * of_a_rank)

@@ -28,6 +28,7 @@ KEYS = (
     "data.prompt_dataset",
     "data.prompt_probs",
     "reward.remote_url",
+    "train.agent_func_path",
     "train.async_enable",
     "train.async_queue_size",
 )
@@ -163,17 +164,17 @@ def _lengths(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
 
 def _algorithm(recipe: Recipe, settings: Settings) -> None:
     place_gamma(settings)
-    if recipe.get("algo.kl.use_loss"):
-        settings["algorithm.loss.kl_coefficient"] = settings.pop("algorithm.kl_in_reward.coefficient")
-        settings["algorithm.loss.kl_estimator"] = settings.pop("algorithm.kl_in_reward.estimator")
+    for key in ("coefficient", "estimator"):
+        if recipe.get("algo.kl.use_loss") and f"algorithm.kl_in_reward.{key}" in settings:
+            settings[f"algorithm.loss.kl_{key}"] = settings.pop(f"algorithm.kl_in_reward.{key}")
     correction = "algorithm.loss.rollout_correction"
     if settings.get("algorithm.loss.name") == "gspo":  # its ratios are to the sampler's log-probs then
         settings.pop(f"{correction}.weights", None)
     if settings.get(f"{correction}.weights", "none") == "none":
         settings.pop(f"{correction}.rejection", None)
         return
-    bounds = recipe["algo.advantage.is_correction_threshold"]
-    low, high = bounds if isinstance(bounds, list) else (0.5, bounds)
+    bounds = recipe.get("algo.advantage.is_correction_threshold", 5.0)
+    low, high = bounds if isinstance(bounds, list) and len(bounds) == 2 else (0.5, bounds)
     settings[f"{correction}.cap"] = high
     if settings.get(f"{correction}.rejection", "none") != "none":
         settings[f"{correction}.rejection_low"] = low
@@ -187,6 +188,8 @@ def _rewards(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
         to_decide.append(f"reward.function={location}:reward_func: its arguments differ, see docs/your-own.md.")
     elif location:
         to_decide.append(f"reward.function: {location} there. Write a function that asks it.")
+    if agent := recipe.get("train.agent_func_path"):
+        to_decide.append(f"rollout.agent: {agent} there. Name an agent or an environment, see docs/agents.md.")
     names = [name for name in str(settings.get("reward.model.path", "")).split(",") if name]
     if len(names) > 1:
         settings.pop("reward.model.path")

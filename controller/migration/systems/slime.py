@@ -1,4 +1,4 @@
-"""slime and miles: sizes in sequences, engines in GPUs, a critic with the policy's optimiser, modes by several flags."""
+"""slime and miles: sizes in sequences, engines in GPUs, a critic with the policy's optimiser."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -27,6 +27,7 @@ KEYS = (
     "dynamic-sampling-filter-path",
     "custom-rm-path",
     "rm-type",
+    "custom-generate-function-path",
     "eval-prompt-data",
     "multimodal-keys",
     "use-opd",
@@ -64,8 +65,8 @@ def derive(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
         to_decide.append(
             "rollout.max_staleness=1: as many groups as the engines take wait there, across updates. Raise it."
         )
-    elif "rollout-function-path" in recipe:
-        to_decide.append(f"rollout.agent: {recipe['rollout-function-path']} samples there. Name an agent of yours.")
+    elif path := recipe.get("custom-generate-function-path", recipe.get("rollout-function-path")):
+        to_decide.append(f"rollout.agent: {path} samples there. Name an agent or an environment, see docs/agents.md.")
     if "num-rollout" not in recipe:
         ask_for_steps(recipe.get("num-epoch", "num-epoch"), settings, to_decide)
     images = recipe.get("multimodal-keys")
@@ -77,7 +78,11 @@ def _lengths(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
     if "rollout-max-prompt-len" in recipe:
         return
     if context := above_0(recipe.get("rollout-max-context-len")):
-        settings["data.max_prompt_tokens"] = max(1, context - 1)
+        prompt = max(1, context - above_0(settings.get("rollout.sampling.max_new_tokens")))
+        settings["data.max_prompt_tokens"] = prompt
+        to_decide.append(
+            f"data.max_prompt_tokens={prompt}: a whole response fits behind it. There it is {context - 1}."
+        )
     else:
         to_decide.append("data.max_prompt_tokens: no limit there, 1024 here, which drops longer prompts. Set yours.")
 
@@ -104,17 +109,17 @@ def _algorithm(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None
         settings["algorithm.kl_in_reward.estimator"] = settings.get("algorithm.loss.kl_estimator", "k3")
     if path := recipe.get("dynamic-sampling-filter-path"):
         settings["algorithm.zero_variance_groups"] = "replace"
-        if not path.endswith(FILTER):
-            settings["algorithm.group_filter"] = function_of(path)
+        if not str(path).endswith(FILTER):
+            settings["algorithm.group_filter"] = function_of(str(path))
     if path := recipe.get("custom-rm-path"):
-        settings["reward.function"] = function_of(path)
+        settings["reward.function"] = function_of(str(path))
         to_decide.append(f"reward.function={settings['reward.function']}: its arguments differ, see docs/your-own.md.")
     elif "rm-type" in recipe:
         to_decide.append(f"reward.function: {recipe['rm-type']} there. Write a function, see docs/your-own.md.")
     if recipe.get("use-opd"):
         settings.setdefault("algorithm.loss.distillation.coefficient", 1.0)
         settings["algorithm.loss.distillation.over"] = "token"
-        settings["teacher.path"] = recipe.get("opd-teacher-load", "models/teacher")
+        settings["teacher.path"] = str(recipe.get("opd-teacher-load", "models/teacher"))
         to_decide.append(f"teacher.path={settings['teacher.path']}: name the teacher's folder of Hugging Face.")
 
 
@@ -122,8 +127,8 @@ def _validation(recipe: Recipe, settings: Settings, to_decide: list[str]) -> Non
     value = recipe.get("eval-prompt-data")
     if not value:
         return
-    path, *others = value[1::2] if isinstance(value, list) else [value]
-    settings["data.validation"] = path
+    path, *others = value[1::2] if isinstance(value, list) and len(value) > 1 else [value]
+    settings["data.validation"] = str(path)
     if others:
         to_decide.append(f"data.validation={path}: one file here. Join the others: {', '.join(map(str, others))}.")
     for key in ("temperature", "top_p", "top_k"):
