@@ -75,6 +75,16 @@ def place_gamma(settings: Settings) -> None:
         settings["algorithm.gamma"] = settings.pop("algorithm.gae.gamma")
 
 
+def ask_for_ratios(settings: Settings, to_decide: list[str]) -> None:
+    """Say where ratios begin in an asynchronous run, unless a correction is set."""
+    correction = "algorithm.loss.rollout_correction.weights"
+    if settings.get("rollout.max_staleness") and settings.get(correction, "none") == "none":
+        to_decide.append(
+            f"{correction}: ratios begin at the sampler's log-probs here, at the policy's before the step there. "
+            "`token` begins as there, with weights."
+        )
+
+
 def function_of(path: str) -> str:
     """Return `module:function` of a dotted path."""
     module, _, name = path.rpartition(".")

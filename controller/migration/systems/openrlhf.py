@@ -1,4 +1,4 @@
-"""OpenRLHF: sizes in sequences, lengths of prompt and response together, and a KL that is in the reward or the loss."""
+"""OpenRLHF: sizes in sequences, lengths of prompt and response together, a KL in the reward or the loss."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,6 +9,7 @@ from controller.migration.rules import (
     Settings,
     above_0,
     add_mini_batches,
+    ask_for_ratios,
     ask_for_steps,
     count,
     divide_gpus,
@@ -38,6 +39,8 @@ PRESENT_NAMES = {
     "reward_pretrain": "reward.model_name_or_path",
     "remote_rm_url": "reward.remote_url",
     "agent_func_path": "train.agent_func_path",
+    "normalize_reward": "reward.normalize_enable",
+    "aux_loss_coef": "actor.aux_loss_coef",
     "actor_learning_rate": "actor.adam.lr",
     "critic_learning_rate": "critic.adam.lr",
     "adam_betas": "actor.adam.betas critic.adam.betas",
@@ -49,6 +52,9 @@ PRESENT_NAMES = {
     "prompt_data_probs": "data.prompt_probs",
     "input_key": "data.input_key",
     "max_len": "data.max_len",
+    "label_key": "data.label_key",
+    "apply_chat_template": "data.apply_chat_template",
+    "input_template": "data.input_template",
     "max_samples": "data.max_samples",
     "rollout_batch_size": "rollout.batch_size",
     "n_samples_per_prompt": "rollout.n_samples_per_prompt",
@@ -58,6 +64,8 @@ PRESENT_NAMES = {
     "train_batch_size": "train.batch_size",
     "max_epochs": "train.max_epochs",
     "num_episodes": "train.num_episodes",
+    "micro_train_batch_size": "train.micro_batch_size",
+    "micro_rollout_batch_size": "rollout.micro_batch_size",
     "train_max_tokens_per_gpu": "train.max_tokens_per_gpu",
     "seed": "train.seed",
     "advantage_estimator": "algo.advantage.estimator",
@@ -88,6 +96,10 @@ PRESENT_NAMES = {
     "vllm_enable_sleep": "vllm.enable_sleep",
     "vllm_num_engines": "vllm.num_engines",
     "vllm_tensor_parallel_size": "vllm.tensor_parallel_size",
+    "zero_stage": "ds.zero_stage",
+    "adam_offload": "ds.adam_offload",
+    "bf16": "ds.bf16",
+    "flash_attn": "ds.flash_attn",
     "ring_attn_size": "ds.ring_attn_size",
     "ds_tensor_parallel_size": "ds.tensor_parallel_size",
     "lora_rank": "ds.lora.rank",
@@ -107,8 +119,10 @@ PRESENT_NAMES = {
 
 def prepare(recipe: Recipe, to_decide: list[str]) -> Mapping[str, Any]:
     """Take the present names, and a data set of validations only where there are some."""
-    names = {key: PRESENT_NAMES.get(key.replace("-", "_"), key).split() for key in recipe if key not in JOB_FLAGS}
-    keys = {name: recipe[key] for key in names for name in names[key]}
+    keys: dict[str, Any] = {}
+    for key, value in recipe.items():
+        if key not in JOB_FLAGS:
+            keys |= dict.fromkeys(PRESENT_NAMES.get(key.replace("-", "_"), key).split(), value)
     if not above_0(keys.get("eval.steps")):
         keys.pop("eval.dataset", None)
     if keys.get("algo.kl.use_loss"):
@@ -129,6 +143,7 @@ def derive(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
     _data(recipe, settings, to_decide)
     _lengths(recipe, settings, to_decide)
     _algorithm(recipe, settings)
+    ask_for_ratios(settings, to_decide)
     _rewards(recipe, settings, to_decide)
 
 
@@ -138,10 +153,10 @@ def _data(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
         settings["data.train"] = paths[0]
     elif len(paths) > 1:
         weights = str(recipe.get("data.prompt_probs", "")).split(",")
-        is_weighted = len(weights) == len(paths)
-        settings["data.sources"] = (
-            dict(zip(paths, map(float, weights), strict=True)) if is_weighted else shares_of(paths, to_decide)
-        )
+        if len(weights) == len(paths) and all(weight.strip().replace(".", "", 1).isdigit() for weight in weights):
+            settings["data.sources"] = dict(zip(paths, map(float, weights), strict=True))
+        else:
+            settings["data.sources"] = shares_of(paths, to_decide)
     if above_0(recipe.get("data.max_images_per_prompt")) and not recipe.get("actor.freeze_visual_encoder"):
         settings["model.train_vision"] = True
 
@@ -156,9 +171,7 @@ def _lengths(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
     response = above_0(settings.get("rollout.sampling.max_new_tokens"))
     if not response:
         response = settings["rollout.sampling.max_new_tokens"] = length - min(1024, length // 2)
-        to_decide.append(
-            f"rollout.sampling.max_new_tokens={response}: what a prompt leaves of {length} there. A limit here."
-        )
+        to_decide.append(f"rollout.sampling.max_new_tokens={response}: what a prompt leaves of {length} there.")
     settings["data.max_prompt_tokens"] = max(1, length - response)
 
 
@@ -185,14 +198,14 @@ def _rewards(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
     location = str(recipe.get("reward.remote_url", ""))
     if location.endswith(".py"):
         settings["reward.function"] = f"{location}:reward_func"
-        to_decide.append(f"reward.function={location}:reward_func: its arguments differ, see docs/your-own.md.")
+        to_decide.append(f"reward.function={location}:reward_func: its arguments differ. Adapt it.")
     elif location:
         to_decide.append(f"reward.function: {location} there. Write a function that asks it.")
     if agent := recipe.get("train.agent_func_path"):
-        to_decide.append(f"rollout.agent: {agent} there. Name an agent or an environment, see docs/agents.md.")
+        to_decide.append(f"rollout.agent: {agent} there. Name an agent or environment of yours.")
     names = [name for name in str(settings.get("reward.model.path", "")).split(",") if name]
     if len(names) > 1:
         settings.pop("reward.model.path")
         settings["reward.model.paths"] = {name.rpartition("/")[2]: name for name in names}
-    if settings.get("algorithm.advantage") == "gae" and "critic.path" not in settings and names and not location:
-        settings["critic.path"] = names[0]
+    if settings.get("algorithm.advantage") == "gae" and names and not location:
+        settings.setdefault("critic.path", names[0])

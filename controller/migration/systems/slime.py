@@ -9,6 +9,7 @@ from controller.migration.rules import (
     Settings,
     above_0,
     add_mini_batches,
+    ask_for_ratios,
     ask_for_steps,
     count,
     divide_gpus,
@@ -54,19 +55,20 @@ def derive(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
     add_mini_batches(recipe, settings, to_decide, *SIZES)
     nodes = count(recipe, "actor-num-nodes", 1, to_decide)
     divide_gpus(nodes * count(recipe, "actor-num-gpus-per-node", 8, to_decide), settings)
-    if settings.get("rollout.placement") == "apart" and above_0(recipe.get("rollout-num-gpus")):
-        settings["rollout.replicas"] = max(1, recipe["rollout-num-gpus"] // settings.get("rollout.tensor_parallel", 1))
+    gpus_of_engines = above_0(recipe.get("rollout-num-gpus"))
+    if settings.get("rollout.placement") == "apart" and gpus_of_engines:
+        settings["rollout.replicas"] = max(1, gpus_of_engines // settings.get("rollout.tensor_parallel", 1))
     _lengths(recipe, settings, to_decide)
     _optimisers(recipe, settings)
     _algorithm(recipe, settings, to_decide)
     _validation(recipe, settings, to_decide)
     if "fully_async" in str(recipe.get("rollout-function-path")):
         settings["rollout.max_staleness"] = 1
-        to_decide.append(
-            "rollout.max_staleness=1: as many groups as the engines take wait there, across updates. Raise it."
-        )
+        to_decide.append("rollout.max_staleness=1: the engines take groups across any update there. Raise it.")
     elif path := recipe.get("custom-generate-function-path", recipe.get("rollout-function-path")):
-        to_decide.append(f"rollout.agent: {path} samples there. Name an agent or an environment, see docs/agents.md.")
+        to_decide.append(f"rollout.agent: {path} samples there. Name an agent or environment of yours.")
+    if not recipe.get("use-rollout-logprobs"):
+        ask_for_ratios(settings, to_decide)
     if "num-rollout" not in recipe:
         ask_for_steps(recipe.get("num-epoch", "num-epoch"), settings, to_decide)
     images = recipe.get("multimodal-keys")
@@ -84,7 +86,7 @@ def _lengths(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
             f"data.max_prompt_tokens={prompt}: a whole response fits behind it. There it is {context - 1}."
         )
     else:
-        to_decide.append("data.max_prompt_tokens: no limit there, 1024 here, which drops longer prompts. Set yours.")
+        to_decide.append("data.max_prompt_tokens: no limit there. 1024 here, longer ones are dropped.")
 
 
 def _optimisers(recipe: Recipe, settings: Settings) -> None:
@@ -104,7 +106,7 @@ def _algorithm(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None
         settings.pop("algorithm.loss.aggregation", None)
     advantage = settings.get("algorithm.advantage", "grpo")
     if recipe.get("normalize-advantages") and advantage == "grpo":
-        to_decide.append("algorithm.advantage=grpo: normalize-advantages has no counterpart with it. See maxrl, rloo.")
+        to_decide.append("algorithm.advantage=grpo: normalize-advantages has no counterpart with it.")
     if settings.get("algorithm.kl_in_reward.coefficient"):
         settings["algorithm.kl_in_reward.estimator"] = settings.get("algorithm.loss.kl_estimator", "k3")
     if path := recipe.get("dynamic-sampling-filter-path"):
@@ -112,15 +114,15 @@ def _algorithm(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None
         if not str(path).endswith(FILTER):
             settings["algorithm.group_filter"] = function_of(str(path))
     if path := recipe.get("custom-rm-path"):
-        settings["reward.function"] = function_of(str(path))
-        to_decide.append(f"reward.function={settings['reward.function']}: its arguments differ, see docs/your-own.md.")
+        function = settings["reward.function"] = function_of(str(path))
+        to_decide.append(f"reward.function={function}: its arguments differ, see docs/your-own.md.")
     elif "rm-type" in recipe:
-        to_decide.append(f"reward.function: {recipe['rm-type']} there. Write a function, see docs/your-own.md.")
+        to_decide.append(f"reward.function: rm-type {recipe['rm-type']} there. Write a function.")
     if recipe.get("use-opd"):
         settings.setdefault("algorithm.loss.distillation.coefficient", 1.0)
         settings["algorithm.loss.distillation.over"] = "token"
-        settings["teacher.path"] = str(recipe.get("opd-teacher-load", "models/teacher"))
-        to_decide.append(f"teacher.path={settings['teacher.path']}: name the teacher's folder of Hugging Face.")
+        teacher = settings["teacher.path"] = str(recipe.get("opd-teacher-load", "models/teacher"))
+        to_decide.append(f"teacher.path={teacher}: name the teacher's folder of Hugging Face.")
 
 
 def _validation(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
@@ -130,7 +132,8 @@ def _validation(recipe: Recipe, settings: Settings, to_decide: list[str]) -> Non
     path, *others = value[1::2] if isinstance(value, list) and len(value) > 1 else [value]
     settings["data.validation"] = str(path)
     if others:
-        to_decide.append(f"data.validation={path}: one file here. Join the others: {', '.join(map(str, others))}.")
+        named = ", ".join(map(str, others))
+        to_decide.append(f"data.validation={path}: one file here. Join the others: {named}.")
     for key in ("temperature", "top_p", "top_k"):
         if f"rollout.sampling.{key}" in settings:
             settings.setdefault(f"validation.sampling.{key}", settings[f"rollout.sampling.{key}"])
