@@ -153,7 +153,8 @@ def _data(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
         settings["data.train"] = paths[0]
     elif len(paths) > 1:
         weights = str(recipe.get("data.prompt_probs", "")).split(",")
-        if len(weights) == len(paths) and all(weight.strip().replace(".", "", 1).isdigit() for weight in weights):
+        are_numbers = all(weight.strip().replace(".", "", 1).isdigit() for weight in weights)
+        if are_numbers and len(weights) == len(paths):
             settings["data.sources"] = dict(zip(paths, map(float, weights), strict=True))
         else:
             settings["data.sources"] = shares_of(paths, to_decide)
@@ -171,7 +172,7 @@ def _lengths(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
     response = above_0(settings.get("rollout.sampling.max_new_tokens"))
     if not response:
         response = settings["rollout.sampling.max_new_tokens"] = length - min(1024, length // 2)
-        to_decide.append(f"rollout.sampling.max_new_tokens={response}: what a prompt leaves of {length} there.")
+        to_decide.append(f"rollout.sampling.max_new_tokens={response}: the rest of {length} there.")
     settings["data.max_prompt_tokens"] = max(1, length - response)
 
 

@@ -64,7 +64,7 @@ def derive(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
     _validation(recipe, settings, to_decide)
     if "fully_async" in str(recipe.get("rollout-function-path")):
         settings["rollout.max_staleness"] = 1
-        to_decide.append("rollout.max_staleness=1: the engines take groups across any update there. Raise it.")
+        to_decide.append("rollout.max_staleness=1: more there, as many as engines take. Raise it.")
     elif path := recipe.get("custom-generate-function-path", recipe.get("rollout-function-path")):
         to_decide.append(f"rollout.agent: {path} samples there. Name an agent or environment of yours.")
     if not recipe.get("use-rollout-logprobs"):
