@@ -11,6 +11,7 @@ import pyarrow.parquet
 Recipe = Mapping[str, Any]
 Settings = MutableMapping[str, Any]
 CAP = 16384  # tokens of a micro-batch where none is given
+JOB_FLAGS = ("address", "runtime-env-json", "working-dir")  # of `ray job submit`, in whose command a recipe stands
 
 
 def above_0(value: Any) -> int:
@@ -59,6 +60,35 @@ def updates_to_steps(settings: Settings, *keys: str) -> None:
     for key in keys:
         if above_0(settings.get(key)):
             settings[key] = max(1, settings[key] // updates_of_a_step(settings))
+
+
+def divide_gpus(gpus: int, settings: Settings) -> None:
+    """Set the data-parallel ranks: the policy's GPUs over the ranks that share a model."""
+    ways = ("context", "tensor", "pipeline")
+    sharing = math.prod(settings.get(f"policy.parallel.{way}_parallel", 1) for way in ways)
+    settings["policy.data_parallel"] = max(1, gpus // sharing)
+
+
+def place_gamma(settings: Settings) -> None:
+    """Move the discount to the setting that its advantage reads."""
+    if str(settings.get("algorithm.advantage")).startswith("reinforce") and "algorithm.gae.gamma" in settings:
+        settings["algorithm.gamma"] = settings.pop("algorithm.gae.gamma")
+
+
+def ask_for_ratios(settings: Settings, to_decide: list[str]) -> None:
+    """Say where ratios begin in an asynchronous run, unless a correction is set."""
+    correction = "algorithm.loss.rollout_correction.weights"
+    if settings.get("rollout.max_staleness") and settings.get(correction, "none") == "none":
+        to_decide.append(
+            f"{correction}: ratios begin at the sampler's log-probs here, at the policy's before the step there. "
+            "`token` begins as there, with weights."
+        )
+
+
+def function_of(path: str) -> str:
+    """Return `module:function` of a dotted path."""
+    module, _, name = path.rpartition(".")
+    return f"{module}:{name}" if module and ":" not in path else path
 
 
 def paths_of(value: Any) -> list[str]:

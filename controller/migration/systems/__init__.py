@@ -30,8 +30,8 @@ class System:
 SYSTEMS = {
     "verl": System(verl.KEYS, verl.derive),
     "TRL": System(trl.KEYS, trl.derive, trl.prepare),
-    "slime": System(slime.KEYS, slime.derive),
-    "OpenRLHF": System(openrlhf.KEYS, openrlhf.derive),
+    "slime": System(slime.KEYS, slime.derive, slime.prepare),
+    "OpenRLHF": System(openrlhf.KEYS, openrlhf.derive, openrlhf.prepare),
     "ROLL": System(roll.KEYS, roll.derive),
     "NeMo-RL": System(nemo_rl.KEYS, nemo_rl.derive),
     "SkyRL": System(skyrl.KEYS, skyrl.derive),

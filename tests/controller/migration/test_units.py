@@ -67,9 +67,9 @@ def test_sizes_in_samples_become_prompts_of_prime_rl() -> None:
 
 
 def test_a_size_without_its_other_factor_is_to_decide() -> None:
-    migration = migrate({"rollout-batch-size": 32, "global-batch-size": 256, "hf-checkpoint": "m"})
+    migration = migrate({"n-samples-per-prompt": 8, "global-batch-size": 256, "hf-checkpoint": "m"})
     assert "batch.mini_batches" not in migration.settings
-    assert any("global-batch-size=256" in line and "n-samples-per-prompt" in line for line in migration.open)
+    assert any("global-batch-size=256" in line and "rollout-batch-size" in line for line in migration.open)
 
 
 REWARDS_IN_PYTHON = """
