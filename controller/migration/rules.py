@@ -17,6 +17,20 @@ def above_0(value: Any) -> int:
     return value if isinstance(value, int) and value > 0 else 0
 
 
+def is_on(recipe: Recipe, key: str) -> bool:
+    return str(recipe.get(key)).lower() == "true"
+
+
+def leave_out(recipe: Recipe, *beginnings: str) -> dict[str, Any]:
+    return {key: value for key, value in recipe.items() if not key.startswith(beginnings)}
+
+
+def decay_all(settings: Settings, role: str = "policy") -> None:
+    """Let norms and biases decay too, as an optimiser with one group of parameters does."""
+    if settings.get(f"{role}.optimizer.weight_decay"):
+        settings[f"{role}.optimizer.weight_decay_on"] = "all"
+
+
 def count(recipe: Recipe, key: str, default: int, to_decide: list[str]) -> int:
     value = recipe.get(key, default)
     if isinstance(value, int) and value > 0:
