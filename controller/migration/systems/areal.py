@@ -4,7 +4,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from controller.migration.rules import Recipe, Settings, above_0, ask_for_steps, decay_all, is_on, leave_out
+from controller.config.file import leaves
+from controller.migration.rules import Recipe, Settings, above_0, ask_for_steps, decay_all, is_on, leave_out, number
 
 REJECTION = "actor.rejection_sampling."
 NORM = "actor.reward_norm."
@@ -46,6 +47,8 @@ def prepare(recipe: Recipe, to_decide: list[str]) -> Mapping[str, Any]:
         kept = {f"{REJECTION}upper": 5.0, f"{REJECTION}level": "token", **kept}
     if "critic.path" in kept:
         kept = {"critic.eps_clip": 0.5, **kept}
+    if isinstance(kept.get("critic.optimizer"), Mapping):  # ${actor.optimizer}
+        kept |= dict(leaves({"critic.optimizer": kept.pop("critic.optimizer")}))
     return kept
 
 
@@ -66,10 +69,10 @@ def _advantage(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None
     whitened = recipe.get(WHITENED) is not None
     mean = recipe.get(f"{NORM}mean_level")
     deviation = recipe.get(f"{NORM}std_level")
-    discount = recipe.get("actor.discount", 1.0)
+    discount = number(recipe, "actor.discount", 1.0)
     if "critic.path" in recipe:
         settings["algorithm.advantage"] = "gae"
-        settings["algorithm.gae.gamma"] = float(discount)
+        settings["algorithm.gae.gamma"] = discount
         settings["algorithm.gae.whiten"] = whitened
         return
     if mean != "group":
@@ -84,7 +87,7 @@ def _advantage(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None
     settings["algorithm.advantage"] = name
     whitens = name.startswith("reinforce_plus_plus")
     if whitens and discount != 1:
-        settings["algorithm.gamma"] = float(discount)
+        settings["algorithm.gamma"] = discount
     if whitened and not whitens:
         to_decide.append(f"algorithm.advantage={name}: whitened over the tokens of a step too there, by adv_norm.")
     if whitens and not whitened:
@@ -97,7 +100,7 @@ def _rejection(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None
     """Weights come with rejection_sampling alone, and are those of the tokens that it keeps."""
     upper = settings.pop(f"{CORRECTION}rejection_high", None)
     level = recipe.get(f"{REJECTION}level")
-    if upper is None or not is_on(recipe, "actor.use_decoupled_loss"):
+    if upper is None or level not in ("token", "sequence") or not is_on(recipe, "actor.use_decoupled_loss"):
         settings.pop(f"{CORRECTION}cap", None)
         return
     if recipe.get(f"{REJECTION}metric", "ratio") != "ratio":

@@ -5,22 +5,33 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from controller.migration.rules import Recipe, Settings, above_0, decay_all, is_on, leave_out, paths_of
+from controller.migration.rules import (
+    Recipe,
+    Settings,
+    above_0,
+    decay_all,
+    is_on,
+    leave_out,
+    number,
+    paths_of,
+    ranks_of_a_model,
+)
 
 TRAIN = "actor_train."
 SIZE = f"{TRAIN}training_args.per_device_train_batch_size"
 ACCUMULATION = f"{TRAIN}training_args.gradient_accumulation_steps"
 LORA = f"{TRAIN}model_args.lora_"
 FILES = f"{TRAIN}data_args.file_name"
+ENGINES = "actor_infer.device_mapping"
 GROUP = "train_env_manager.group_size"
 REWARDS = ("adv_estimator", "whiten_advantages", "norm_mean_type", "norm_std_type", "kl_loss_coef", "init_kl_coef")
-ENVIRONMENT = "environment.py:make"
 KEYS = (
     SIZE,
     ACCUMULATION,
     FILES,
     GROUP,
     f"{TRAIN}device_mapping",
+    ENGINES,
     f"{TRAIN}strategy_args.strategy_name",
     "validation.data_args.file_name",
     "whiten_advantages",
@@ -58,9 +69,7 @@ def derive(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
         settings.setdefault("model.lora.alpha", 2.0 * settings["model.lora.rank"])
     if not str(recipe.get(f"{TRAIN}strategy_args.strategy_name", "")).startswith("megatron"):
         decay_all(settings)
-    ratio = recipe.get("async_generation_ratio")
-    if isinstance(ratio, int | float):
-        settings["rollout.max_staleness"] = math.ceil(ratio)
+    _ranks(recipe, settings)
     _mini_batches(recipe, settings, to_decide)
 
 
@@ -75,8 +84,9 @@ def _agentic(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
     if of_a_turn:
         longest = settings.get("rollout.sampling.max_new_tokens", of_a_turn)
         settings["rollout.sampling.max_new_tokens"] = min(of_a_turn, longest)
-    settings["rollout.environment"] = ENVIRONMENT
-    to_decide.append(f"rollout.environment={ENVIRONMENT}: a placeholder for custom_envs of train_env_manager.")
+    to_decide.append(
+        "rollout.environment: write that of custom_envs, in place of reward.function. Set rollout.max_turns with it."
+    )
 
 
 def _files(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
@@ -118,10 +128,30 @@ def _loss(recipe: Recipe, settings: Settings) -> None:
     if is_on(recipe, "add_token_level_kl"):
         settings.setdefault("algorithm.kl_in_reward.coefficient", 0.2)
     if is_on(recipe, "use_pg_clip_range"):
-        settings["algorithm.loss.clip_low"] = recipe.get("pg_clip_low", 0.2)
-        settings["algorithm.loss.clip_high"] = recipe.get("pg_clip_high", 0.2)
+        settings["algorithm.loss.clip_low"] = number(recipe, "pg_clip_low", 0.2)
+        settings["algorithm.loss.clip_high"] = number(recipe, "pg_clip_high", 0.2)
     if is_on(recipe, "dual_clip_loss"):
-        settings["algorithm.loss.dual_clip"] = 1 + 2 * recipe.get("pg_clip", 0.2)
+        settings["algorithm.loss.dual_clip"] = 1 + 2 * number(recipe, "pg_clip", 0.2)
+
+
+def _ranks(recipe: Recipe, settings: Settings) -> None:
+    ratio = recipe.get("async_generation_ratio")
+    if isinstance(ratio, int | float):
+        settings["rollout.max_staleness"] = math.ceil(ratio)
+    sharing = ranks_of_a_model(settings)
+    trainers = _gpus(recipe.get(f"{TRAIN}device_mapping"))
+    if len(trainers) >= sharing:
+        settings["policy.data_parallel"] = len(trainers) // sharing
+    engines = _gpus(recipe.get(ENGINES))
+    if engines and (settings.get("rollout.max_staleness") or not engines & trainers):
+        settings["rollout.placement"] = "apart"
+        settings["rollout.replicas"] = max(1, len(engines) // settings.get("rollout.tensor_parallel", 1))
+
+
+def _gpus(mapping: Any) -> set[int]:
+    """Return the GPUs of `list(range(0,8)) + list(range(16,24))`."""
+    ranges = re.findall(r"range\((\d+), *(\d+)\)", str(mapping))
+    return {gpu for start, end in ranges for gpu in range(int(start), int(end))}
 
 
 def _mini_batches(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
@@ -130,11 +160,9 @@ def _mini_batches(recipe: Recipe, settings: Settings, to_decide: list[str]) -> N
     of_a_rank = above_0(recipe[SIZE]) * above_0(recipe.get(ACCUMULATION, 1))
     prompts = above_0(settings.get("batch.prompts_per_step"))
     samples = prompts * above_0(settings.get("rollout.samples_per_prompt"))
-    ranges = re.findall(r"range\((\d+), *(\d+)\)", str(recipe.get(f"{TRAIN}device_mapping", "")))
-    gpus = sum(int(end) - int(start) for start, end in ranges)
-    sharing = math.prod(settings.get(f"policy.parallel.{way}_parallel", 1) for way in ("tensor", "pipeline", "context"))
-    if of_a_rank and samples and gpus >= sharing:
-        settings["batch.mini_batches"] = max(1, round(samples / (gpus // sharing) / of_a_rank))
+    ranks = settings.get("policy.data_parallel")
+    if of_a_rank and samples and ranks:
+        settings["batch.mini_batches"] = max(1, round(samples / ranks / of_a_rank))
         return
     to_decide.append(
         f"batch.mini_batches: rollout_batch_size x num_return_sequences_in_group / ({SIZE}="
