@@ -37,7 +37,8 @@ SFT = Command("controller.sft", SftConfig, "batch.sequences_per_step", "supervis
 PREFERENCES = Command("controller.preferences", PreferencesConfig, "batch.pairs_per_step", "preference optimisation")
 REWARD_MODEL = Command("controller.reward_model", RewardTrainingConfig, "batch.records_per_step", "a reward model")
 EVALUATION = Command("controller.evaluate", EvaluateConfig, "", "evaluation")
-DISTILLATION = replace(FIT, title="distillation on answers of the records")
+DISTILLATION = replace(FIT, title="distillation")
+PPO = replace(FIT, title="PPO with a value model")
 
 REINFORCEMENT = r"\w*(?:GRPO|RLOO|PPO|ReMax)(?:Config|Trainer)\b|trl (?:grpo|rloo)\b|main_ppo|main_dapo|train_ppo\w*"
 REFUSED = (
@@ -60,6 +61,8 @@ NOT_TRANSLATED = (
     ("NeMo-RL", SFT, r"run_(?:vlm_)?sft\.py", ("sft.",)),
     ("NeMo-RL", PREFERENCES, r"run_dpo\.py", ("dpo.",)),
     ("NeMo-RL", REWARD_MODEL, r"run_rm\.py", ("rm.",)),
+    ("NeMo-RL", DISTILLATION, r"run_\w*distillation\.py", ("distillation.",)),
+    ("NeMo-RL", PPO, r"run_ppo\.py", ("ppo.", "policy.model_name")),
     ("NeMo-RL", EVALUATION, r"run_eval\.py", ("eval.metric",)),
     ("ROLL", SFT, r"start_sft_pipeline", ("sft_train.",)),
     ("ROLL", PREFERENCES, r"start_dpo_pipeline", ("chosen_key", "actor_train.")),

@@ -125,10 +125,11 @@ def _ranks(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
             f"policy.data_parallel: from actor.backend={recipe['actor.backend']}. Set policy.parallel too."
         )
     engines = _of_backend(recipe.get("rollout.backend"))
+    if engines or settings.get("rollout.max_staleness"):
+        settings["rollout.placement"] = "apart"
     if engines:
         settings["rollout.replicas"] = engines.get("d", 1)
         settings["rollout.tensor_parallel"] = engines.get("t", 1)
-        settings["rollout.placement"] = "apart"
         if concurrent := above_0(settings.get("rollout.max_concurrent")):
             settings["rollout.max_concurrent"] = max(1, concurrent // settings["rollout.replicas"])
 
