@@ -7,13 +7,14 @@ A program's name decides, then keys that only one trainer has, then the number o
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from controller.config import Config, TrainingConfig
 from controller.config.file import Setting, settings
 from controller.config.offline import PreferencesConfig, RewardTrainingConfig, SftConfig
+from controller.config.sampler import EvaluateConfig
 from workers.errors import ConfigError
 
 
@@ -35,6 +36,9 @@ FIT = Command("controller.fit", Config, "batch.prompts_per_step", "reinforcement
 SFT = Command("controller.sft", SftConfig, "batch.sequences_per_step", "supervised fine-tuning")
 PREFERENCES = Command("controller.preferences", PreferencesConfig, "batch.pairs_per_step", "preference optimisation")
 REWARD_MODEL = Command("controller.reward_model", RewardTrainingConfig, "batch.records_per_step", "a reward model")
+EVALUATION = Command("controller.evaluate", EvaluateConfig, "", "evaluation")
+DISTILLATION = replace(FIT, title="distillation")
+PPO = replace(FIT, title="PPO with a value model")
 
 REINFORCEMENT = (
     r"\w*(?:GRPO|RLOO|PPO|ReMax)(?:Config|Trainer)\b|trl (?:grpo|rloo)\b|main_ppo|main_dapo|train_ppo\w*"
@@ -60,12 +64,19 @@ NOT_TRANSLATED = (
     ("NeMo-RL", SFT, r"run_(?:vlm_)?sft\.py", ("sft.",)),
     ("NeMo-RL", PREFERENCES, r"run_dpo\.py", ("dpo.",)),
     ("NeMo-RL", REWARD_MODEL, r"run_rm\.py", ("rm.",)),
+    ("NeMo-RL", DISTILLATION, r"run_\w*distillation\.py", ("distillation.",)),
+    ("NeMo-RL", PPO, r"run_ppo\.py", ("ppo.", "policy.model_name")),
+    ("NeMo-RL", EVALUATION, r"run_eval\.py", ("eval.metric",)),
     ("ROLL", SFT, r"start_sft_pipeline", ("sft_train.",)),
-    ("ROLL", PREFERENCES, r"start_dpo_pipeline", ("dpo_train.",)),
+    ("ROLL", PREFERENCES, r"start_dpo_pipeline", ("chosen_key", "actor_train.")),
+    ("ROLL", DISTILLATION, r"start_distill(?:_vl)?_pipeline", ("student_pretrain", "teacher_pretrain")),
+    ("AReaL", SFT, r"(?:gsm8k|clevr_count_70k)_sft\.py", ("train_dataset.type=sft",)),
+    ("AReaL", PREFERENCES, r"hhrlhf_dpo\.py", ("train_dataset.type=dpo",)),
+    ("AReaL", REWARD_MODEL, r"hhrlhf_rw\.py", ("train_dataset.type=rw",)),
     ("slime", SFT, r"slime\.rollout\.sft_rollout\S*|miles\.rollout\.sft_rollout\S*|sft_loss", ()),
     ("prime-rl", SFT, r"\buv run sft\b", ("data.seq_len",)),
 )
-"""System, command, program, and beginnings of keys."""
+"""System, command, program, and beginnings of key=value: a recipe that has all of them is refused."""
 
 BY_KEYS = (
     ("verl", SFT, ("model.partial_pretrain", "data.multiturn.enable", "data.messages_key", "optim.lr")),
@@ -117,12 +128,14 @@ def recognise_offline(recipe: Mapping[str, Any]) -> Recognition | None:
 
 
 def _refuse(recipe: Mapping[str, Any], program: str) -> None:
+    pairs = [f"{key}={value}" for key, value in recipe.items()]
     for system, command, pattern, beginnings in NOT_TRANSLATED:
         match = re.search(pattern, program)
-        key = next((key for key in recipe if beginnings and key.startswith(beginnings)), "")
-        if match or key:
+        hits = [next((pair for pair in pairs if pair.startswith(one)), "") for one in beginnings]
+        if match or (hits and all(hits)):
+            telling = match[0] if match else ", ".join(hits)
             raise ConfigError(
-                f"{match[0] if match else key}: {system}'s recipe for {command.title}, which migrate does not "
+                f"{telling}: {system}'s recipe for {command.title}, which migrate does not "
                 f"translate. Write a configuration of `python -m {command.module}`, whose --settings lists its keys."
             )
 

@@ -1,6 +1,7 @@
 """Rules that several systems share: sizes, files, lengths and caps that follow from several of their keys."""
 
 import math
+import re
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,25 @@ JOB_FLAGS = ("address", "runtime-env-json", "working-dir")  # of `ray job submit
 
 def above_0(value: Any) -> int:
     return value if isinstance(value, int) and value > 0 else 0
+
+
+def number(recipe: Recipe, key: str, default: float) -> float:
+    text = str(recipe.get(key)).lower()  # YAML reads 1e-6 as a text
+    return float(text) if re.fullmatch(r"-?\d+\.?\d*(?:e[-+]?\d+)?", text) else default
+
+
+def is_on(recipe: Recipe, key: str) -> bool:
+    return str(recipe.get(key)).lower() == "true"
+
+
+def leave_out(recipe: Recipe, *beginnings: str) -> dict[str, Any]:
+    return {key: value for key, value in recipe.items() if not key.startswith(beginnings)}
+
+
+def decay_all(settings: Settings, role: str = "policy") -> None:
+    """Let norms and biases decay too, as an optimiser with one group of parameters does."""
+    if settings.get(f"{role}.optimizer.weight_decay"):
+        settings[f"{role}.optimizer.weight_decay_on"] = "all"
 
 
 def count(recipe: Recipe, key: str, default: int, to_decide: list[str]) -> int:
@@ -46,6 +66,11 @@ def add_mini_batches(
 def updates_of_a_step(settings: Settings) -> int:
     """Return the optimiser steps of a step."""
     return int(settings.get("batch.mini_batches", 1)) * int(settings.get("batch.epochs", 1))
+
+
+def ranks_of_a_model(settings: Settings) -> int:
+    ways = ("tensor", "pipeline", "context")
+    return math.prod(int(settings.get(f"policy.parallel.{way}_parallel", 1)) for way in ways)
 
 
 def steps_to_updates(settings: Settings, *keys: str) -> None:
