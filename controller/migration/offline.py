@@ -4,6 +4,7 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 from controller.migration.commands import PREFERENCES, REWARD_MODEL, SFT, Command
+from controller.migration.rules import decay_all
 
 TABLES = {
     "verl": "verl's sft_trainer",
@@ -38,6 +39,8 @@ DEFAULTS: Mapping[tuple[str, str], Mapping[str, Any]] = {
         "data.max_length": 1024,
         "optim.weight_decay": 0.01,
         "trainer.total_epochs": 4,
+        "data.truncation": "error",
+        "model.lora_alpha": 16,
         "model.enable_gradient_checkpointing": True,
     },
 }
@@ -98,6 +101,8 @@ def derive_offline(
         _size_of_trl(command, theirs, ours, to_decide)
     elif size := theirs.get("train.batch_size", theirs.get("data.train_batch_size")):
         ours[command.size] = size
+    if system == "verl" and theirs.get("engine") != "megatron":
+        decay_all(ours)
     if ours.get("run.steps"):
         ours.pop("run.epochs", None)  # steps come first there too
     if int(theirs.get("trainer.nnodes") or 1) > 1 and "policy.data_parallel" in ours:

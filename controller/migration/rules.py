@@ -11,6 +11,10 @@ import pyarrow.parquet
 Recipe = Mapping[str, Any]
 Settings = MutableMapping[str, Any]
 CAP = 16384  # tokens of a micro-batch where none is given
+TOOLS = "tools.py"
+ENVIRONMENT = "environment.py:Environment"
+PLACES_OF_EPISODES = (TOOLS, ENVIRONMENT)
+"""Placeholders: turns have no effect without one of them."""
 
 
 def above_0(value: Any) -> int:
@@ -59,6 +63,45 @@ def updates_to_steps(settings: Settings, *keys: str) -> None:
     for key in keys:
         if above_0(settings.get(key)):
             settings[key] = max(1, settings[key] // updates_of_a_step(settings))
+
+
+def set_data_parallel(settings: Settings, gpus: int, shard: Any = -1) -> None:
+    """Divide the GPUs by those that share a model. shard: GPUs of one copy of it (HSDP), or -1."""
+    ways = ("context", "tensor", "pipeline")
+    settings["policy.data_parallel"] = max(
+        1, gpus // math.prod(settings.get(f"policy.parallel.{way}_parallel", 1) for way in ways)
+    )
+    if 0 < above_0(shard) < gpus:
+        settings["policy.parallel.replicate"] = gpus // shard
+
+
+def decay_all(settings: Settings) -> None:
+    """Decay vectors too: the optimiser there has one group of parameters."""
+    for role in ("policy", "critic"):
+        if settings.get(f"{role}.optimizer.weight_decay"):
+            settings[f"{role}.optimizer.weight_decay_on"] = "all"
+
+
+def move_discount(settings: Settings) -> None:
+    """Write the discount to the setting of the estimator: one key there, two settings here."""
+    if settings.get("algorithm.advantage") != "gae" and "algorithm.gae.gamma" in settings:
+        settings["algorithm.gamma"] = settings.pop("algorithm.gae.gamma")
+
+
+def ask_for_critics_size(policy: Any, critic: Any, settings: Settings, to_decide: list[str]) -> None:
+    """policy, critic: prompts of a mini-batch."""
+    if settings.get("algorithm.advantage") == "gae" and critic != policy:
+        to_decide.append(
+            f"batch.mini_batches: of policy and critic. There {policy} prompts of the policy's and {critic} of the "
+            "critic's. Choose one."
+        )
+
+
+def name_episodes(key: str, placeholder: str, settings: Settings, to_decide: list[str]) -> None:
+    """Set a placeholder, with which the settings of turns keep their effect."""
+    if not settings.get(key):
+        settings[key] = placeholder
+        to_decide.append(f"{key}={placeholder}: a placeholder. Name yours.")
 
 
 def paths_of(value: Any) -> list[str]:

@@ -20,6 +20,7 @@ from controller.config.offline import OfflineConfig
 from controller.migration.commands import FIT, Command, Recognition, recognise_offline
 from controller.migration.offline import ACCUMULATION, PER_DEVICE, TABLES, defaults, derive_offline, renamed
 from controller.migration.reading import typed
+from controller.migration.rules import PLACES_OF_EPISODES
 from controller.migration.systems import derive, keys_of, prepare
 from controller.preflight.checks import check_settings
 from controller.preflight.offline_checks import check_offline_settings
@@ -253,9 +254,12 @@ def _settle(migration: Migration) -> None:
             _check(migration.command, chosen)
             return
         except ConfigError as error:
-            places = {key: str(error).find(key) for key in chosen if key in str(error) and key not in PLACEHOLDERS}
+            episodes = {key for key, value in chosen.items() if value in PLACES_OF_EPISODES}
+            placeholders = PLACEHOLDERS.keys() | episodes
+            places = {key: str(error).find(key) for key in chosen if key in str(error) and key not in placeholders}
             if not places:  # a default of ours does not go with them: a file to finish helps more than none
-                migration.open.append(str(error))
+                if not any(str(error).startswith(f"{key}=") for key in episodes):  # it is listed already
+                    migration.open.append(str(error))
                 return
             key = min(places, key=lambda key: (places[key], -len(key)))
             value = chosen.pop(key)

@@ -28,13 +28,13 @@ class System:
 
 
 SYSTEMS = {
-    "verl": System(verl.KEYS, verl.derive),
+    "verl": System(verl.KEYS, verl.derive, verl.prepare),
     "TRL": System(trl.KEYS, trl.derive),
     "slime": System(slime.KEYS, slime.derive),
     "OpenRLHF": System(openrlhf.KEYS, openrlhf.derive),
     "ROLL": System(roll.KEYS, roll.derive),
     "NeMo-RL": System(nemo_rl.KEYS, nemo_rl.derive),
-    "SkyRL": System(skyrl.KEYS, skyrl.derive),
+    "SkyRL": System(skyrl.KEYS, skyrl.derive, skyrl.prepare),
     "AReaL": System(areal.KEYS, areal.derive),
     "prime-rl": System(prime_rl.KEYS, prime_rl.derive),
     "verifiers": System(prime_rl.KEYS_OF_VERIFIERS, prime_rl.derive_environment),
