@@ -77,7 +77,8 @@ def set_data_parallel(settings: Settings, gpus: int, shard: Any = -1) -> None:
 
 def decay_all(settings: Settings) -> None:
     """Decay vectors too: the optimiser there has one group of parameters."""
-    for role in ("policy", "critic"):
+    roles = ("policy", "critic") if settings.get("algorithm.advantage") == "gae" else ("policy",)
+    for role in roles:
         if settings.get(f"{role}.optimizer.weight_decay"):
             settings[f"{role}.optimizer.weight_decay_on"] = "all"
 

@@ -26,6 +26,8 @@ LORA_OF_MEGATRON = "actor_rollout_ref.model.lora."
 KL = "algorithm.kl_ctrl."
 OF_ADAPTIVE = (f"{KL}target_kl", f"{KL}horizon")
 TURNS = "actor_rollout_ref.rollout.multi_turn."
+TOOLS_OF = (f"{TURNS}tool_config_path", "data.tool_config_path")
+AGENT_LOOP = "actor_rollout_ref.rollout.agent.default_agent_loop"
 REJECTION = "algorithm.rollout_correction.rollout_rs_threshold"
 KEYS = (
     "data.train_files",
@@ -48,8 +50,7 @@ KEYS = (
     "*reward_manager",
     "*reward_manager.*",
     f"{TURNS}enable",
-    f"{TURNS}tool_config_path",
-    "data.tool_config_path",
+    *TOOLS_OF,
     REJECTION,
     "trainer.nnodes",
     "trainer.n_gpus_per_node",
@@ -58,11 +59,13 @@ KEYS = (
 
 
 def prepare(recipe: Recipe, to_decide: list[str]) -> Mapping[str, Any]:
-    """Megatron's adapters have an alpha of their own by default, and a target needs the adaptive coefficient."""
+    """Drop the target of a fixed coefficient, and add what is left to defaults: alpha of Megatron's adapters, turns."""
     is_fixed = recipe.get(f"{KL}type") != "adaptive"
     counting = {key: value for key, value in recipe.items() if not is_fixed or key not in OF_ADAPTIVE}
     if f"{LORA_OF_MEGATRON}rank" in recipe:
         counting.setdefault(f"{LORA_OF_MEGATRON}alpha", 32)
+    if any(recipe.get(key) for key in TOOLS_OF) or recipe.get(AGENT_LOOP) == "tool_agent":
+        counting.setdefault(f"{TURNS}enable", True)
     return counting
 
 
@@ -157,6 +160,9 @@ def _rejection(bounds: Any, settings: Settings, to_decide: list[str]) -> None:
 
 def _turns(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
     """With turns, the length of a response bounds all turns and tools' answers together."""
-    if recipe.get(f"{TURNS}enable") or recipe.get(f"{TURNS}tool_config_path") or recipe.get("data.tool_config_path"):
-        name_episodes("rollout.tools", TOOLS, settings, to_decide)
-        settings["rollout.max_episode_tokens"] = settings.get("rollout.sampling.max_new_tokens", 512)
+    if recipe.get(f"{TURNS}enable") is not True:
+        return
+    name_episodes("rollout.tools", TOOLS, settings, to_decide)
+    settings["rollout.max_episode_tokens"] = settings.get("rollout.sampling.max_new_tokens", 512)
+    if "rollout.max_turns" not in settings:
+        to_decide.append("rollout.max_turns: there a response's length alone limits them. Set your limit.")
