@@ -85,7 +85,7 @@ def decay_all(settings: Settings) -> None:
 
 def move_discount(settings: Settings) -> None:
     """Write the discount to the setting of the estimator: one key there, two settings here."""
-    if settings.get("algorithm.advantage") != "gae" and "algorithm.gae.gamma" in settings:
+    if settings.get("algorithm.advantage") in ("reinforce_plus_plus", "gigpo") and "algorithm.gae.gamma" in settings:
         settings["algorithm.gamma"] = settings.pop("algorithm.gae.gamma")
 
 

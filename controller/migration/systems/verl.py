@@ -133,7 +133,6 @@ def _optimizers(recipe: Recipe, settings: Settings) -> None:
 def _algorithm(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
     move_discount(settings)
     if settings.get("rollout.samples_per_prompt") == 1 and settings.get("algorithm.advantage") in GROUPS:
-        del settings["rollout.samples_per_prompt"]
         to_decide.append("rollout.samples_per_prompt: 1 there, and the estimator compares samples. Set 2 or more.")
     aggregation = settings.get("algorithm.loss.aggregation")
     if settings.get("algorithm.advantage") == "gae" and aggregation in OF_A_CRITIC:
