@@ -143,7 +143,9 @@ def fit_cap(settings: Settings, to_decide: list[str]) -> None:
     cap = settings.get("policy.max_tokens_per_micro_batch")
     if not all(map(above_0, lengths)) or (cap is not None and not above_0(cap)):
         return
-    longest = max(sum(lengths), lengths[0] + above_0(settings.get("rollout.max_episode_tokens")))
+    plays = settings.get("rollout.environment") or settings.get("rollout.tools")
+    turns = above_0(settings.get("rollout.max_turns", 8)) if plays else 1
+    longest = lengths[0] + (above_0(settings.get("rollout.max_episode_tokens")) or turns * lengths[1])
     of_a_rank = math.ceil(longest / (above_0(settings.get("policy.parallel.context_parallel")) or 1))
     if cap is None:
         cap = settings["policy.max_tokens_per_micro_batch"] = max(CAP, 2 * of_a_rank)

@@ -254,16 +254,18 @@ def _settle(migration: Migration) -> None:
             _check(migration.command, chosen)
             return
         except ConfigError as error:
-            episodes = {key for key, value in chosen.items() if value in PLACES_OF_EPISODES}
-            placeholders = PLACEHOLDERS.keys() | episodes
-            places = {key: str(error).find(key) for key in chosen if key in str(error) and key not in placeholders}
+            told = tuple(f"{key}={value!r}" for key, value in chosen.items() if value in PLACES_OF_EPISODES)
+            errors = [str(one) for one in getattr(error, "errors", [error]) if not str(one).startswith(told)]
+            text = " ".join(errors)
+            if not text:  # no file of a placeholder, which is listed already
+                return
+            places = {key: text.find(key) for key in chosen if key in text and key not in PLACEHOLDERS}
             if not places:  # a default of ours does not go with them: a file to finish helps more than none
-                if not any(str(error).startswith(f"{key}=") for key in episodes):  # it is listed already
-                    migration.open.append(str(error))
+                migration.open.append(text)
                 return
             key = min(places, key=lambda key: (places[key], -len(key)))
             value = chosen.pop(key)
             if not migration.defaults.pop(key, ""):
-                idle = "has no effect" in str(error)
-                reason = "no effect in this combination" if idle else f"left out. {error}"
+                idle = "has no effect" in text
+                reason = "no effect in this combination" if idle else f"left out. {text}"
                 (migration.without if idle else migration.open).append(f"{key}={text_of(value)}: {reason}")
