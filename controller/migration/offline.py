@@ -4,7 +4,7 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 from controller.migration.commands import PREFERENCES, REWARD_MODEL, SFT, Command
-from controller.migration.rules import above_0
+from controller.migration.rules import above_0, decay_all
 from controller.migration.systems.trl import PROCESSES, apply_switches, choose_modules, name_data
 
 TABLES = {
@@ -40,6 +40,8 @@ DEFAULTS: Mapping[tuple[str, str], Mapping[str, Any]] = {
         "data.max_length": 1024,
         "optim.weight_decay": 0.01,
         "trainer.total_epochs": 4,
+        "data.truncation": "error",
+        "model.lora_alpha": 16,
         "model.enable_gradient_checkpointing": True,
     },
 }
@@ -104,6 +106,8 @@ def derive_offline(
         _tell_trl(command, theirs, ours, to_decide)
     elif size := theirs.get("train.batch_size", theirs.get("data.train_batch_size")):
         ours[command.size] = size
+    if system == "verl" and theirs.get("engine") != "megatron":
+        decay_all(ours)
     if ours.get("run.steps"):
         ours.pop("run.epochs", None)  # steps come first there too
     if int(theirs.get("trainer.nnodes") or 1) > 1 and "policy.data_parallel" in ours:

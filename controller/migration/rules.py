@@ -13,6 +13,10 @@ Recipe = Mapping[str, Any]
 Settings = MutableMapping[str, Any]
 CAP = 16384  # tokens of a micro-batch where none is given
 JOB_FLAGS = ("address", "runtime-env-json", "working-dir")  # of `ray job submit`, in whose command a recipe stands
+TOOLS = "tools.py"
+ENVIRONMENT = "environment.py:Environment"
+PLACES_OF_EPISODES = (TOOLS, ENVIRONMENT)
+"""Placeholders: turns have no effect without one of them."""
 
 
 def above_0(value: Any) -> int:
@@ -87,19 +91,6 @@ def updates_to_steps(settings: Settings, *keys: str) -> None:
             settings[key] = max(1, settings[key] // updates_of_a_step(settings))
 
 
-def divide_gpus(gpus: int, settings: Settings) -> None:
-    """Set the data-parallel ranks: the policy's GPUs over the ranks that share a model."""
-    ways = ("context", "tensor", "pipeline")
-    sharing = math.prod(settings.get(f"policy.parallel.{way}_parallel", 1) for way in ways)
-    settings["policy.data_parallel"] = max(1, gpus // sharing)
-
-
-def place_gamma(settings: Settings) -> None:
-    """Move the discount to the setting that its advantage reads."""
-    if str(settings.get("algorithm.advantage")).startswith("reinforce") and "algorithm.gae.gamma" in settings:
-        settings["algorithm.gamma"] = settings.pop("algorithm.gae.gamma")
-
-
 def ask_for_ratios(settings: Settings, to_decide: list[str]) -> None:
     """Say where ratios begin in an asynchronous run, unless a correction is set."""
     correction = "algorithm.loss.rollout_correction.weights"
@@ -114,6 +105,46 @@ def function_of(path: str) -> str:
     """Return `module:function` of a dotted path."""
     module, _, name = path.rpartition(".")
     return f"{module}:{name}" if module and ":" not in path else path
+
+
+def set_data_parallel(settings: Settings, gpus: int, shard: Any = -1) -> None:
+    """Divide the GPUs by those that share a model. shard: GPUs of one copy of it (HSDP), or -1."""
+    ways = ("context", "tensor", "pipeline")
+    settings["policy.data_parallel"] = max(
+        1, gpus // math.prod(settings.get(f"policy.parallel.{way}_parallel", 1) for way in ways)
+    )
+    if 0 < above_0(shard) < gpus:
+        settings["policy.parallel.replicate"] = gpus // shard
+
+
+def decay_all(settings: Settings) -> None:
+    """Decay vectors too: the optimiser there has one group of parameters."""
+    roles = ("policy", "critic") if settings.get("algorithm.advantage") == "gae" else ("policy",)
+    for role in roles:
+        if settings.get(f"{role}.optimizer.weight_decay"):
+            settings[f"{role}.optimizer.weight_decay_on"] = "all"
+
+
+def move_discount(settings: Settings, estimators: Sequence[str] = ("reinforce_plus_plus", "gigpo")) -> None:
+    """Write the discount to the setting of the estimator: one key there, two settings here."""
+    if settings.get("algorithm.advantage") in estimators and "algorithm.gae.gamma" in settings:
+        settings["algorithm.gamma"] = settings.pop("algorithm.gae.gamma")
+
+
+def ask_for_critics_size(policy: Any, critic: Any, settings: Settings, to_decide: list[str]) -> None:
+    """policy, critic: prompts of a mini-batch."""
+    if settings.get("algorithm.advantage") == "gae" and critic != policy:
+        to_decide.append(
+            f"batch.mini_batches: of policy and critic. There {policy} prompts of the policy's and {critic} of the "
+            "critic's. Choose one."
+        )
+
+
+def name_episodes(key: str, placeholder: str, settings: Settings, to_decide: list[str]) -> None:
+    """Set a placeholder, with which the settings of turns keep their effect."""
+    if not settings.get(key):
+        settings[key] = placeholder
+        to_decide.append(f"{key}={placeholder}: a placeholder. Name yours.")
 
 
 def paths_of(value: Any) -> list[str]:
@@ -154,7 +185,9 @@ def fit_cap(settings: Settings, to_decide: list[str]) -> None:
     cap = settings.get("policy.max_tokens_per_micro_batch")
     if not all(map(above_0, lengths)) or (cap is not None and not above_0(cap)):
         return
-    longest = max(sum(lengths), lengths[0] + above_0(settings.get("rollout.max_episode_tokens")))
+    plays = settings.get("rollout.environment") or settings.get("rollout.tools")
+    turns = above_0(settings.get("rollout.max_turns", 8)) if plays else 1
+    longest = lengths[0] + (above_0(settings.get("rollout.max_episode_tokens")) or turns * lengths[1])
     of_a_rank = math.ceil(longest / (above_0(settings.get("policy.parallel.context_parallel")) or 1))
     if cap is None:
         cap = settings["policy.max_tokens_per_micro_batch"] = max(CAP, 2 * of_a_rank)

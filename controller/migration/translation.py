@@ -20,6 +20,7 @@ from controller.config.offline import OfflineConfig
 from controller.migration.commands import FIT, Command, Recognition, recognise_offline
 from controller.migration.offline import ACCUMULATION, PER_DEVICE, TABLES, defaults, derive_offline, renamed
 from controller.migration.reading import typed
+from controller.migration.rules import PLACES_OF_EPISODES
 from controller.migration.systems import derive, keys_of, prepare
 from controller.preflight.checks import check_settings
 from controller.preflight.offline_checks import check_offline_settings
@@ -269,13 +270,18 @@ def _settle(migration: Migration) -> None:
             _check(migration.command, chosen)
             return
         except ConfigError as error:
-            places = {key: str(error).find(key) for key in chosen if key in str(error) and key not in PLACEHOLDERS}
+            told = tuple(f"{key}={value!r}" for key, value in chosen.items() if value in PLACES_OF_EPISODES)
+            errors = [str(one) for one in getattr(error, "errors", [error]) if not str(one).startswith(told)]
+            text = " ".join(errors)
+            if not text:  # no file of a placeholder, which is listed already
+                return
+            places = {key: text.find(key) for key in chosen if key in text and key not in PLACEHOLDERS}
             if not places:  # a default of ours does not go with them: a file to finish helps more than none
-                migration.open.append(str(error))
+                migration.open.append(text)
                 return
             key = min(places, key=lambda key: (places[key], -len(key)))
             value = chosen.pop(key)
             if not migration.defaults.pop(key, ""):
-                idle = "has no effect" in str(error)
-                reason = "no effect in this combination" if idle else f"left out. {error}"
+                idle = "has no effect" in text
+                reason = "no effect in this combination" if idle else f"left out. {text}"
                 (migration.without if idle else migration.open).append(f"{key}={text_of(value)}: {reason}")

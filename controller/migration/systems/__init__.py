@@ -28,13 +28,13 @@ class System:
 
 
 SYSTEMS = {
-    "verl": System(verl.KEYS, verl.derive),
+    "verl": System(verl.KEYS, verl.derive, verl.prepare),
     "TRL": System(trl.KEYS, trl.derive, trl.prepare),
     "slime": System(slime.KEYS, slime.derive, slime.prepare),
     "OpenRLHF": System(openrlhf.KEYS, openrlhf.derive, openrlhf.prepare),
     "ROLL": System(roll.KEYS, roll.derive, roll.prepare),
     "NeMo-RL": System(nemo_rl.KEYS, nemo_rl.derive, nemo_rl.prepare),
-    "SkyRL": System(skyrl.KEYS, skyrl.derive),
+    "SkyRL": System(skyrl.KEYS, skyrl.derive, skyrl.prepare),
     "AReaL": System(areal.KEYS, areal.derive, areal.prepare),
     "prime-rl": System(prime_rl.KEYS, prime_rl.derive, prime_rl.prepare),
     "verifiers": System(prime_rl.KEYS_OF_VERIFIERS, prime_rl.derive_environment),

@@ -12,8 +12,8 @@ from controller.migration.rules import (
     ask_for_ratios,
     ask_for_steps,
     count,
-    divide_gpus,
-    place_gamma,
+    move_discount,
+    set_data_parallel,
     shares_of,
 )
 
@@ -135,7 +135,7 @@ def derive(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
     if above_0(recipe.get("ds.ring_attn_size")) > 1:
         settings["policy.parallel.context_parallel_method"] = "ring"
     nodes = count(recipe, "actor.num_nodes", 1, to_decide)
-    divide_gpus(nodes * count(recipe, "actor.num_gpus_per_node", 8, to_decide), settings)
+    set_data_parallel(settings, nodes * count(recipe, "actor.num_gpus_per_node", 8, to_decide))
     if recipe.get("train.async_enable"):
         settings["rollout.placement"] = "apart"
         settings["rollout.max_staleness"] = recipe.get("train.async_queue_size", 1)
@@ -177,7 +177,7 @@ def _lengths(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
 
 
 def _algorithm(recipe: Recipe, settings: Settings) -> None:
-    place_gamma(settings)
+    move_discount(settings, ("reinforce_plus_plus", "reinforce_plus_plus_baseline"))
     for key in ("coefficient", "estimator"):
         if recipe.get("algo.kl.use_loss") and f"algorithm.kl_in_reward.{key}" in settings:
             settings[f"algorithm.loss.kl_{key}"] = settings.pop(f"algorithm.kl_in_reward.{key}")

@@ -12,9 +12,9 @@ from controller.migration.rules import (
     ask_for_ratios,
     ask_for_steps,
     count,
-    divide_gpus,
     function_of,
-    place_gamma,
+    move_discount,
+    set_data_parallel,
 )
 
 SIZES = ("global-batch-size", "rollout-batch-size", "n-samples-per-prompt")
@@ -54,7 +54,7 @@ def prepare(recipe: Recipe, to_decide: list[str]) -> Mapping[str, Any]:
 def derive(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
     add_mini_batches(recipe, settings, to_decide, *SIZES)
     nodes = count(recipe, "actor-num-nodes", 1, to_decide)
-    divide_gpus(nodes * count(recipe, "actor-num-gpus-per-node", 8, to_decide), settings)
+    set_data_parallel(settings, nodes * count(recipe, "actor-num-gpus-per-node", 8, to_decide))
     gpus_of_engines = above_0(recipe.get("rollout-num-gpus"))
     if settings.get("rollout.placement") == "apart" and gpus_of_engines:
         settings["rollout.replicas"] = max(1, gpus_of_engines // settings.get("rollout.tensor_parallel", 1))
@@ -101,7 +101,7 @@ def _optimisers(recipe: Recipe, settings: Settings) -> None:
 
 
 def _algorithm(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
-    place_gamma(settings)
+    move_discount(settings, ("reinforce_plus_plus", "reinforce_plus_plus_baseline"))
     if settings.get("algorithm.loss.name") == "gspo":  # auto is the same mean
         settings.pop("algorithm.loss.aggregation", None)
     advantage = settings.get("algorithm.advantage", "grpo")

@@ -66,6 +66,8 @@ def settings_of(text: str) -> dict[str, Any]:
 @pytest.fixture(autouse=True)
 def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("tools.py").write_text("")  # the placeholders of episodes
+    Path("environment.py").write_text("class Environment: ...\n")
     monkeypatch.setenv("HOME", "/home/me")
 
 
