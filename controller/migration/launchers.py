@@ -14,7 +14,7 @@ EXPECTS_VALUE = re.compile(r"--[a-zA-Z][\w.-]*[ =]+$|\S$")
 
 def flags_in_texts(tree: ast.Module) -> str:
     """Return the texts with flags of the function that has most of them, or of the module, in their order."""
-    values = dict(_values_by_name(tree))
+    values = _values_by_name(tree)
     places: list[ast.AST] = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     texts_of_places = [list(_texts_with_flags(place, values)) for place in [*places, tree]]
     counts = [sum(len(FLAG_IN_TEXT.findall(text)) for text in texts) for texts in texts_of_places]
@@ -26,8 +26,9 @@ def flags_in_texts(tree: ast.Module) -> str:
     return " ".join([*programs, *texts_of_places[best]])
 
 
-def _values_by_name(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """Yield the constants that are assigned to a name: variables, keyword arguments, and defaults of a dataclass."""
+def _values_by_name(tree: ast.Module) -> dict[str, str]:
+    """Return the constants that are assigned to a name: variables, keyword arguments, defaults of a dataclass."""
+    values: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             name, value = node.targets[0].id, node.value
@@ -37,10 +38,30 @@ def _values_by_name(tree: ast.Module) -> Iterator[tuple[str, str]]:
             name, value = node.arg, node.value
         else:
             continue
-        if isinstance(value, ast.Call) and value.args and isinstance(value.args[-1], ast.Constant):
-            value = value.args[-1]  # os.environ.get("NAME", default)
-        if isinstance(value, ast.Constant) and isinstance(value.value, str | int | float):
-            yield name, str(value.value)
+        text = _constant(value, values)
+        if text is not None:
+            values.setdefault(name, text)
+    return values
+
+
+def _constant(node: ast.expr, values: Mapping[str, str]) -> str | None:
+    """Return the text of a constant, of a known name, of os.environ.get("NAME", default) or of os.path.join."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str | int | float):
+        return str(node.value)
+    if isinstance(node, ast.Name):
+        return values.get(node.id)
+    if isinstance(node, ast.JoinedStr):
+        text = _text_of(node, values)
+        return None if "$" in text else text
+    if not isinstance(node, ast.Call) or not node.args:
+        return None
+    function = ast.unparse(node.func)
+    parts = [_constant(argument, values) for argument in node.args]
+    if function.endswith("path.join") and None not in parts:
+        return "/".join(str(part) for part in parts)
+    if function in ("int", "float", "str") or function.endswith(("environ.get", "getenv")):
+        return parts[-1]
+    return None
 
 
 def _texts_with_flags(place: ast.AST, values: Mapping[str, str]) -> Iterator[str]:

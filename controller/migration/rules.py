@@ -36,12 +36,6 @@ def leave_out(recipe: Recipe, *beginnings: str) -> dict[str, Any]:
     return {key: value for key, value in recipe.items() if not key.startswith(beginnings)}
 
 
-def decay_all(settings: Settings, role: str = "policy") -> None:
-    """Let norms and biases decay too, as an optimiser with one group of parameters does."""
-    if settings.get(f"{role}.optimizer.weight_decay"):
-        settings[f"{role}.optimizer.weight_decay_on"] = "all"
-
-
 def count(recipe: Recipe, key: str, default: int, to_decide: list[str]) -> int:
     value = recipe.get(key, default)
     if isinstance(value, int) and value > 0:

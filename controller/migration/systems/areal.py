@@ -62,7 +62,6 @@ def derive(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
             settings[key] = f"openai/gsm8k:main@{split}"
     if not str(recipe.get("actor.backend", "")).startswith("megatron"):
         decay_all(settings)
-        decay_all(settings, "critic")
 
 
 def _advantage(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
