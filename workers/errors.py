@@ -1,7 +1,10 @@
 """Errors of Ballast. Each message says what is wrong, where, and which setting changes it."""
 
 import reprlib
+import sys
 from collections.abc import Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
 from unicodedata import category
 
 LONGEST_QUOTE = 200  # characters of an error's text, or of the last line that a process wrote
@@ -113,7 +116,26 @@ def named(error: BaseException) -> str:
     except Exception:
         text = ""
     line = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    return line if len(line) <= LONGEST_QUOTE else f"{line[:LONGEST_QUOTE]}..."
+    line = line if len(line) <= LONGEST_QUOTE else f"{line[:LONGEST_QUOTE]}..."
+    return line + _shadowed_package(error)
+
+
+def _shadowed_package(error: BaseException) -> str:
+    """Say that a file of the user stands in the place of a package of the same name, if that explains `error`."""
+    if isinstance(error, ImportError):
+        name = error.name
+    else:
+        name = getattr(getattr(error, "obj", None), "__name__", "") if isinstance(error, AttributeError) else ""
+    package = (name or "").partition(".")[0]
+    file = getattr(sys.modules.get(package), "__file__", None)
+    if not package or not file:
+        return ""
+    folder = Path(file).parent.resolve()
+    elsewhere = [path for path in sys.path if Path(path or ".").resolve() != folder]
+    other = PathFinder.find_spec(package, elsewhere)
+    if other is None or not other.origin or Path(other.origin).parent.resolve() == folder or "site-packages" in file:
+        return ""
+    return f" ({file} shadows the package {package}. Rename it)"
 
 
 class CombinedConfigError(ConfigError):

@@ -289,7 +289,9 @@ def ray_session(config: TrainingConfig, console: "Console") -> Iterator[None]:
             context = ray.init(address=address, **options)
     except Exception as error:  # ray.init raises bare Exceptions too, where a local Ray does not come up in time
         if address == "local":
-            raise ResourceError(f"a local Ray did not start: {clause(error)}. Is the machine overloaded?") from error
+            late = isinstance(error, TimeoutError) or "timed out" in str(error).lower()
+            hint = "Is the machine overloaded?" if late else f"Ray's logs are below {ray_folder()}."
+            raise ResourceError(f"a local Ray did not start: {clause(error)}. {hint}") from error
         raise ResourceError(
             f"Ray at {address} could not be reached: {clause(error)}. Check resources.ray_address or RAY_ADDRESS, and "
             "that both sides use the same token (RAY_AUTH_MODE)."

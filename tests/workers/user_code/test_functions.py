@@ -103,3 +103,18 @@ def test_an_import_that_fails_is_told_in_one_line(tmp_path: Path, top: str, told
     (tmp_path / "mine.py").write_text(f"{top}\n\n\ndef score(response):\n    return read()\n")
     with refused(told):
         find_function("reward.function", f"{tmp_path / 'mine.py'}:score", timeout_s=20)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["from yaml import safe_load", "import yaml\nyaml.safe_load('1')", "import yaml.nodes"],
+    ids=["name", "attribute", "module"],
+)
+def test_a_file_in_the_place_of_a_package_is_named(tmp_path: Path, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "yaml.py").write_text("# my notes on YAML\n")
+    (tmp_path / "mine.py").write_text(
+        f"import sys\nsys.modules.pop('yaml', None)\n{line}\n\n\ndef score(response):\n    return 1.0\n"
+    )
+    with refused("yaml.py shadows the package yaml. Rename it"):
+        find_function("reward.function", f"{tmp_path / 'mine.py'}:score", timeout_s=20)
