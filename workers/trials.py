@@ -18,6 +18,7 @@ from workers.template_findings import template_findings
 from workers.template_forms import try_forms
 from workers.user_code.functions import load, load_module, packed_text
 from workers.user_code.process import RAISED
+from workers.user_code.tool_types import problem_of_tool
 
 MOST_STEPS = 10_000  # of a schedule
 MOST_BYTES = 2**31  # of memory, for a template
@@ -89,7 +90,7 @@ def describe_tools(key: str, name: str) -> dict[str, Any]:
 
     own = [each for each, f in vars(module).items() if isfunction(f) and f.__module__ == module.__name__]
     names = getattr(module, "__all__", [each for each in own if not each.startswith("_")])
-    tools = {each: getattr(module, each, None) for each in names}
+    tools: dict[str, Any] = {each: getattr(module, each, None) for each in names}
     if not tools:
         raise ConfigError(f"{key}={name}: it has no public function. Define one with type hints and a docstring.")
     schemas = []
@@ -101,6 +102,8 @@ def describe_tools(key: str, name: str) -> dict[str, Any]:
                 f"{key}={name}: {each} has no schema: {clause(error)}. Give every argument a type hint, and a line "
                 "under `Args:` in the docstring."
             ) from None
+        if problem := problem_of_tool(tool):
+            raise ConfigError(f"{key}={name}: {each} cannot be called: {problem}.")
     return {"packed": packed_text(key, name, module, tools), "schemas": schemas}
 
 
