@@ -3,6 +3,8 @@
 import functools
 import gc
 import os
+import random
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,12 +33,50 @@ LONG = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--whole", action="store_true", help="run every case of tests that draw some of theirs")
+    parser.addoption("--draw", default=None, help="seed of the drawn cases (the commit's hash)")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"cases of matrices: {'all' if config.getoption('--whole') else f'drawn, --draw {draw_seed(config)}'}"
+
+
+def draw_seed(config: pytest.Config) -> str:
+    """The same commit draws the same cases, and the next one others."""
+    return config.getoption("--draw") or commit()
+
+
+@functools.cache
+def commit() -> str:
+    command = ["git", "rev-parse", "--short=8", "HEAD"]
+    folder = Path(__file__).parent
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout.strip() or "none"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that share the Ray session or start one are not run beside others: they have processes and time limits."""
+    if not config.getoption("--whole"):
+        leave_cases_to_slow(items, draw_seed(config))
     for item in items:
         if "ray_session" in getattr(item, "fixturenames", ()) or "end_to_end" in item.path.parts:
             item.add_marker("alone")
     items.sort(key=lambda item: not item.nodeid.startswith(LONG))
+
+
+def leave_cases_to_slow(items: list[pytest.Item], seed: str) -> None:
+    """Mark as slow all cases of a test with `drawn(count)` but `count`, drawn anew for each commit."""
+    matrices: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("drawn") and not item.get_closest_marker("slow"):
+            matrices.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for name, cases in matrices.items():
+        marker = cases[0].get_closest_marker("drawn")
+        count = marker.args[0] if marker else len(cases)
+        kept = random.Random(f"{seed} {name}").sample(cases, min(count, len(cases)))
+        for item in cases:
+            if item not in kept:
+                item.add_marker("slow")
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from balancing import BalancingError, pack
 from balancing.errors import CountError, LengthError, OptionError, OverCapError, WeightError
 from balancing.grouping import Caps
 from balancing.lower_bounds import fewest_bins
-from balancing.packing import fewest_by_best_fit, most_by_best_fit
+from balancing.packing import fewest_by_best_fit, keeps_caps, most_by_best_fit
 
 FIRST = [100, 900, 50, 950, 400, 600]
 
@@ -106,6 +106,22 @@ def test_v6_the_count_is_the_smallest_that_fits(request_):
     if options["layout"] == "packed":
         sizes = -(-np.asarray(lengths) // options["length_multiple"]) * options["length_multiple"]
         assert fewest_bins(sizes, cap, options["max_sequences"] or 99) <= fewest
+
+
+def test_caps_are_kept_up_to_their_own_value() -> None:
+    sizes = np.array([5, 5, 5])
+    assert keeps_caps(sizes, Caps(15, 3))
+    assert not keeps_caps(sizes, Caps(14, 3))
+    assert not keeps_caps(sizes, Caps(15, 2))
+    assert keeps_caps(np.array([5, 4, 3]), Caps(15, 3, padded=True))
+    assert not keeps_caps(np.array([5, 4, 3]), Caps(14, 3, padded=True))
+
+
+@pytest.mark.parametrize("algorithm", ["load_balance", "none"])
+def test_one_more_micro_batch_is_tried_where_the_bound_cannot_be_attained(algorithm: str) -> None:
+    """Three of six tokens are 18 of two caps of 10, and fit into three."""
+    assert len(pack([6, 6, 6], max_tokens=10, algorithm=algorithm)) == 3
+    assert len(pack([6, 6, 6, 6, 6], max_tokens=10, algorithm=algorithm)) == 5
 
 
 @settings(max_examples=50, deadline=None)

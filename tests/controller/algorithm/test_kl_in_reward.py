@@ -62,13 +62,13 @@ def test_group_estimators_see_the_reward_less_the_kl_of_the_sequence() -> None:
     columns = {"reward": np.array([1.0, 0.0, 1.0, 1.0]), "group_number": np.array([0, 0, 1, 1])}
     batch = RemoteBatch(columns | {"response_tokens": np.array([3, 1, 2, 2])}, {})
     kl = np.array([2.0, 0.0, 1.0, 5.0])
-    run = run_with(kl, None, coefficient=0.1, target=1.0, horizon=10)
+    run = run_with(kl, None, coefficient=0.1, target=1.9, horizon=10)  # near the mean, 2, and far from the sum
     credited = with_advantages(run, batch)
     expected = rloo(np.array([0.8, 0.0, 0.9, 0.5]), columns["group_number"])
     assert credited["advantages"] == pytest.approx(expected)
     assert credited["reward"].tolist() == columns["reward"].tolist()
     assert run.record.metrics == {"reward/kl": 2.0, "reward/kl_coefficient": 0.1}
-    assert run.kl_coefficient == pytest.approx(0.1 * (1 + 0.2 * 0.4))
+    assert run.kl_coefficient == pytest.approx(0.1 * (1 + (2 / 1.9 - 1) * 0.4))
     resumed = run_with(kl, run.kl_coefficient, coefficient=0.1)
     with_advantages(resumed, batch)
     assert resumed.record.metrics["reward/kl_coefficient"] == run.kl_coefficient

@@ -77,7 +77,7 @@ CONFIGS = {
     "dual clip": LossConfig("ppo_clip", clip_low=0.1, clip_high=0.3, dual_clip=1.5),
     "cispo": LossConfig("cispo", clip_low=1.0, clip_high=0.3),
     "gspo": LossConfig("gspo", clip_low=0.01, clip_high=0.02),
-    "gmpo": LossConfig("gmpo", clip_low=0.4, clip_high=0.4),
+    "gmpo": LossConfig("gmpo", clip_low=0.2, clip_high=0.5),
     "sapo": LossConfig("sapo", sapo_tau_positive=1.1, sapo_tau_negative=2.3),
 }
 OWN = {"gspo": "sequence_mean_token_mean", "gmpo": "sequence_mean_token_mean", "sapo": "sequence_mean_token_mean"}

@@ -12,6 +12,7 @@ from workers.dataproto import DataProto
 from workers.errors import DataError
 from workers.model.losses.returns import (
     KlPenalty,
+    discounts,
     gae,
     sequence_kl,
     token_kl,
@@ -95,6 +96,23 @@ def test_whitening_is_that_of_float64_even_far_from_zero() -> None:
     expected = (values - values.mean()) / values.std(correction=0)
     torch.testing.assert_close(whiten(values), expected, rtol=0, atol=1e-5)
     assert whiten(torch.full((3,), 0.1)).tolist() == [0.0] * 3
+
+
+def test_whitening_counts_each_value_once() -> None:
+    """A value that another rank counts is centred and scaled too, and moves neither mean nor deviation."""
+    values = torch.tensor([1.0, 3.0, 100.0])
+    whitened = whiten(values, counted=torch.tensor([True, True, False]))
+    assert whitened.tolist() == pytest.approx([-1.0, 1.0, 98.0], rel=1e-5)
+
+
+def test_a_discount_stands_behind_each_token_or_behind_each_turn() -> None:
+    rows = [
+        {"input_ids": [1, 2, 3, 4], "loss_mask": [False, True, True, True]},
+        {"input_ids": [1, 2, 3, 4], "loss_mask": [False, True, False, True]},
+    ]
+    sequences = DataProto.from_list(rows, {"reward": [0.0, 0.0]})
+    assert discounts(sequences, 0.5, "token").tolist() == [0.5] * 5
+    assert discounts(sequences, 0.5, "turn").tolist() == [1.0, 1.0, 0.5, 1.0, 0.5]
 
 
 def whiten_on_a_rank(values: list[float], bounds: list[int]) -> Tensor:

@@ -1,0 +1,55 @@
+"""Weights of tokens by hand: of sequences of one row, and of samples whose rows stand in several."""
+
+import pytest
+import torch
+
+from tests.refusals import refused
+from workers.errors import ConfigError, DataError
+from workers.model.losses.aggregation import Denominators, token_weights
+from workers.model.losses.predictions import PackedTokens
+
+ROWS = torch.tensor([0, 0, 0, 1])  # three tokens of the first row, one of the second
+DENOMINATORS = Denominators(tokens=10.0, sequences=4.0, groups=2)
+
+
+def predictions(**columns: list[float]) -> PackedTokens:
+    of_tokens = {name: torch.tensor(values, dtype=torch.float64) for name, values in columns.items()}
+    return PackedTokens(columns=of_tokens, sequence_index=ROWS, num_sequences=2)
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [
+        ("token_mean", [1 / 10] * 4),
+        ("sequence_mean_token_mean", [1 / (4 * 3)] * 3 + [1 / (4 * 1)]),
+        ("sequence_mean_token_sum", [1 / 4] * 4),
+        ("sequence_mean_token_sum_norm", [1 / (4 * 8)] * 4),
+        ("group_mean_token_mean", [1 / (2 * 6)] * 3 + [1 / (2 * 7)]),
+    ],
+)
+def test_weights_of_sequences(aggregation: str, expected: list[float]) -> None:
+    weights = token_weights(predictions(group_tokens=[6, 6, 6, 7]), DENOMINATORS, aggregation, constant_length=8)
+    assert weights.tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [
+        ("token_mean", [1 / 10] * 4),
+        ("sequence_mean_token_mean", [1 / (3 * 5)] * 3 + [1 / (3 * 2)]),
+        ("sequence_mean_token_sum", [1 / 3] * 4),
+        ("sequence_mean_token_sum_norm", [1 / (3 * 8)] * 4),
+    ],
+)
+def test_a_sample_of_several_rows_is_one_sequence(aggregation: str, expected: list[float]) -> None:
+    """The first row has three of its sample's five tokens, and three samples have the four rows."""
+    columns = predictions(sample_tokens=[5, 5, 5, 2], mini_batch_samples=[3, 3, 3, 3])
+    weights = token_weights(columns, DENOMINATORS, aggregation, constant_length=8)
+    assert weights.tolist() == pytest.approx(expected)
+
+
+def test_what_cannot_be_weighted_is_refused() -> None:
+    with refused("aggregation=mean is not a known aggregation", ConfigError):
+        token_weights(predictions(), DENOMINATORS, "mean")
+    with refused("group_mean_token_mean needs Denominators.groups", DataError):
+        token_weights(predictions(group_tokens=[1, 1, 1, 1]), Denominators(10.0, 4.0), "group_mean_token_mean")
