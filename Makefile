@@ -45,8 +45,8 @@ check: setup
 # Two files at a time. Whole runs, in the second half, have Rays of their own, and time limits: at most another run is
 # beside them. Status 5 says that ARGS selects no test of that half.
 test: lint
-	$(BIN)/python -m pytest -m "$(QUICK) and not alone" $(TWO) $(ARGS) || [ $$? = 5 ]
-	$(BIN)/python -m pytest -m "$(QUICK) and alone" $(TWO) $(ARGS) || [ $$? = 5 ]
+	$(BIN)/python -m pytest -m "$(QUICK) and not alone" $(TWO) --durations=10 $(ARGS) || [ $$? = 5 ]
+	$(BIN)/python -m pytest -m "$(QUICK) and alone" $(TWO) --durations=10 $(ARGS) || [ $$? = 5 ]
 
 # Properties are tried again on examples that are drawn anew.
 test-slow: setup

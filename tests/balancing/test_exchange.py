@@ -69,6 +69,14 @@ def test_moves_and_exchanges_of_one_or_two_even_groups(groups, weights, equal_si
     assert len({len(group) for group in after}) == 1
 
 
+@pytest.mark.parametrize("equal_size", [False, True])
+def test_no_exchange_empties_a_group(equal_size: bool) -> None:
+    """One heavy sequence beside none: to move it away would even the loads no better and leave no group."""
+    assert evened([[0], [1]], [9, 2], equal_size=equal_size) == [[0], [1]]
+    after = evened([[0], [1, 2, 3]], [9, 1, 1, 1], equal_size=False)
+    assert all(after)
+
+
 def test_a_cap_on_tokens_turns_to_the_next_best_exchange():
     # 6 for 2 would even the weights, but takes 9 tokens to where there is room for 8.
     weights, sizes = [6, 5, 1, 2], [9, 3, 4, 2]

@@ -245,20 +245,23 @@ def learning_rate_factor(
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, dict[str, Any]]:
     """Return the state of every parameter, initialised before the first step: checkpoints always hold the same tensors.
 
-    A step with zero gradients and learning rate 0 makes what is missing. Its count of steps is set back to 0.
+    A step with zero gradients and without learning rate and decay makes what is missing. Its count of steps is set back
+    to 0. With decay, SGD's first momentum would be that of the weights.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     fresh = [parameter for parameter in parameters if not optimizer.state[parameter]]
     if fresh:
-        rates = [group["lr"] for group in optimizer.param_groups]
+        before = [
+            {name: group[name] for name in ("lr", "weight_decay") if name in group} for group in optimizer.param_groups
+        ]
         optimizer.zero_grad(set_to_none=True)
         for parameter in fresh:
             parameter.grad = torch.zeros_like(parameter)
-        for group in optimizer.param_groups:
-            group["lr"] = 0 * group["lr"]
+        for group, values in zip(optimizer.param_groups, before, strict=True):
+            group.update({name: 0 * value for name, value in values.items()})
         optimizer.step()
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+        for group, values in zip(optimizer.param_groups, before, strict=True):
+            group.update(values)
         optimizer.zero_grad(set_to_none=True)
         for parameter in fresh:
             for name, value in optimizer.state[parameter].items():

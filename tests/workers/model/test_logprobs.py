@@ -157,3 +157,22 @@ def test_a_vocabulary_shared_over_ranks_gives_the_same(count: int, with_bias: bo
     torch.testing.assert_close(torch.cat([part["weight"] for part in parts]), weight.grad, rtol=1e-12, atol=1e-12)
     if with_bias:
         torch.testing.assert_close(torch.cat([part["bias"] for part in parts]), bias.grad, rtol=1e-12, atol=1e-12)
+
+
+def far_logits_with_a_share() -> Tensor:
+    """The first rank's logits are about 1,000 above the second's: their exp overflows unless the greatest is taken."""
+    rank = dist.get_rank()
+    hidden = torch.ones(3, 2, dtype=torch.float32)
+    weight = torch.full((4, 2), 500.0 if rank == 0 else 0.0) + torch.arange(8.0).reshape(4, 2) * (1 - rank)
+    log_probs, _ = linear_log_probs(
+        hidden, weight, None, torch.tensor([0, 3, 7]), group=dist.group.WORLD, first_id=4 * rank
+    )
+    return log_probs
+
+
+def test_a_shared_vocabulary_takes_the_greatest_logit_of_all_ranks(ranks: RankPool) -> None:
+    weight = torch.cat([torch.full((4, 2), 500.0) + torch.arange(8.0).reshape(4, 2), torch.zeros(4, 2)]).double()
+    logits = weight.sum(-1)
+    expected = (logits - logits.logsumexp(-1))[[0, 3, 7]].float()
+    for log_probs in ranks.run(far_logits_with_a_share, 2):
+        torch.testing.assert_close(log_probs, expected)

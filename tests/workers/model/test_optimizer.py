@@ -86,6 +86,18 @@ def test_matrices_decay_and_others_if_asked(name: str, decay_on: str, left: floa
     torch.testing.assert_close(vector.detach(), torch.full((2,), left))
 
 
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_making_the_state_leaves_decaying_weights_and_rates_as_they_are(name: str) -> None:
+    """A checkpoint before the first step makes the state, which must not be a step of weight decay."""
+    weight = torch.nn.Parameter(torch.full((2, 2), 3.0))
+    config = OptimizerConfig(name=name, learning_rate=0.1, weight_decay=0.5, momentum=0.9)
+    optimizer = make_optimizer([("weight", weight)], config)
+    state = optimizer_state(optimizer)[weight]
+    assert weight.tolist() == [[3.0, 3.0], [3.0, 3.0]]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1] * len(optimizer.param_groups)
+    assert state and all(not value.any() for value in state.values() if isinstance(value, torch.Tensor))
+
+
 def test_frozen_parameters_are_left_out():
     trainable, frozen = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1), requires_grad=False)
     optimizer = make_optimizer([("trainable", trainable), ("frozen", frozen)], OptimizerConfig())
