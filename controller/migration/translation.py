@@ -250,7 +250,7 @@ def _passed_on(migration: Migration, row: Counterpart, shown: str, value: Any) -
 
 
 def _takes(known: Mapping[str, Setting], key: str, value: Any) -> bool:
-    return is_of_type(value, known[key].type) and known[key].allows(value)
+    return key in known and is_of_type(value, known[key].type) and known[key].allows(value)
 
 
 def _check(command: Command, chosen: Mapping[str, Any]) -> None:

@@ -93,7 +93,8 @@ def derive_environment(recipe: Recipe, settings: Settings, to_decide: list[str])
 
 def _sources(recipe: Recipe, key: str) -> list[dict[str, Any]]:
     sources = recipe.get(key)
-    return [dict(leaves(source)) for source in sources] if isinstance(sources, list) else []
+    sources = sources if isinstance(sources, list) else []
+    return [dict(leaves(source)) for source in sources if isinstance(source, Mapping)]
 
 
 def _name_environment(source: Recipe) -> str:

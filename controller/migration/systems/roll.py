@@ -136,7 +136,7 @@ def _loss(recipe: Recipe, settings: Settings) -> None:
 
 def _ranks(recipe: Recipe, settings: Settings) -> None:
     ratio = recipe.get("async_generation_ratio")
-    if isinstance(ratio, int | float):
+    if isinstance(ratio, int | float) and math.isfinite(ratio):
         settings["rollout.max_staleness"] = math.ceil(ratio)
     sharing = ranks_of_a_model(settings)
     trainers = _gpus(recipe.get(f"{TRAIN}device_mapping"))
