@@ -60,7 +60,7 @@ PROGRAMS = (
 """System, command, and the names of programs and classes."""
 
 NOT_TRANSLATED = (
-    ("SkyRL", SFT, r"skyrl\S*main_sft", ()),
+    ("SkyRL", SFT, r"\S*main_sft\w*", ()),
     ("NeMo-RL", SFT, r"run_(?:vlm_)?sft\.py", ("sft.",)),
     ("NeMo-RL", PREFERENCES, r"run_dpo\.py", ("dpo.",)),
     ("NeMo-RL", REWARD_MODEL, r"run_rm\.py", ("rm.",)),
