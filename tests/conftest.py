@@ -65,16 +65,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def leave_cases_to_slow(items: list[pytest.Item], seed: str) -> None:
-    """Mark as slow all cases of a test with `drawn(count)` but `count`, drawn anew for each commit."""
+    """Mark as slow all cases of a test with `drawn(count, always=ids)` but those, and `count` drawn for each commit."""
     matrices: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("drawn") and not item.get_closest_marker("slow"):
             matrices.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for name, cases in matrices.items():
         marker = cases[0].get_closest_marker("drawn")
-        count = marker.args[0] if marker else len(cases)
-        kept = random.Random(f"{seed} {name}").sample(cases, min(count, len(cases)))
-        for item in cases:
+        assert marker is not None
+        fixed = {f"{name}[{case}]" for case in marker.kwargs.get("always", ())}
+        others = [item for item in cases if item.nodeid not in fixed]
+        kept = random.Random(f"{seed} {name}").sample(others, min(marker.args[0], len(others)))
+        for item in others:
             if item not in kept:
                 item.add_marker("slow")
 

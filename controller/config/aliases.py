@@ -62,6 +62,12 @@ def previous_name(key: str, known: Collection[str]) -> Counterpart | None:
     return next((row for row in rows if row.is_of(known)), None)
 
 
+@cache
+def _rows_of(known: frozenset[str]) -> list[tuple[str, Counterpart]]:
+    """Return the table's rows for a command's settings, with their keys as settings are written."""
+    return [(row.key.replace("-", "_"), row) for row in counterparts() if row.is_of(known)]
+
+
 def answer(key: str, known: Collection[str], *, whole: bool = False) -> str:
     """Describe the counterpart of another system's key, or return "" if the settings `known` include none.
 
@@ -69,7 +75,7 @@ def answer(key: str, known: Collection[str], *, whole: bool = False) -> str:
     patterns. Several counterparts are all named.
     """
     key = key.replace("-", "_")
-    rows = [(row.key.replace("-", "_"), row) for row in counterparts() if row.is_of(known)]
+    rows = _rows_of(frozenset(known))
     found = [row for theirs, row in rows if key == theirs]
     if not whole:
         found = found or [row for theirs, row in rows if "." in theirs and key.endswith(f".{theirs}")]

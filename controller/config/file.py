@@ -3,10 +3,11 @@
 file, then overrides --> keys known? --> types? --> merged (OmegaConf) --> all set? --> ranges? --> object
 """
 
+import copy
 import difflib
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -126,7 +127,7 @@ def read(schema: type[Schema], files: Sequence[str | Path], overrides: Sequence[
     known = {found.key: found for found in settings(schema())}
     parts = [(f"{file}: ", _read_file(Path(file))) for file in files]
     parts += [("", _read_override(override, known)) for override in overrides]
-    merged = OmegaConf.structured(schema)
+    merged = copy.deepcopy(_defaults(cast(Hashable, schema)))
     for source, part in parts:
         _follow_renames(part, known, source)
         _convert_lists(part, known, source)
@@ -138,6 +139,12 @@ def read(schema: type[Schema], files: Sequence[str | Path], overrides: Sequence[
     config = _to_object(merged, known)
     _check_ranges(config, known)
     return cast(Schema, config)
+
+
+@cache
+def _defaults(schema: Hashable) -> Any:
+    """Return the schema's defaults. To make them takes 60 ms, to copy them 7."""
+    return OmegaConf.structured(schema)
 
 
 def _merge(merged: Any, part: DictConfig) -> Any:

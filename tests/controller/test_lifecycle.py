@@ -31,6 +31,7 @@ def run(run_on_stand_ins: Run) -> Run:
     return run_on_stand_ins
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("placement", ["colocated", "apart"])
 @pytest.mark.parametrize("engines", ENGINES.values(), ids=ENGINES)
 @pytest.mark.parametrize("roles", ROLES.values(), ids=ROLES)

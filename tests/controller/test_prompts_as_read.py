@@ -324,6 +324,7 @@ def test_a_broken_tokenizer_is_named(workspace: Path, file: str, content: str) -
         load_tokenizer("model")
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("file", "content", "command", "words"),
     [

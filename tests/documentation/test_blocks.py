@@ -18,6 +18,7 @@ from workers.user_code.functions import signature_of
 from workers.user_code.rewards import MESSAGES
 
 
+@pytest.mark.drawn(20)
 @pytest.mark.parametrize("block", blocks("bash"), ids=lambda block: block.name)
 def test_commands_run(documentation_workspace: Path, block: Block, capsys: pytest.CaptureFixture[str]) -> None:
     for words in commands(block.body):

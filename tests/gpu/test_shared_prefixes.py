@@ -35,6 +35,7 @@ ROWS = {
 }
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("way", ["level", "path"])
 @pytest.mark.parametrize("heads", [(8, 2), (4, 4)])
 @pytest.mark.parametrize("name", ROWS)

@@ -40,6 +40,7 @@ def write(folder: Path, **columns: Any) -> None:
     (folder / "chat.jsonl").write_text(json.dumps({"prompt": CHAT, "response": "2"} | columns))
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize(
     ("columns", "argument", "expected"),
     [

@@ -211,6 +211,20 @@ def compiled(case: Case = PLAIN, **settings: Any) -> Case:
     return replace(case, compiled=True, **settings)
 
 
+ALWAYS = (
+    "dp 1",
+    "dp 4, copies 2",
+    "ulysses 4",
+    "ring 4",
+    "copies 2, ring 2, deferred",
+    "dp 2, tp 2",
+    "pp 2, dp 2",
+    "pp 2, virtual 2, ring 2",
+    "dp 4, ep 2",
+    "dp 2, tp 2, ep 2",
+    "pp 2, dp 2, ep 2",
+)
+"""Ways that are tried in every run of the tests, beside ten that are drawn."""
 COMPILED: dict[str, list[Case]] = {
     "dp 1": [compiled(REPLAYED_CHECKPOINTED)],
     "pp 2, virtual 2, dp 2, ep 2": [compiled(REPLAYED_CHECKPOINTED)],
@@ -240,6 +254,7 @@ def model(folder: Path, case: Case = PLAIN) -> str:
     return str(path)
 
 
+@pytest.mark.drawn(10, always=ALWAYS)
 @pytest.mark.parametrize(
     "text", [pytest.param(text, marks=pytest.mark.slow if way(text).ranks > 4 else ()) for text in CASES]
 )
@@ -247,9 +262,8 @@ def test_p7_c1_ranks_learn_what_one_unpadded_sequence_at_a_time_does(ranks: Rank
     check(ranks, text, CASES[text], [model(folder, case) for case in CASES[text]])
 
 
-@pytest.mark.parametrize(
-    "text", [pytest.param(text, marks=pytest.mark.slow if text != "dp 1" else ()) for text in COMPILED]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("text", COMPILED)
 def test_compiled_layers_change_nothing(ranks: RankPool, folder, text):
     check(ranks, text, COMPILED[text], [model(folder, case) for case in COMPILED[text]])
 
@@ -263,6 +277,7 @@ def gradients_of_plans(case: Case, path: str, way: Way, seeds: range) -> list[di
     return found
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("case", [PLAIN, SHARED], ids=["plain", "shared"])
 @pytest.mark.parametrize("text", ["dp 1", "dp 4", "dp 2, ulysses 2", "ring 2", "ulysses 4, by step", "ring 4, by step"])
 def test_p7_random_plans_change_nothing(ranks: RankPool, folder, text, case):
@@ -347,6 +362,7 @@ def weights_after_a_step(engine: TrainingEngine, case: Case, way: Way) -> dict[s
     return {name: weight.clone() for name, weight in engine.named_weights()}
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("case", "before", "after"),
     [

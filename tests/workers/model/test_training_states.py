@@ -77,6 +77,7 @@ def all_orders(model: str, settings: dict[str, object]) -> list[dict[str, Traine
     return [alone[0] | alone[1], *(trained(model, order, settings) for order in orders(4))]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("count", "settings"),
     [
