@@ -28,6 +28,7 @@ CALLS = re.compile(r"\w*(Config|Trainer|Arguments)")
 MOST_PARENTS = 8
 LORA = {"r": "lora_r", "target_modules": "lora_target_modules"}  # LoraConfig's names, as TRL's commands have them
 OF_FUNCTIONS = ("reward_funcs", "tools")  # arguments of trainers whose values are functions of the script
+OF_DATA = ("train_dataset", "eval_dataset")  # arguments whose values are data sets of the hub
 ARRAY = re.compile(r"\$\{?(\w+\[[@*]\]|@|\*)\}?")  # words that are listed elsewhere, not a value
 PROGRAM_IN_COMMENT = re.compile(r"^\s*#.*?\b(trl \w+)", re.M)
 ENDS = ("\n", "--", ")", "&&", "||", "|", "&", ">", "2>&1")
@@ -153,6 +154,11 @@ def _functions_by_name(tree: ast.Module, path: Path) -> dict[str, str]:
 
 def _of_python(tree: ast.AST, functions: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
     """Keyword arguments of calls such as GRPOConfig(...) and GRPOTrainer(...). Code in place of a value stays code."""
+    assigned = {
+        node.targets[0].id: node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
     for node in ast.walk(tree):
         name = _called(node)
         if isinstance(node, ast.Call) and CALLS.fullmatch(name):
@@ -160,7 +166,27 @@ def _of_python(tree: ast.AST, functions: Mapping[str, str]) -> Iterator[tuple[st
             for keyword in node.keywords:
                 key = names.get(keyword.arg, keyword.arg)
                 if key:
-                    yield key, _value_in_python(keyword.value, functions if key in OF_FUNCTIONS else {})
+                    data = _data_set(keyword.value, assigned) if key in OF_DATA else ""
+                    yield key, data or _value_in_python(keyword.value, functions if key in OF_FUNCTIONS else {})
+
+
+def _data_set(node: ast.expr, assigned: Mapping[str, ast.expr]) -> str:
+    """Return `NAME:CONFIGURATION@SPLIT` of a call of load_dataset, of its variable or of a split of it, or ""."""
+    if isinstance(node, ast.Name) and node.id in assigned:
+        others = {name: value for name, value in assigned.items() if name != node.id}
+        return _data_set(assigned[node.id], others)
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+        whole = _data_set(node.value, assigned)
+        return f"{whole}@{node.slice.value}" if whole and "@" not in whole else ""
+    if not isinstance(node, ast.Call) or _called(node) != "load_dataset":
+        return ""
+    values = dict(zip(("path", "name"), node.args, strict=False))
+    values |= {keyword.arg or "**": keyword.value for keyword in node.keywords}
+    parts = {name: value.value for name, value in values.items() if isinstance(value, ast.Constant)}
+    if len(node.args) > 2 or parts.keys() != values.keys() or not parts.keys() <= {"path", "name", "split"}:
+        return ""
+    marks = (("", "path"), (":", "name"), ("@", "split"))
+    return "".join(f"{mark}{parts[name]!s}" for mark, name in marks if name in parts)
 
 
 def _value_in_python(node: ast.expr, functions: Mapping[str, str]) -> Any:

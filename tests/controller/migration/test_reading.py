@@ -122,3 +122,22 @@ def test_a_child_replaces_what_it_marks_and_what_is_of_another_kind(tmp_path: Pa
 def test_a_comment_tells_the_program(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("# For `trl sft --config`\nmodel_name_or_path: m\nlearning_rate: 1.0e-5\n")
     assert given([str(tmp_path / "config.yaml")]).program == "trl sft"
+
+
+@pytest.mark.parametrize(
+    ("code", "wanted"),
+    [
+        ("load_dataset('openai/gsm8k', 'main', split='train')", "openai/gsm8k:main@train"),
+        ("load_dataset('trl-lib/tldr')['train']", "trl-lib/tldr@train"),
+        ("load_dataset(path='trl-lib/tldr', split='train[:10%]')", "trl-lib/tldr@train[:10%]"),
+        ("data", "trl-lib/tldr@test"),
+        ("data.map(prepare)", "${data.map(prepare)}"),
+        ("load_dataset(NAME)", "${load_dataset(NAME)}"),
+        ("load_dataset('json', data_files='a.jsonl')", "${load_dataset('json', data_files='a.jsonl')}"),
+    ],
+)
+def test_a_data_set_of_the_hub_is_named(code: str, wanted: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        f"data = load_dataset('trl-lib/tldr', split='test')\nGRPOTrainer(model='m', train_dataset={code})\n"
+    )
+    assert given([str(tmp_path / "train.py")])["train_dataset"] == wanted
