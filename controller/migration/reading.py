@@ -182,11 +182,11 @@ def _data_set(node: ast.expr, assigned: Mapping[str, ast.expr]) -> str:
         return ""
     values = dict(zip(("path", "name"), node.args, strict=False))
     values |= {keyword.arg or "**": keyword.value for keyword in node.keywords}
-    parts = {name: value.value for name, value in values.items() if isinstance(value, ast.Constant)}
+    parts = {name: str(value.value) for name, value in values.items() if isinstance(value, ast.Constant)}
     if len(node.args) > 2 or parts.keys() != values.keys() or not parts.keys() <= {"path", "name", "split"}:
         return ""
     marks = (("", "path"), (":", "name"), ("@", "split"))
-    return "".join(f"{mark}{parts[name]!s}" for mark, name in marks if name in parts)
+    return "".join(f"{mark}{parts[name]}" for mark, name in marks if name in parts)
 
 
 def _value_in_python(node: ast.expr, functions: Mapping[str, str]) -> Any:
