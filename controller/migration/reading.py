@@ -177,7 +177,8 @@ def _data_set(node: ast.expr, assigned: Mapping[str, ast.expr]) -> str:
         return _data_set(assigned[node.id], others)
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
         whole = _data_set(node.value, assigned)
-        return f"{whole}@{node.slice.value}" if whole and "@" not in whole else ""
+        split = str(node.slice.value)
+        return f"{whole}@{split}" if whole and "@" not in whole else ""
     if not isinstance(node, ast.Call) or _called(node) != "load_dataset":
         return ""
     values = dict(zip(("path", "name"), node.args, strict=False))
