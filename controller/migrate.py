@@ -23,28 +23,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, source = parser.parse_known_args(None if arguments is None else list(arguments))
     if not source:
         parser.error("name a file, or give a command in quotes")
-    from controller.migration.reading import given
+    from controller.migration.reading import read_recipe
     from controller.migration.translation import migrate
     from controller.preflight.arguments import writing
 
     try:
         if options.output and options.output.exists():
             _check_output(options.output, source, overwrite=options.overwrite)
-        found = migrate(given(source))
+        migration = migrate(read_recipe(source))
         if options.output:
             with writing("--output", options.output):
-                options.output.write_text(found.yaml, encoding="utf-8")
+                options.output.write_text(migration.yaml, encoding="utf-8")
     except (ConfigError, OSError) as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
     if not options.output:
-        print(found.yaml, end="")
-    print(
-        f"{found.system}: {len(found.settings)} settings, {len(found.open)} to decide, {len(found.defaults)} defaults "
-        f"that differ, {len(found.without)} keys without a counterpart, {len(found.unknown)} unknown. The YAML's first "
-        "comments list them",
-        file=sys.stderr,
+        print(migration.yaml, end="")
+    counts = (
+        f"{len(migration.settings)} settings",
+        f"{len(migration.open)} to decide",
+        f"{len(migration.defaults)} defaults that differ",
+        f"{len(migration.without)} keys without a counterpart",
+        f"{len(migration.unknown)} unknown",
     )
+    print(f"{migration.system}: {', '.join(counts)}. The YAML's first comments list them", file=sys.stderr)
     return 0
 
 

@@ -1,6 +1,6 @@
 """Read keys and values of another system's configuration from a shell script, a command, Python, YAML or JSON.
 
-run.sh, "a.b=1 c.d=2", train.py, config.yaml, rl.toml --given--> {"a.b": 1, "c.d": 2}
+run.sh, "a.b=1 c.d=2", train.py, config.yaml, rl.toml --read_recipe--> {"a.b": 1, "c.d": 2}
 
 Nothing is run.
 """
@@ -47,18 +47,18 @@ class Recipe(dict[str, Any]):
         self.notes = list(notes)
 
 
-def given(source: Sequence[str]) -> Recipe:
+def read_recipe(source: Sequence[str]) -> Recipe:
     """Return the keys of a file, or of a command's words. Raises ConfigError if there are none."""
     if len(source) == 1 and not re.search(r"[=\s]", source[0]):
-        found = _of_file(Path(source[0]))
+        recipe = _of_file(Path(source[0]))
     else:
-        found = _of_script(source[0] if len(source) == 1 else shlex.join(source))
-    if not found:
+        recipe = _of_script(source[0] if len(source) == 1 else shlex.join(source))
+    if not recipe:
         fix = "Give a file, or a command with key=value"
         if source[0].endswith(".py"):
             fix = "It takes them from its command line: give that command, in quotes"
         raise ConfigError(f"{source[0][:60]}: no key of a configuration found. {fix}.")
-    return found
+    return recipe
 
 
 def _of_file(path: Path) -> Recipe:

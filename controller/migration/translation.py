@@ -89,20 +89,20 @@ class Migration:
         return "\n".join(lines) + "\n" + text
 
 
-def migrate(given: Mapping[str, Any]) -> Migration:
+def migrate(recipe: Mapping[str, Any]) -> Migration:
     """Translate keys and values. Raises ConfigError if they belong to no known system, or nothing is left."""
-    offline = recognise_offline(given)
+    offline = recognise_offline(recipe)
     if offline:
-        return _migrate_offline(given, offline)
-    system, evidence = _system(given)
+        return _migrate_offline(recipe, offline)
+    system, evidence = _system(recipe)
     migration = Migration(system, evidence=evidence)
-    migration.open += getattr(given, "notes", ())
-    given = prepare(system, given, migration.open)
-    rows = _rows([row for row in ROWS if row.system == system], given, migration)
+    migration.open += getattr(recipe, "notes", ())
+    recipe = prepare(system, recipe, migration.open)
+    rows = _rows([row for row in ROWS if row.system == system], recipe, migration)
     for theirs, value, row, is_given in rows:
         _apply(migration, row, theirs, value, is_given=is_given)
     known = {row.key: value for _, value, row, _ in rows if value is not None and "$" not in str(value)}
-    named = {key: value for key, value in given.items() if key.startswith(("env.", "select."))}
+    named = {key: value for key, value in recipe.items() if key.startswith(("env.", "select."))}
     defaults = {key: migration.settings[key] for key in migration.defaults}
     derive(system, named | known, migration.settings, migration.open)
     _follow_derived(migration, defaults)
@@ -152,22 +152,22 @@ def _migrate_offline(recipe: Mapping[str, Any], recognition: Recognition) -> Mig
     return migration
 
 
-def _system(given: Mapping[str, Any]) -> tuple[str, str]:
+def _system(recipe: Mapping[str, Any]) -> tuple[str, str]:
     """Return the system, and the keys that tell it."""
     counts = {
-        system: sum(any(_matches(row, key) for row in ROWS if row.system == system) for key in given)
+        system: sum(any(_matches(row, key) for row in ROWS if row.system == system) for key in recipe)
         for system in dict.fromkeys(row.system for row in ROWS)
     }
     marks = {
-        system: sum(key.startswith(starts) for key in given) for system, starts in MARKS.items()
+        system: sum(key.startswith(starts) for key in recipe) for system, starts in MARKS.items()
     }  # the names of other systems' keys are ends or parts of these
     system = max(counts, key=lambda name: (marks.get(name, 0), counts[name]))
     if not counts[system]:
-        raise ConfigError(f"{', '.join(list(given)[:3])}: not keys of a known system. Known are {', '.join(counts)}.")
-    telling = [key for key in given if key.startswith(MARKS.get(system, ()))]
-    telling = telling or [key for key in given if any(_matches(row, key) for row in ROWS if row.system == system)]
+        raise ConfigError(f"{', '.join(list(recipe)[:3])}: not keys of a known system. Known are {', '.join(counts)}.")
+    telling = [key for key in recipe if key.startswith(MARKS.get(system, ()))]
+    telling = telling or [key for key in recipe if any(_matches(row, key) for row in ROWS if row.system == system)]
     more = f" and {len(telling) - 3} more" if len(telling) > 3 else ""
-    return system, f"{', '.join(telling[:3])}{more}, {counts[system]} of {len(given)} keys"
+    return system, f"{', '.join(telling[:3])}{more}, {counts[system]} of {len(recipe)} keys"
 
 
 def _matches(row: Counterpart, key: str) -> bool:
@@ -175,14 +175,14 @@ def _matches(row: Counterpart, key: str) -> bool:
 
 
 def _rows(
-    of_system: Sequence[Counterpart], given: Mapping[str, Any], migration: Migration
+    of_system: Sequence[Counterpart], recipe: Mapping[str, Any], migration: Migration
 ) -> list[tuple[str, Any, Counterpart, bool]]:
-    """Return (their key, value, row, whether given) of keys and defaults, in order of application.
+    """Return (their key, value, row, whether it is given) of keys and defaults, in order of application.
 
     Defaults first, rows of several settings before rows of one, switches last.
     """
     found = []
-    for theirs, value in given.items():
+    for theirs, value in recipe.items():
         row = next((row for row in of_system if _matches(row, theirs)), None)
         if row:
             found.append((theirs, value, row, True))

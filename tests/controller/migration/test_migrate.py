@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from ballast.commands import main
 from controller.config import load
 from controller.config.aliases import answer, counterparts
-from controller.migration.reading import given
+from controller.migration.reading import read_recipe
 from controller.migration.translation import KNOWN, ROWS, migrate
 from controller.preflight.checks import check_settings
 
@@ -118,7 +118,7 @@ def test_a_verl_script_becomes_settings_with_the_same_meaning(capsys: pytest.Cap
 @pytest.mark.parametrize("kind", ["py", "yaml", "json", "command"])
 def test_trl_arguments_become_settings_in_every_form(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("train.py").write_text(TRL)
-    values = {key: value for key, value in given(["train.py"]).items() if "$" not in str(value)}
+    values = {key: value for key, value in read_recipe(["train.py"]).items() if "$" not in str(value)}
     words = [
         f"--{key}={json.dumps(value)}" if not isinstance(value, str) else f"--{key}={value}"
         for key, value in values.items()
@@ -156,15 +156,15 @@ def test_every_key_that_is_given_is_in_the_settings_or_in_a_list() -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
+    "recipe",
     [
         {"data.apply_chat_template_kwargs.enable_thinking": False, "actor_rollout_ref.model.path": "x"},
         {"chat_template_kwargs": {"enable_thinking": False}, "num_generations": 8},
         {"chat_template_kwargs.enable_thinking": False, "num_generations": 8},
     ],
 )
-def test_arguments_of_chat_templates_keep_their_names(given: dict[str, Any]) -> None:
-    assert migrate(given).settings["data.chat_template_arguments"] == {"enable_thinking": False}
+def test_arguments_of_chat_templates_keep_their_names(recipe: dict[str, Any]) -> None:
+    assert migrate(recipe).settings["data.chat_template_arguments"] == {"enable_thinking": False}
 
 
 @pytest.mark.parametrize(

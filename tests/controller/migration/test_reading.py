@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ballast.commands import main
-from controller.migration.reading import given, typed
+from controller.migration.reading import read_recipe, typed
 
 CONDITION = """backend=megatron
 if {condition}; then
@@ -36,7 +36,7 @@ python main.py trainer.size=$SIZE trainer.other=$((SIZE * 2)){more}
 def test_the_branch_that_a_shell_takes_is_read(condition: str, size: int, tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text(CONDITION.format(condition=condition, more=""))
-    recipe = given([str(script)])
+    recipe = read_recipe([str(script)])
     assert dict(recipe) == {"trainer.size": size, "trainer.other": 2 * size}
     assert recipe.notes == []
 
@@ -46,7 +46,7 @@ def test_a_branch_that_only_a_shell_knows_is_named(tmp_path: Path, capsys: pytes
     script.write_text(
         'if [ "$1" = long ]; then\n python -m x data.max_response_length=9 actor_rollout_ref.model.path=m\nfi\n'
     )
-    assert given([str(script)])["data.max_response_length"] == 9
+    assert read_recipe([str(script)])["data.max_response_length"] == 9
     assert main(["migrate", str(script)]) == 0
     assert "if [ $1 = long ]: only a shell knows it" in capsys.readouterr().out
 
@@ -66,7 +66,7 @@ def test_a_branch_that_only_a_shell_knows_is_named(tmp_path: Path, capsys: pytes
 )
 def test_defaults_and_commands_of_a_shell_are_read(text: str, wanted: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text(text)
-    recipe = given([str(tmp_path / "run.sh")])
+    recipe = read_recipe([str(tmp_path / "run.sh")])
     folder = str(recipe.pop("folder", "$(cd "))
     assert dict(recipe) == wanted
     assert folder.startswith("$(cd ")
@@ -95,7 +95,7 @@ def execute(args):
 
 def test_flags_in_the_texts_of_a_launcher_are_read(tmp_path: Path) -> None:
     (tmp_path / "run.py").write_text(LAUNCHER)
-    recipe = given([str(tmp_path / "run.py")])
+    recipe = read_recipe([str(tmp_path / "run.py")])
     assert dict(recipe) == {
         "prompt-data": "/data/a.jsonl",
         "n-samples-per-prompt": 8,
@@ -112,16 +112,16 @@ def test_a_child_replaces_what_it_marks_and_what_is_of_another_kind(tmp_path: Pa
     (tmp_path / "a.yaml").write_text("data: {train: {name: a}, size: 2, kept: {one: 1}}\n")
     (tmp_path / "b.yaml").write_text("grpo: {num_prompts_per_step: 4}\n")
     (tmp_path / "child.yaml").write_text("defaults: [a.yaml, b.yaml]\ndata: {train: [{name: b}], kept: {two: 2}}\n")
-    recipe = given([str(tmp_path / "child.yaml")])
+    recipe = read_recipe([str(tmp_path / "child.yaml")])
     wanted = {"data.train": [{"name": "b"}], "data.size": 2, "data.kept.one": 1, "data.kept.two": 2}
     assert dict(recipe) == wanted | {"grpo.num_prompts_per_step": 4}
     (tmp_path / "child.yaml").write_text("defaults: a.yaml\ndata: {_override_: true, train: [{name: b}]}\n")
-    assert dict(given([str(tmp_path / "child.yaml")])) == {"data.train": [{"name": "b"}]}
+    assert dict(read_recipe([str(tmp_path / "child.yaml")])) == {"data.train": [{"name": "b"}]}
 
 
 def test_a_comment_tells_the_program(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("# For `trl sft --config`\nmodel_name_or_path: m\nlearning_rate: 1.0e-5\n")
-    assert given([str(tmp_path / "config.yaml")]).program == "trl sft"
+    assert read_recipe([str(tmp_path / "config.yaml")]).program == "trl sft"
 
 
 @pytest.mark.parametrize(
@@ -140,4 +140,4 @@ def test_a_data_set_of_the_hub_is_named(code: str, wanted: str, tmp_path: Path) 
     (tmp_path / "train.py").write_text(
         f"data = load_dataset('trl-lib/tldr', split='test')\nGRPOTrainer(model='m', train_dataset={code})\n"
     )
-    assert given([str(tmp_path / "train.py")])["train_dataset"] == wanted
+    assert read_recipe([str(tmp_path / "train.py")])["train_dataset"] == wanted

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from controller.migration.reading import given
+from controller.migration.reading import read_recipe
 from controller.migration.translation import migrate
 from workers.errors import ConfigError
 
@@ -29,7 +29,7 @@ def test_a_recipe_means_what_its_own_system_reads(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path(recipe["file"]).write_text(recipe["text"])
-    source = given([recipe["file"]])
+    source = read_recipe([recipe["file"]])
     if recipe["command"] == "refused":
         with pytest.raises(ConfigError):
             migrate(source)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ballast.commands import main
-from controller.migration.reading import given
+from controller.migration.reading import read_recipe
 from controller.migration.translation import migrate
 from workers.errors import ConfigError
 
@@ -57,7 +57,7 @@ PEFT = "GRPOConfig(num_generations=4)\nLoraConfig(r=16, target_modules=['q_proj'
     ],
 )
 def test_sizes_and_lists_of_commands_keep_their_meaning(source: str, wanted: dict[str, Any]) -> None:
-    settings = migrate(given([source])).settings
+    settings = migrate(read_recipe([source])).settings
     assert {key: settings.get(key) for key in wanted} == wanted
 
 
@@ -107,7 +107,7 @@ def test_reward_functions_of_trl_keep_their_weights(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(REWARDS_IN_PYTHON.format(functions=functions, weights=weights))
-    migration = migrate(given(["train.py"]))
+    migration = migrate(read_recipe(["train.py"]))
     rewards = {key: value for key, value in migration.settings.items() if key.startswith("reward.")}
     assert rewards == (wanted or {"reward.function": "reward.py:reward"})
     assert any(line.startswith("reward.function") for line in migration.open) or "reward.model.path" in wanted
@@ -116,7 +116,7 @@ def test_reward_functions_of_trl_keep_their_weights(
 
 def test_reward_functions_of_a_command_are_modules() -> None:
     source = "trl grpo --num_generations 4 --reward_funcs accuracy_reward my.lib.brief --reward_weights 1.0 0.25"
-    migration = migrate(given([source]))
+    migration = migrate(read_recipe([source]))
     assert migration.settings["reward.functions"] == {"trl.rewards:accuracy_reward": 1.0, "my.lib:brief": 0.25}
     assert any("workers.reward_functions:math" in line for line in migration.open)
 
@@ -181,7 +181,7 @@ OPENRLHF_OFFLINE = "--train.batch_size 256 --adam.lr 5e-7 --data.max_len 8192 --
 def test_recipes_for_given_sequences_become_their_own_command(
     source: str, module: str, wanted: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    migration = migrate(given([source]))
+    migration = migrate(read_recipe([source]))
     assert migration.command.module == module
     assert {key: migration.settings.get(key) for key in wanted} == wanted
     assert main(["migrate", source]) == 0
@@ -203,7 +203,7 @@ def test_recipes_for_given_sequences_become_their_own_command(
 )
 def test_files_are_for_the_command_that_their_names_tell(tmp_path: Path, name: str, text: str, module: str) -> None:
     (tmp_path / name).write_text(text)
-    assert migrate(given([str(tmp_path / name)])).command.module == module
+    assert migrate(read_recipe([str(tmp_path / name)])).command.module == module
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_files_of_verl_are_weighted_by_their_records(tmp_path: Path) -> None:
 
 def test_files_are_recognised_by_their_most_specific_keys(tmp_path: Path) -> None:
     (tmp_path / "roll.yaml").write_text(ROLL)
-    migration = migrate(given([str(tmp_path / "roll.yaml")]))
+    migration = migrate(read_recipe([str(tmp_path / "roll.yaml")]))
     wanted = {
         "batch.prompts_per_step": 64,
         "rollout.samples_per_prompt": 8,
@@ -252,10 +252,10 @@ def test_files_are_recognised_by_their_most_specific_keys(tmp_path: Path) -> Non
 def test_a_parent_file_is_read_and_lora_keeps_its_modules(tmp_path: Path) -> None:
     (tmp_path / "parent.yaml").write_text("grpo: {num_prompts_per_step: 64, num_generations_per_prompt: 2}\n")
     (tmp_path / "child.yaml").write_text("defaults: parent.yaml\ngrpo: {num_generations_per_prompt: 8}\n")
-    settings = migrate(given([str(tmp_path / "child.yaml")])).settings
+    settings = migrate(read_recipe([str(tmp_path / "child.yaml")])).settings
     assert (settings["batch.prompts_per_step"], settings["rollout.samples_per_prompt"]) == (64, 8)
     (tmp_path / "train.py").write_text(PEFT)
-    settings = migrate(given([str(tmp_path / "train.py")])).settings
+    settings = migrate(read_recipe([str(tmp_path / "train.py")])).settings
     assert settings["model.lora.rank"] == 16
     assert settings["model.lora.target_modules"] == "q_proj,v_proj"
 
@@ -281,6 +281,6 @@ def test_files_are_neither_overwritten_nor_read_without_end(tmp_path: Path, caps
 def test_a_default_in_another_unit_is_told_in_ours() -> None:
     """TRL saves every 500 optimiser steps, of which a step here has four."""
     source = "trl grpo --num_generations 4 --per_device_train_batch_size 4 --steps_per_generation 4"
-    migration = migrate(given([source]))
+    migration = migrate(read_recipe([source]))
     assert migration.settings["batch.mini_batches"] == 4
     assert migration.defaults["run.checkpoint_every"].startswith("125 ")
