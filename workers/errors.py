@@ -5,7 +5,6 @@ import sys
 from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
-from unicodedata import category
 
 LONGEST_QUOTE = 200  # characters of an error's text, or of the last line that a process wrote
 _QUOTES = reprlib.Repr()
@@ -68,12 +67,9 @@ class EpisodeError(BallastError):
     """An environment raised, hung, died or answered with the wrong type. Only that sample is lost."""
 
 
-STEERING = ("Cc", "Cf", "Cs")  # Unicode's categories of controls, format characters, and halves of characters
-
-
 def without_control(text: str) -> str:
-    """Escape characters that steer a terminal, as a user's exception may hold them. Lines and tabs stay."""
-    return "".join(_escaped(char) if category(char) in STEERING and char not in "\n\t" else char for char in text)
+    """Escape characters that steer a terminal or show nothing on it. Lines and tabs stay."""
+    return "".join(char if char.isprintable() or char in "\n\t" else _escaped(char) for char in text)
 
 
 def _escaped(char: str) -> str:

@@ -14,7 +14,7 @@ JSON_TYPES = (str, int, float, bool, type(None), dict, list, tuple, Any, Mapping
 def problem_of_tool(tool: Callable[..., Any]) -> str:
     """Return why calls of a tool would fail, or ""."""
     if isgeneratorfunction(tool) or isasyncgenfunction(tool):
-        return "it is a generator, whose answer is no value: return a text"
+        return "it is a generator. Return a text instead"
     hints = get_type_hints(tool)
     for name in signature(tool).parameters:
         wrong = _not_in_json(hints[name]) if name in hints else None
