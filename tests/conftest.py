@@ -32,6 +32,10 @@ LONG = (
     "tests/workers/rollout/test_engine_actor.py",
 )
 
+RUNS_ALWAYS = ("test_whole_loop", "test_resume", "test_first_hour", "test_agents")
+RUNS_DRAWN = 3
+"""Files of whole runs, each a minute or two."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--whole", action="store_true", help="run every case of tests that draw some of theirs")
@@ -58,6 +62,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Tests that share the Ray session or start one are not run beside others: they have processes and time limits."""
     if not config.getoption("--whole"):
         leave_cases_to_slow(items, draw_seed(config))
+        leave_runs_to_slow(items, draw_seed(config))
     for item in items:
         if "ray_session" in getattr(item, "fixturenames", ()) or "end_to_end" in item.path.parts:
             item.add_marker("alone")
@@ -79,6 +84,16 @@ def leave_cases_to_slow(items: list[pytest.Item], seed: str) -> None:
         for item in others:
             if item not in kept:
                 item.add_marker("slow")
+
+
+def leave_runs_to_slow(items: list[pytest.Item], seed: str) -> None:
+    """Mark the files of whole runs as slow, but those that always run and a few that are drawn for each commit."""
+    runs = [item for item in items if "end_to_end" in item.path.parts and not item.get_closest_marker("slow")]
+    files = sorted({item.path.stem for item in runs} - set(RUNS_ALWAYS))
+    kept = random.Random(f"{seed} whole runs").sample(files, min(RUNS_DRAWN, len(files)))
+    for item in runs:
+        if item.path.stem not in (*RUNS_ALWAYS, *kept):
+            item.add_marker("slow")
 
 
 @pytest.fixture(autouse=True)

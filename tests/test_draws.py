@@ -1,0 +1,64 @@
+"""Which cases and whole runs a commit draws, and that none is lost."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.conftest import RUNS_ALWAYS, RUNS_DRAWN, leave_cases_to_slow, leave_runs_to_slow
+
+
+class Case:
+    """What the draws read of a collected test."""
+
+    def __init__(self, nodeid: str, **markers: Any) -> None:
+        self.nodeid = nodeid
+        self.path = Path(nodeid.partition("::")[0])
+        self.markers = markers
+
+    def get_closest_marker(self, name: str) -> Any:
+        return self.markers.get(name)
+
+    def add_marker(self, name: str) -> None:
+        self.markers[name] = SimpleNamespace(args=(), kwargs={})
+
+
+def matrix(count: int, always: tuple[str, ...] = ()) -> list[Any]:
+    marker = SimpleNamespace(args=(count,), kwargs={"always": always})
+    return [Case(f"tests/test_a.py::test_b[{number}]", drawn=marker) for number in range(20)]
+
+
+def quick(cases: list[Any]) -> list[str]:
+    return [case.nodeid for case in cases if "slow" not in case.markers]
+
+
+def test_a_commit_draws_the_same_cases_and_another_one_others() -> None:
+    drawn = []
+    for seed in ("a", "a", "b"):
+        cases = matrix(5)
+        leave_cases_to_slow(cases, seed)
+        drawn.append(quick(cases))
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert len(drawn[0]) == len(drawn[2]) == 5
+
+
+def test_fixed_cases_are_kept_beside_the_drawn_ones_and_a_single_one_always() -> None:
+    cases = matrix(3, always=("4", "7"))
+    leave_cases_to_slow(cases, "a")
+    assert {"tests/test_a.py::test_b[4]", "tests/test_a.py::test_b[7]"} < set(quick(cases))
+    assert len(quick(cases)) == 5
+    (single,) = matrix(3)[:1]
+    leave_cases_to_slow([single], "a")
+    assert quick([single])
+
+
+@pytest.mark.parametrize("seed", ["a", "b"])
+def test_some_whole_runs_are_drawn_and_four_files_always_run(seed: str) -> None:
+    names = [*RUNS_ALWAYS, *(f"test_run_{number}" for number in range(8))]
+    cases: list[Any] = [Case(f"tests/end_to_end/{name}.py::test_it") for name in names]
+    others: list[Any] = [Case("tests/test_other.py::test_it")]
+    leave_runs_to_slow([*cases, *others], seed)
+    assert len(quick(cases)) == len(RUNS_ALWAYS) + RUNS_DRAWN
+    assert all(any(name in nodeid for nodeid in quick(cases)) for name in RUNS_ALWAYS)
+    assert quick(others)
