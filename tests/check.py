@@ -13,8 +13,8 @@ from pathlib import Path
 
 import grimp
 
-PACKAGES = ("balancing", "workers", "controller", "ballast")
-QUICK = "not slow and not gpu and not soak and not alone"
+from tests.mutate import PACKAGES, QUICK
+
 MOST_FILES = 24
 WHOLE_RUN = "tests/controller/test_runs_that_compute.py"
 ONE_RUN = f"{WHOLE_RUN}::test_the_learning_rate_falls_over_the_optimiser_steps_of_all_epochs"

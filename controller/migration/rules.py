@@ -103,10 +103,7 @@ def function_of(path: str) -> str:
 
 def set_data_parallel(settings: Settings, gpus: int, shard: Any = -1) -> None:
     """Divide the GPUs by those that share a model. shard: GPUs of one copy of it (HSDP), or -1."""
-    ways = ("context", "tensor", "pipeline")
-    settings["policy.data_parallel"] = max(
-        1, gpus // math.prod(settings.get(f"policy.parallel.{way}_parallel", 1) for way in ways)
-    )
+    settings["policy.data_parallel"] = max(1, gpus // ranks_of_a_model(settings))
     if 0 < above_0(shard) < gpus:
         settings["policy.parallel.replicate"] = gpus // shard
 
@@ -143,6 +140,15 @@ def name_episodes(key: str, placeholder: str, settings: Settings, to_decide: lis
 
 def paths_of(value: Any) -> list[str]:
     return [str(path) for path in value] or [""] if isinstance(value, list) else [str(value or "")]
+
+
+def set_validation(paths: Sequence[Any], settings: Settings, to_decide: list[str]) -> None:
+    """Take the first file, and name the others: there is one here."""
+    first, *others = [str(path) for path in paths] or [""]
+    if first:
+        settings["data.validation"] = first
+    if others:
+        to_decide.append(f"data.validation={first}: one file here. Join the others: {', '.join(others)}.")
 
 
 def shares_of(paths: Sequence[str], to_decide: list[str]) -> dict[str, float]:

@@ -97,7 +97,9 @@ def migrate(recipe: Mapping[str, Any]) -> Migration:
     system, evidence = _system(recipe)
     migration = Migration(system, evidence=evidence)
     migration.open += getattr(recipe, "notes", ())
-    recipe = prepare(system, recipe, migration.open)
+    prepared = prepare(system, recipe, migration.open)
+    _name_switched_off(recipe, prepared, migration)
+    recipe = prepared
     rows = _rows([row for row in ROWS if row.system == system], recipe, migration)
     for theirs, value, row, is_given in rows:
         _apply(migration, row, theirs, value, is_given=is_given)
@@ -115,6 +117,15 @@ def migrate(recipe: Mapping[str, Any]) -> Migration:
             migration.open.append(f"{key}={placeholder}: a placeholder. Name yours.")
     _settle(migration)
     return migration
+
+
+def _name_switched_off(recipe: Mapping[str, Any], prepared: Mapping[str, Any], migration: Migration) -> None:
+    """List keys that are read by nothing there. A key of another name with the same value has replaced its own."""
+    renamed_values = [value for key, value in prepared.items() if key not in recipe]
+    off = [key for key, value in recipe.items() if key not in prepared and value not in renamed_values]
+    if off:
+        more = f" and {len(off) - 8} more" if len(off) > 8 else ""
+        migration.without.append(f"{', '.join(off[:8])}{more}: other keys switch them off there")
 
 
 def _follow_derived(migration: Migration, defaults: Mapping[str, Any]) -> None:

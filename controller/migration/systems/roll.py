@@ -15,6 +15,7 @@ from controller.migration.rules import (
     number,
     paths_of,
     ranks_of_a_model,
+    set_validation,
 )
 
 TRAIN = "actor_train."
@@ -98,11 +99,7 @@ def _files(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
         )
     elif train:
         settings["data.train"] = train
-    held_out, *others = paths_of(recipe.get("validation.data_args.file_name"))
-    if held_out:
-        settings["data.validation"] = held_out
-    if others:
-        to_decide.append(f"data.validation={held_out}: one file here. Join the others: {', '.join(others)}.")
+    set_validation(paths_of(recipe.get("validation.data_args.file_name")), settings, to_decide)
 
 
 def _advantage(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:

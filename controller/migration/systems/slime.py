@@ -15,6 +15,7 @@ from controller.migration.rules import (
     function_of,
     move_discount,
     set_data_parallel,
+    set_validation,
 )
 
 SIZES = ("global-batch-size", "rollout-batch-size", "n-samples-per-prompt")
@@ -129,11 +130,8 @@ def _validation(recipe: Recipe, settings: Settings, to_decide: list[str]) -> Non
     value = recipe.get("eval-prompt-data")
     if not value:
         return
-    path, *others = value[1::2] if isinstance(value, list) and len(value) > 1 else [value]
-    settings["data.validation"] = str(path)
-    if others:
-        named = ", ".join(map(str, others))
-        to_decide.append(f"data.validation={path}: one file here. Join the others: {named}.")
+    pairs = isinstance(value, list) and len(value) > 1  # NAME PATH NAME PATH
+    set_validation(value[1::2] if pairs else [value], settings, to_decide)
     for key in ("temperature", "top_p", "top_k"):
         if f"rollout.sampling.{key}" in settings:
             settings.setdefault(f"validation.sampling.{key}", settings[f"rollout.sampling.{key}"])

@@ -15,6 +15,7 @@ from controller.migration.rules import (
     name_episodes,
     paths_of,
     set_data_parallel,
+    set_validation,
     shares_of,
     steps_to_updates,
 )
@@ -107,11 +108,7 @@ def _files(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
         settings["data.sources"] = shares_of([train, *others], to_decide)
     elif train:
         settings["data.train"] = train
-    held_out, *others = paths_of(recipe.get("data.val_files"))
-    if held_out:
-        settings["data.validation"] = held_out
-    if others:
-        to_decide.append(f"data.validation={held_out}: one file here. Join the others: {', '.join(others)}.")
+    set_validation(paths_of(recipe.get("data.val_files")), settings, to_decide)
 
 
 def _gpus(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:

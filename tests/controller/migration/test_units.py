@@ -284,3 +284,9 @@ def test_a_default_in_another_unit_is_told_in_ours() -> None:
     migration = migrate(read_recipe([source]))
     assert migration.settings["batch.mini_batches"] == 4
     assert migration.defaults["run.checkpoint_every"].startswith("125 ")
+
+
+def test_keys_that_another_key_switches_off_are_named() -> None:
+    recipe = {"rollout_batch_size": 8, "actor_train.training_args.learning_rate": 1e-6, "kl_loss_coef": 0.3}
+    assert any("kl_loss_coef" in line and "switch" in line for line in migrate(recipe).without)
+    assert not any("switch" in line for line in migrate(recipe | {"use_kl_loss": True}).without)
