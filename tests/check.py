@@ -41,17 +41,31 @@ def changed_files() -> list[Path]:
 
 
 def files_to_run(changed: Sequence[Path]) -> list[str]:
-    """Return test files: changed ones, mirrored ones, those that import a changed module, its importers' mirrors."""
+    """Return test files: changed ones, mirrored ones, and those of the nearest importers that have any."""
     graph = grimp.build_graph(*PACKAGES, "tests", include_external_packages=False)
     modules = [_module_of(path) for path in changed if path.suffix == ".py" and path.parts[0] in (*PACKAGES, "tests")]
     modules = [module for module in modules if module in graph.modules]
-    direct = {importer for module in modules for importer in graph.find_modules_that_directly_import(module)}
-    importers = [module for module in sorted(direct) if not module.startswith("tests.")]
-    ordered = [module for module in modules if _is_test(module)]
-    ordered += [mirror for module in modules if (mirror := _mirror_of(module)) in graph.modules]
-    ordered += sorted(module for module in direct if _is_test(module))
-    ordered += [mirror for module in importers if (mirror := _mirror_of(module)) in graph.modules]
-    return [f"{module.replace('.', '/')}.py" for module in dict.fromkeys(ordered) if "end_to_end" not in module]
+    tests = [module for module in modules if _is_test(module)]
+    for module in modules:
+        tests += _tests_of(module, graph)
+    return [f"{module.replace('.', '/')}.py" for module in dict.fromkeys(tests) if "end_to_end" not in module]
+
+
+def _tests_of(module: str, graph: grimp.ImportGraph) -> list[str]:
+    """Return the tests of a module and its importers. Without one, those of the importers' importers, and so on."""
+    seen = {module}
+    level = [module]
+    tests: list[str] = []
+    while level and not tests:
+        direct = {importer for name in level for importer in graph.find_modules_that_directly_import(name)} - seen
+        importers = sorted(name for name in direct if not name.startswith("tests."))
+        mirrors = [_mirror_of(name) for name in level]
+        tests = [name for name in mirrors if name in graph.modules]
+        tests += sorted(name for name in direct if _is_test(name))
+        tests += [name for name in map(_mirror_of, importers) if name in graph.modules]
+        seen |= direct
+        level = importers
+    return tests
 
 
 def _whole_run(changed: Sequence[Path]) -> list[str]:
