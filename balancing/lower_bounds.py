@@ -3,7 +3,6 @@
     fewest_bins        number of micro-batches       the caps (Martello and Toth 1990)
     mean_bound         heaviest of k sets            the mean, or the heaviest weight
     step_time_bound    time of a mini-batch          workload / ranks, or steps that long sequences prolong
-    prefix_...         the same for groups           as above, with every prefix in each part that the caps force
 
 No plan within the caps is better, whatever algorithm made it.
 """
@@ -13,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from balancing.grouping import Floats, Integers
-from balancing.prefixes import Groups
 
 MOST_TOGETHER = 4
 """`step_time_bound` considers up to this many long sequences in one micro-batch."""
@@ -143,43 +141,3 @@ def _cut_off(tokens: Integers, workload: Floats, capacity: Floats) -> Floats:
     used, done = np.concatenate([[0], np.cumsum(tokens)]), np.concatenate([[0.0], np.cumsum(workload)])
     filled: Floats = np.interp(capacity, used, done)
     return filled
-
-
-def fewest_parts(groups: Groups, max_tokens: int, max_sequences: int) -> Integers:
-    """Return the fewest micro-batches k_g >= 1 that any plan needs for each group, int64 [G].
-
-    A micro-batch has room for `max_tokens` less the prefix. So k_g is at least own tokens / room and
-    members / max_sequences, rounded up, and the number of members above half the room, no two of which fit together.
-    """
-    members = np.diff(groups.start)
-    room = max_tokens - groups.shared_tokens
-    tokens = np.add.reduceat(groups.own_tokens, groups.start[:-1])
-    large = np.add.reduceat(2 * groups.own_tokens > room[groups.group], groups.start[:-1], dtype=np.int64)
-    parts: Integers = np.maximum.reduce([-(-tokens // room), -(-members // max_sequences), large])
-    return parts
-
-
-def prefix_step_time_bound(
-    groups: Groups, ranks: int, steps: int, max_tokens: int, max_sequences: int
-) -> StepTimeBound:
-    """Bound the time of sequences that share prefixes, by the formula of `step_time_bound`.
-
-    Every plan computes the own part of each sequence and at least k_g prefixes of each group, so micro-batches hold
-    these items. W does not include what a plan computes beyond them.
-    """
-    parts = fewest_parts(groups, max_tokens, max_sequences)
-    forced = prefix_step_times(groups, ranks, steps, max_tokens, max_sequences)
-    tokens = np.concatenate([groups.own_tokens, np.repeat(groups.shared_tokens, parts)])
-    work = np.concatenate([groups.own, np.repeat(groups.shared, parts)])
-    held = most_workload(tokens[tokens > 0], work[tokens > 0], np.arange(len(forced) + 1) * ranks, max_tokens)
-    return prolonged(forced, float(work.sum()), held, ranks)
-
-
-def prefix_step_times(groups: Groups, ranks: int, steps: int, max_tokens: int, max_sequences: int) -> Floats:
-    """Apply `minimum_step_times` with prefixes: one sequence adds its prefix, several add at least their own parts."""
-    alone = groups.own + groups.shared[groups.group]
-    times = np.zeros(steps)
-    for weights, together in ((alone, 1), (groups.own, MOST_TOGETHER)):
-        found = minimum_step_times(groups.own_tokens, weights, ranks, steps, max_tokens, max_sequences, together)
-        times[: len(found)] = np.maximum(times[: len(found)], found)
-    return times[times > 0]

@@ -21,6 +21,7 @@ from numpy.typing import ArrayLike
 from balancing.compiled import compiled
 from balancing.errors import WeightError
 from balancing.grouping import Floats, Integers
+from balancing.orders import small_ends
 from balancing.pipeline import Action, Pipeline, actions, needs
 
 NOTHING = -1
@@ -145,12 +146,6 @@ EFFORT = 10_000_000
 """Limit of one search: passes simulated, about 30 ms of compiled code."""
 LEAST_GAIN = 1e-9
 """A change must reduce the makespan by more than this share."""
-
-
-def small_ends(times: Floats) -> Integers:
-    """Return the published order, heaviest in the middle, light ones at both ends: int64 [m]."""
-    descending = np.argsort(-times, kind="stable")
-    return np.concatenate([descending[1::2][::-1], descending[0::2]])
 
 
 def fastest_order(pipeline: Pipeline, times: ArrayLike, effort: int = EFFORT) -> Integers:

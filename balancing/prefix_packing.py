@@ -23,7 +23,7 @@ from balancing.assignment import Request, Schedule, checked_steps, deal, deal_in
 from balancing.compiled import compiled
 from balancing.errors import CountError
 from balancing.grouping import Floats, Grouping, Integers
-from balancing.lower_bounds import fewest_parts, prefix_step_time_bound, prefix_step_times
+from balancing.prefix_bounds import fewest_parts, prefix_step_time_bound, prefix_step_times
 from balancing.prefixes import Groups, SharedPrefixes, subtrees
 from balancing.schedule import arranged, schedule_evenly
 

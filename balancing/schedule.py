@@ -34,8 +34,8 @@ from balancing.exchange import MANY, TOLERANCE
 from balancing.filling import fill_to_level
 from balancing.grouping import Floats, Grouping, Integers
 from balancing.lower_bounds import StepTimeBound, step_time_bound
+from balancing.orders import small_ends
 from balancing.packing import CountRule, pack_in_order
-from balancing.pipeline_time import small_ends
 
 AT_THE_BOUND = 5e-5
 """A first schedule within this share of workload / ranks is final."""

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from balancing.errors import CountError, WeightError
 from balancing.micro_step_targets import best_shape, least_makespan
+from balancing.orders import small_ends
 from balancing.pipeline import Pipeline
-from balancing.pipeline_time import fastest_order, makespan, small_ends, timeline
+from balancing.pipeline_time import fastest_order, makespan, timeline
 
 TIMES = st.floats(0.0, 10.0)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from balancing import CostModel, plan_batch, plan_statistics
 from balancing.analysis.statistics import lower_bound, predicted_grids, step_time
-from balancing.lower_bounds import fewest_parts, prefix_step_time_bound
+from balancing.prefix_bounds import fewest_parts, prefix_step_time_bound
 from balancing.prefixes import Groups, SharedPrefixes
 
 COSTS = CostModel(1.0, 0.01)
