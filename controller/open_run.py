@@ -44,11 +44,11 @@ from controller.rollout.samples import RolloutBatch, sample_numbers, with_record
 from controller.run import Run
 from controller.step import on_training_roles
 from controller.step import send_weights as publish
-from controller.training_loop import Outcome, TrainingRun, advance, prefixed, save_what_is_due
+from controller.training_loop import Outcome, TrainingRun, advance, save_what_is_due
 from workers.config import SamplingConfig
 from workers.errors import ConfigError
 from workers.loss_config import SumLossConfig, WeightedLossConfig
-from workers.metrics import Metrics, merge, results
+from workers.metrics import Metrics, merge, prefixed, results
 from workers.optimizer_config import StepSettings
 from workers.remote_batch import RemoteBatch
 from workers.rendering import Renderer

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from balancing import Plan
-from controller.actors.worker_group import WorkerGroup
 from controller.planning.planner import with_loss_counts
 from controller.rollout.samples import RolloutBatch
 from workers.dataproto import DataProto, object_column
@@ -22,10 +21,11 @@ from workers.remote_batch import RemoteBatch, places
 from workers.rollout.prefix_hashes import prefix_hashes
 
 if TYPE_CHECKING:
+    from controller.actors.worker_group import WorkerGroup
     from controller.run import Run
 
 
-def learn(group: WorkerGroup, batch: RemoteBatch, plan: Plan, loss: Any) -> Metrics:
+def learn(group: "WorkerGroup", batch: RemoteBatch, plan: Plan, loss: Any) -> Metrics:
     """Take one optimiser step on each mini-batch of the plan. loss: settings, see `TrainedWorker.loss_function`.
 
     The metric `loss` is the mean over mini-batches.

@@ -15,44 +15,46 @@ B sequences.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import cloudpickle
 import numpy as np
 
 from balancing import Plan
-from controller.actors.worker_group import WorkerGroup
 from controller.algorithm import advantages
 from controller.algorithm.credit import by_turn, has_offsets, of_sessions
 from controller.algorithm.logprob_check import AtEqualWeights
 from controller.planning.planner import with_loss_counts
 from controller.primitives import learn as learn_mini_batches
-from controller.rollout.replay_buffer import newly_sampled
-from controller.rollout.samples import learned, sample_numbers, taught_by
-from controller.run import Run
-from controller.training_loop import Step, prefixed
+from controller.rollout.samples import learned, newly_sampled, sample_numbers, taught_by
 from workers.config import LossConfig, ValueLossConfig
-from workers.metrics import Metric, Metrics, merge, results
+from workers.metrics import Metric, Metrics, merge, prefixed, results
 from workers.model.losses.returns import KlPenalty
 from workers.remote_batch import RemoteBatch
 from workers.rollout.requests import NUMERICS_CHECK_STEP
+
+if TYPE_CHECKING:
+    from controller.actors.worker_group import WorkerGroup
+    from controller.run import Run
+    from controller.training_loop import Step
 
 # Values before the update, which have not seen the returns.
 CRITIC_METRICS = ("loss", "value_clip_fraction", "grad_norm", "learning_rate", "skipped_steps")
 COMPARED_TOKENS = 32  # tokens of samples that are compared and not trained
 
 
-def step(run: Run) -> None:
+def step(run: "Run") -> None:
     batch = collect(run)
     if len(batch):
         learn(run, batch)
 
 
-def step_of(pickled: bytes) -> Step:
+def step_of(pickled: bytes) -> "Step":
     """Return the function of run.step, pickled by `find_step`, or empty for the usual one."""
     return cloudpickle.loads(pickled) if pickled else step
 
 
-def learn(run: Run, batch: RemoteBatch) -> None:
+def learn(run: "Run", batch: RemoteBatch) -> None:
     """Update critic and policy with a step's samples, and send the new weights."""
     epochs = plan_updates(run, batch)
     batch = with_old_log_probs(run, batch)
@@ -74,14 +76,14 @@ class Epoch:
 
 
 @contextmanager
-def on_training_roles(run: Run, phase: str) -> Iterator[None]:
+def on_training_roles(run: "Run", phase: str) -> Iterator[None]:
     """Let colocated engines sleep, and time the block, which computes on training roles, as `phase`."""
     with run.record.phase(phase):
         run.roles.sleep_engines()
         yield
 
 
-def collect(run: Run) -> RemoteBatch:
+def collect(run: "Run") -> RemoteBatch:
     """Return the step's training samples, or empty if no group has signal (see algorithm.zero_variance_groups).
 
     A sample is one row, or several where the chat template changed what came before a turn. Columns [B]: uid (equal
@@ -99,7 +101,7 @@ def collect(run: Run) -> RemoteBatch:
     return batch if len(learned(batch, run.config.reward)) else batch.select([])
 
 
-def plan_updates(run: Run, batch: RemoteBatch) -> list[Epoch]:
+def plan_updates(run: "Run", batch: RemoteBatch) -> list[Epoch]:
     """Draw mini-batches of batch.epochs passes, and assign their sequences to ranks and micro-steps.
 
     Rows number the `learned` sequences.
@@ -115,7 +117,7 @@ def plan_updates(run: Run, batch: RemoteBatch) -> list[Epoch]:
     return epochs
 
 
-def with_old_log_probs(run: Run, batch: RemoteBatch, *, recompute: bool = False) -> RemoteBatch:
+def with_old_log_probs(run: "Run", batch: RemoteBatch, *, recompute: bool = False) -> RemoteBatch:
     """Add the tokens `old_log_probs`, the loss ratios' denominator, if needed before the update.
 
     A single optimiser step uses its own forward pass, which gives the same numbers. Stale samples use the engines'.
@@ -143,7 +145,7 @@ def with_old_log_probs(run: Run, batch: RemoteBatch, *, recompute: bool = False)
     return batch.with_tokens(old_entropies=passed.tokens["entropies"]) if entropies else batch
 
 
-def with_reference_log_probs(run: Run, batch: RemoteBatch) -> RemoteBatch:
+def with_reference_log_probs(run: "Run", batch: RemoteBatch) -> RemoteBatch:
     """Add the tokens `reference_log_probs` if a KL needs them."""
     if not run.config.uses_reference:
         return batch
@@ -152,7 +154,7 @@ def with_reference_log_probs(run: Run, batch: RemoteBatch) -> RemoteBatch:
     return batch.with_tokens(reference_log_probs=found.tokens["log_probs"])
 
 
-def with_teacher(run: Run, batch: RemoteBatch) -> RemoteBatch:
+def with_teacher(run: "Run", batch: RemoteBatch) -> RemoteBatch:
     """Add the tokens that algorithm.loss.distillation reads, of each sequence by its record's teacher.
 
     Without a model of its own, the teacher is the policy, which reads the record's context too.
@@ -181,7 +183,7 @@ def with_teacher(run: Run, batch: RemoteBatch) -> RemoteBatch:
     return batch.with_tokens(**found)
 
 
-def with_advantages(run: Run, batch: RemoteBatch) -> RemoteBatch:
+def with_advantages(run: "Run", batch: RemoteBatch) -> RemoteBatch:
     """Add `advantages` by algorithm.advantage: a column [B], or tokens (with a critic, also `returns` and
     `old_values`).
 
@@ -223,7 +225,7 @@ def with_advantages(run: Run, batch: RemoteBatch) -> RemoteBatch:
     return batch
 
 
-def _credited(run: Run, batch: RemoteBatch) -> RemoteBatch:
+def _credited(run: "Run", batch: RemoteBatch) -> RemoteBatch:
     """Give rewards their baseline by group, and their turns, where the estimator has them."""
     algorithm, rewards = run.config.algorithm, batch["reward"]
     if algorithm.advantage == "reinforce_plus_plus_baseline":
@@ -232,7 +234,7 @@ def _credited(run: Run, batch: RemoteBatch) -> RemoteBatch:
     return batch.with_columns(reward=rewards, **turns)
 
 
-def _kl_in_reward(run: Run, batch: RemoteBatch) -> tuple[float, np.ndarray]:
+def _kl_in_reward(run: "Run", batch: RemoteBatch) -> tuple[float, np.ndarray]:
     """Return the weight and each sequence's KL [B], and set the next step's weight."""
     settings = run.config.algorithm.kl_in_reward
     if not settings.coefficient:
@@ -248,7 +250,7 @@ def _kl_in_reward(run: Run, batch: RemoteBatch) -> tuple[float, np.ndarray]:
     return weight, kl[sample]
 
 
-def update_critic(run: Run, batch: RemoteBatch, epochs: Sequence[Epoch]) -> dict[str, float]:
+def update_critic(run: "Run", batch: RemoteBatch, epochs: Sequence[Epoch]) -> dict[str, float]:
     """Make the critic's optimiser steps on the policy's mini-batches, and return the metrics under `critic/`.
 
     batch: with `returns` and `old_values`, see `with_advantages`.
@@ -265,7 +267,7 @@ def update_critic(run: Run, batch: RemoteBatch, epochs: Sequence[Epoch]) -> dict
 
 
 def update_policy(
-    run: Run,
+    run: "Run",
     batch: RemoteBatch,
     epochs: Sequence[Epoch],
     *,
@@ -288,8 +290,8 @@ def update_policy(
 
 
 def _update(
-    run: Run,
-    group: WorkerGroup,
+    run: "Run",
+    group: "WorkerGroup",
     batch: RemoteBatch,
     epochs: Sequence[Epoch],
     plans: Sequence[Plan],
@@ -306,7 +308,7 @@ def _update(
     return merge(parts)
 
 
-def send_weights(run: Run, adapter: str = "") -> None:
+def send_weights(run: "Run", adapter: str = "") -> None:
     """Send the policy's weights to every engine, under the next version. adapter: see `WorkerGroups.send_weights`.
 
     With samples of older weights, compares engines and trainer after the first update, and may raise MismatchError.
@@ -318,7 +320,7 @@ def send_weights(run: Run, adapter: str = "") -> None:
             _check_changed_weights(run)
 
 
-def _check_changed_weights(run: Run) -> None:
+def _check_changed_weights(run: "Run") -> None:
     config = run.config
     sampling = config.rollout.sampling
     sampling = replace(sampling, max_new_tokens=min(COMPARED_TOKENS, sampling.max_new_tokens))

@@ -8,7 +8,7 @@ begin --> validate --> step --> validate, callbacks, records, checkpoint, each w
 import inspect
 import statistics
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,6 +27,7 @@ from controller.lifecycle.session import Session
 from controller.planning.cost_model_fitting import CostModelFitter, over_stages, seconds_of_stages
 from controller.planning.planner import Planner
 from workers.errors import ConfigError
+from workers.metrics import prefixed
 
 Settings = TypeVar("Settings", bound=Config | OfflineConfig)
 
@@ -252,7 +253,3 @@ def as_metric(name: str, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         raise ConfigError(f"callbacks: metrics[{name!r}]={value!r:.80} is not a number. Add numbers alone.") from None
-
-
-def prefixed(role: str, metrics: Mapping[str, float]) -> dict[str, float]:
-    return {f"{role}/{name}": value for name, value in metrics.items()}

@@ -84,3 +84,7 @@ TOLERANCE = {"float32": 1e-3, "float64": 1e-3, "bfloat16": 1e-1}
 float32: exact models reach 1e-6 within one process and 3e-5 between engine and trainer. bfloat16 keeps 8 bits: means of
 0.01 to 0.1 are usual, the larger ones for mixtures of experts, where rounding sends a token to another expert.
 """
+
+
+def prefixed(role: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    return {f"{role}/{name}": value for name, value in metrics.items()}

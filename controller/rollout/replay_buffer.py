@@ -17,21 +17,14 @@ from controller.config import Config
 from controller.data.sample_functions import SampleFunction
 from controller.observability.run_record import RunRecord
 from controller.rollout.sample_files import read_rows, write_rows
-from controller.rollout.samples import SAMPLED_COLUMNS, learned, sample_numbers
+from controller.rollout.samples import KEPT_ADVANTAGES, SAMPLED_COLUMNS, learned, sample_numbers
 from workers.errors import DataError
 from workers.remote_batch import RemoteBatch
 
 DRAWS = 2  # separates this random stream from others with the same seed
-KEPT = "kept_advantages"
-"""Column: advantages of replayed rows, NaN for new rows."""
 OF_TURNS = ("credit", "offsets")
 """Columns that some steps lack. Advantages of whole samples do not need them."""
 OF_A_STEP = ("group_number", "sample_number", "advantages")
-
-
-def newly_sampled(batch: RemoteBatch) -> RemoteBatch:
-    """Return the rows that were not replayed."""
-    return batch.select(np.isnan(batch[KEPT])) if KEPT in batch.columns else batch
 
 
 class ReplayBuffer:
@@ -61,13 +54,13 @@ class ReplayBuffer:
                 "several advantages. Reward whole sessions, or remove batch.replay."
             )
         columns = {name: column for name, column in batch.columns.items() if name not in OF_TURNS}
-        batch = RemoteBatch(columns | {KEPT: np.full(len(batch), np.nan, np.float32)}, batch.tokens)
+        batch = RemoteBatch(columns | {KEPT_ADVANTAGES: np.full(len(batch), np.nan, np.float32)}, batch.tokens)
         if len(self.rows):
             self.rows = self.rows.select(version - self.rows["weight_version"] <= settings.keep)
             numbers, rng = sample_numbers(self.rows), np.random.default_rng((self.config.run.seed, DRAWS, step))
             drawn = rng.permutation(np.unique(numbers))[: self.config.replayed_per_step]
             batch = RemoteBatch.concat([batch, self.rows.select(np.isin(numbers, drawn))])
-        ages = (version - batch["weight_version"])[~np.isnan(batch[KEPT])]
+        ages = (version - batch["weight_version"])[~np.isnan(batch[KEPT_ADVANTAGES])]
         self.record.add({"replay/share": len(ages) / max(1, len(batch))})
         if len(ages):
             self.record.add({"replay/age_mean": float(ages.mean())})
@@ -75,10 +68,10 @@ class ReplayBuffer:
 
     def with_advantages(self, batch: RemoteBatch, new: RemoteBatch) -> RemoteBatch:
         """Give `batch` the advantages of its `new` rows and of its replayed rows, and keep the good new samples."""
-        if KEPT not in batch.columns:
+        if KEPT_ADVANTAGES not in batch.columns:
             return new
         self._remember(learned(new, self.config.reward))
-        kept = batch[KEPT][len(new) :]
+        kept = batch[KEPT_ADVANTAGES][len(new) :]
         return batch.with_columns(advantages=np.concatenate([new["advantages"], kept]))
 
     def _remember(self, new: RemoteBatch) -> None:
@@ -89,6 +82,6 @@ class ReplayBuffer:
         good = new.select(is_good)
         columns = {name: column for name, column in good.columns.items() if name not in OF_A_STEP}
         tokens = {name: good.tokens[name] for name in SAMPLED_COLUMNS if name in good.tokens}
-        good = RemoteBatch(columns | {KEPT: good["advantages"]}, tokens)
+        good = RemoteBatch(columns | {KEPT_ADVANTAGES: good["advantages"]}, tokens)
         before = [self.rows.select(~np.isin(self.rows["uid"], new["uid"]))] if len(self.rows) else []
         self.rows = RemoteBatch.concat([*before, good])

@@ -9,19 +9,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from controller.algorithm.validation_metrics import ScoredResponse
-from controller.config.sections import RewardConfig
-from controller.data.prompts import Prompt
-from controller.engines.engine_pool import Sample
-from controller.engines.router import Key
 from controller.observability.session_tree import as_recorded
 from controller.observability.shown_text import other_columns, shortened, shown_prompt
 from controller.observability.step_metrics import session_metrics
-from workers.config import TeacherConfig
 from workers.dataproto import ROUTED_EXPERTS, object_column, record_column
 from workers.errors import RolloutError, UnfinishedError
 from workers.remote_batch import IMAGES, RemoteBatch, places, stored
@@ -30,11 +25,20 @@ from workers.rollout.requests import COUNTS, LENGTH, TURNS, Branch, SampleResult
 from workers.score import Score, with_texts
 from workers.user_code.tools import TOOL_PARTS
 
+if TYPE_CHECKING:
+    from controller.config.sections import RewardConfig
+    from controller.data.prompts import Prompt
+    from controller.engines.engine_pool import Sample
+    from controller.engines.router import Key
+    from workers.config import TeacherConfig
+
 SHOWN_TURNS = 10  # whose rewards are metrics
 LONGEST_TEXT = 2_000  # recorded characters of a prompt or a response
 LONGEST_SESSION = 10  # texts of that length that are recorded of an agent's session
 TOKEN_COLUMNS = ("input_ids", "loss_mask", "rollout_log_probs")
 BRANCH_COLUMNS = tuple(each.name for each in fields(Branch))
+KEPT_ADVANTAGES = "kept_advantages"
+"""Column: advantages of replayed rows, NaN for new rows."""
 SAMPLED_COLUMNS = (*TOKEN_COLUMNS, ROUTED_EXPERTS)
 
 
@@ -50,7 +54,7 @@ class RolloutBatch:
     """
 
     samples: RemoteBatch
-    by_sample: dict[Key, Score]
+    by_sample: dict["Key", Score]
     dropped: int
     retried: int
     failures: tuple[str, ...] = ()
@@ -156,7 +160,7 @@ class RolloutBatch:
             means[name] = float(np.mean([score.parts[name] for score in scores if name in score.parts]))
         return means
 
-    def scored_responses(self, prompts: Mapping[str, Prompt], prompt_key: str) -> list[ScoredResponse]:
+    def scored_responses(self, prompts: Mapping[str, "Prompt"], prompt_key: str) -> list[ScoredResponse]:
         return [
             ScoredResponse(
                 uid,
@@ -245,7 +249,7 @@ class RolloutBatch:
         }
 
 
-def learned(batch: RemoteBatch, reward: RewardConfig) -> RemoteBatch:
+def learned(batch: RemoteBatch, reward: "RewardConfig") -> RemoteBatch:
     """Return the sequences that the loss sees: with reward.truncated=mask, those that no limit cut off."""
     return batch.select(~batch["truncated"]) if reward.truncated == "mask" else batch
 
@@ -285,14 +289,14 @@ def _turn_metrics(earned: Sequence[Sequence[float]]) -> dict[str, float]:
     return found
 
 
-def with_record_columns(batch: RemoteBatch, prompts: Mapping[str, Prompt], names: Sequence[str]) -> RemoteBatch:
+def with_record_columns(batch: RemoteBatch, prompts: Mapping[str, "Prompt"], names: Sequence[str]) -> RemoteBatch:
     """Add columns of the sequences' records: float64 [B] if all are numbers, else objects [B]. prompts: by uid."""
     found = {name: [prompts[uid].columns[name] for uid in batch["uid"].tolist()] for name in names}
     return batch.with_columns(**{name: record_column(values) for name, values in found.items()})
 
 
 def taught_by(
-    settings: TeacherConfig, batch: RemoteBatch, prompts: Mapping[str, Prompt]
+    settings: "TeacherConfig", batch: RemoteBatch, prompts: Mapping[str, "Prompt"]
 ) -> tuple[np.ndarray, RemoteBatch]:
     """Return the name of each sequence's teacher, "" for the only one, and the batch with the prompts that teachers
     read. prompts: by uid.
@@ -313,8 +317,8 @@ def taught_by(
 
 
 def assemble(
-    samples: Sequence[Sample],
-    scores: Mapping[Key, Score],
+    samples: Sequence["Sample"],
+    scores: Mapping["Key", Score],
     *,
     dropped: Sequence[SampleResult] = (),
     retried: int = 0,
@@ -379,3 +383,8 @@ def _told(score: Score, longest: int) -> dict[str, Any]:
     most = max(1, longest // max(1, len(score.turns)))
     turns = [{who: shortened(text, most) for who, text in turn.items()} for turn in score.turns]
     return told | ({"turns": turns} if turns else {})
+
+
+def newly_sampled(batch: RemoteBatch) -> RemoteBatch:
+    """Return the rows that were not replayed."""
+    return batch.select(np.isnan(batch[KEPT_ADVANTAGES])) if KEPT_ADVANTAGES in batch.columns else batch
