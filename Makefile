@@ -42,11 +42,9 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/python -m tests.check $(FILE)
 
-# Two files at a time. Whole runs, in the second half, have Rays of their own, and time limits: at most another run is
-# beside them. Status 5 says that ARGS selects no test of that half.
+# Two files at a time, whole runs first.
 test: lint
-	$(BIN)/python -m pytest -m "$(QUICK) and not alone" $(TWO) --durations=10 $(ARGS) || [ $$? = 5 ]
-	$(BIN)/python -m pytest -m "$(QUICK) and alone" $(TWO) --durations=10 $(ARGS) || [ $$? = 5 ]
+	$(BIN)/python -m pytest -m "$(QUICK)" $(TWO) --durations=10 $(ARGS)
 
 # Properties are tried again on examples that are drawn anew.
 test-slow: setup

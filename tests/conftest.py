@@ -36,6 +36,9 @@ RUNS_ALWAYS = ("test_whole_loop", "test_resume", "test_first_hour", "test_agents
 RUNS_DRAWN = 3
 """Files of whole runs, each a minute or two."""
 
+RAY_FILES: set[Path] = set()
+"""Files with a test that shares this process's Ray session."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--whole", action="store_true", help="run every case of tests that draw some of theirs")
@@ -59,14 +62,31 @@ def commit() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that share the Ray session or start one are not run beside others: they have processes and time limits."""
+    """Begin with what lasts longest, then with the files that share a Ray session, so that each process starts one."""
     if not config.getoption("--whole"):
         leave_cases_to_slow(items, draw_seed(config))
         leave_runs_to_slow(items, draw_seed(config))
-    for item in items:
-        if "ray_session" in getattr(item, "fixturenames", ()) or "end_to_end" in item.path.parts:
-            item.add_marker("alone")
-    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
+    RAY_FILES.update(item.path for item in items if uses_ray_session(item))
+    items.sort(key=lambda item: (not item.nodeid.startswith(LONG), item.path not in RAY_FILES))
+
+
+def uses_ray_session(item: pytest.Item) -> bool:
+    return "ray_session" in getattr(item, "fixturenames", ())
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """End the shared Ray before a file that does not use it: many tests are about a process without one."""
+    if item.path not in RAY_FILES:
+        end_ray_session()
+
+
+def pytest_sessionfinish() -> None:
+    end_ray_session()
+
+
+def end_ray_session() -> None:
+    if "ray" in sys.modules and sys.modules["ray"].is_initialized():
+        sys.modules["ray"].shutdown()
 
 
 def leave_cases_to_slow(items: list[pytest.Item], seed: str) -> None:
@@ -120,11 +140,13 @@ def process_groups_end() -> Iterator[None]:
         gc.collect()  # engines in cycles keep their groups
 
 
-@pytest.fixture(scope="session")
-def ray_session() -> Iterator[None]:
-    """A local Ray of 8 logical CPUs, without dashboard, for all tests that need actors."""
+@pytest.fixture(scope="module")
+def ray_session() -> None:
+    """A local Ray of 8 logical CPUs, without dashboard, for all files in a row whose tests need actors."""
     import ray
 
+    if ray.is_initialized():
+        return
     ray.init(
         address="local",
         num_cpus=8,
@@ -133,8 +155,6 @@ def ray_session() -> Iterator[None]:
         object_store_memory=2 * 2**30,
         _system_config={"metrics_report_interval_ms": 1000},  # the shortest; tests wait for reports
     )
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from controller.actors.placement import groups_on_several_nodes
 from tests.controller.fake_nodes import GPUS
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.alone
 
 
 @pytest.fixture(scope="module", params=[4, pytest.param(8, marks=pytest.mark.slow)])

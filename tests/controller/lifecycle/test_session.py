@@ -193,11 +193,10 @@ with ray_session(load(sys.argv[1]), Console()):
 """
 
 
-@pytest.mark.alone
 def test_a_local_ray_is_closed_to_others_and_outlives_a_signal_to_its_runs_group(tmp_path: Path) -> None:
     base = tempfile.mkdtemp(dir="/tmp")  # sockets need a short path
     environment = marked_environment() | {"RAY_TMPDIR": base}
-    command = ["setsid", "--wait", sys.executable, "-c", LOCAL_RAY, str(write_workspace(tmp_path))]
+    command = [sys.executable, "-c", LOCAL_RAY, str(write_workspace(tmp_path))]
     run = begin(command, environment)
     found = next(json.loads(line) for line in run.stdout if line.startswith("{"))
     told = next(line for line in run.stderr if line.startswith("error:"))
