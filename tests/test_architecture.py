@@ -34,6 +34,7 @@ def test_the_dependency_rule_holds() -> None:
     assert process.returncode == 0, process.stdout + process.stderr
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize(
     ("module", "absent"),
     [

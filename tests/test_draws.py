@@ -54,7 +54,7 @@ def test_fixed_cases_are_kept_beside_the_drawn_ones_and_a_single_one_always() ->
 
 
 @pytest.mark.parametrize("seed", ["a", "b"])
-def test_some_whole_runs_are_drawn_and_four_files_always_run(seed: str) -> None:
+def test_some_files_of_whole_runs_are_drawn_and_others_always_run(seed: str) -> None:
     names = [*RUNS_ALWAYS, *(f"test_run_{number}" for number in range(8))]
     cases: list[Any] = [Case(f"tests/end_to_end/{name}.py::test_it") for name in names]
     others: list[Any] = [Case("tests/test_other.py::test_it")]

@@ -164,6 +164,7 @@ def test_settings_may_follow_one_another(tmp_path: Path) -> None:
     assert config.validation.sampling.max_new_tokens == 64
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("kind", [evaluate, generate], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("setting", ["reward.function", "rollout.environment", "rollout.agent"])
 def test_a_foreign_runs_functions_run_only_if_the_caller_says_so(

@@ -62,6 +62,7 @@ HINTS = ("teacher.context_key=hint", "teacher.context_template='{context}={promp
 LONG = (f"teacher.context_template='{120 * '#'}{{context}}{{prompt}}'", "policy.max_tokens_per_micro_batch=256")
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("over", "kind", "others"),
     [

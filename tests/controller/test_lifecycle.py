@@ -123,6 +123,7 @@ def once(actor: str, what: str, then: Callable[[], None], after: int) -> Callabl
     return trouble
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("placement", ["colocated", "apart"])
 @pytest.mark.parametrize(
     ("actor", "what", "times"),

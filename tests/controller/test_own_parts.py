@@ -158,6 +158,7 @@ NO_SPREAD = "return [1.0 if sum(reward) else float('nan')] * len(reward)"
 CUSTOM, DROPS = ["algorithm.advantage=custom"], ["algorithm.zero_variance_groups=drop"]
 
 
+@pytest.mark.drawn(5)
 @rows(
     made("is too short", "reward.shaping", "return reward[:1]", "it returned [1.0]"),
     made("needs a spread", "algorithm.advantage_function", NO_SPREAD, "it returned [nan", more=CUSTOM),

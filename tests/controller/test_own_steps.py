@@ -20,6 +20,7 @@ from workers.errors import ConfigError
 PAGE = [block.body for block in blocks_of(ROOT / "docs" / "your-own.md") if "controller.step" in block.body]
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", ["two_updates", "imitate_the_best", "critic_first"])
 def test_the_steps_of_the_documentation_train(stand_ins: StandIns, tmp_path: Path, name: str) -> None:
     """On the real driver and actors, in the order that the page says; run.step is read as a user's run reads it."""

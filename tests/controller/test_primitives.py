@@ -260,6 +260,7 @@ LOOPS = {
 }
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("title", LOOPS)
 def test_the_loops_of_the_page_run(stand_ins: StandIns, opened: Open, monkeypatch: Any, title: str) -> None:
     page = ROOT / "docs" / "primitives.md"

@@ -175,6 +175,7 @@ def test_a_template_gets_contents_in_the_form_that_it_shows(shows: str, content:
     assert made.decode(Renderer(made).prompt_ids(prompt, "x")) == "12="
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(
     ("command", "record"),
     [
@@ -229,6 +230,7 @@ def test_a_dry_run_names_columns_of_data_that_nothing_reads(
     assert {name for name in (*columns, "prompt") if f"'{name}'" in warning} == UNREAD.keys() & columns.keys()
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("command", READABLE)
 @pytest.mark.parametrize("content", ["", " \n", [{"type": "text", "text": " "}]], ids=["empty", "blank", "parts"])
 def test_a_chat_of_blank_messages_is_refused(
@@ -280,6 +282,7 @@ EQUAL = PAIR | {"rejected": "2"}
 END = TEMPLATE.replace("eos_token", "'<end>'")
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("command", "records", "code", "words"),
     [

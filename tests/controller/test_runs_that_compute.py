@@ -219,6 +219,7 @@ def cut(seed: int) -> tuple[int, str]:
     return 2 + seed % 6, "length" if seed // 6 % 10 < 4 else "stop"
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(("rule", "aggregation"), [("drop", "token_mean"), *(("mask", name) for name in AGGREGATIONS)])
 def test_the_loss_of_masked_samples_is_that_of_a_batch_without_them_and_their_rewards_count(
     run: Run, stand_ins: StandIns, batches: list[RemoteBatch], rule: str, aggregation: str
@@ -428,6 +429,7 @@ def thought(seed: int) -> tuple[list[int], str]:
     return stock_templates.apart(stock_templates.tokenizer("qwen3"), text).tolist(), "stop"
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum"])
 def test_turns_of_a_rewritten_conversation_are_trained_as_each_was_sampled(
     run: Run, stand_ins: StandIns, batches: list[RemoteBatch], thinker: tuple[str, ...], aggregation: str

@@ -54,6 +54,7 @@ def test_a_models_page_tells_where_engines_stop(workspace: Path, capsys: pytest.
     assert max(map(len, page.splitlines())) <= 80
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("template", "arguments", "code", "named"),
     [

@@ -132,6 +132,7 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     return made
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("aggregation", "sharing", "cap"),
     [

@@ -58,6 +58,7 @@ WAYS = {
 }
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_p7_loss_gradients_and_updates_equal_the_unpacked_ones(ranks: RankPool, file: str, way: str) -> None:
     unpacked = compute(

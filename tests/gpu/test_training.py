@@ -92,6 +92,7 @@ def simulated(path: str, length: int, **model: object) -> float:
     return sum(measure(config).passes["policy.update"].values())
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("settings", [{}, {"activation_offload": True}], ids=["on the device", "offloaded"])
 def test_an_update_takes_what_was_measured_however_many_micro_batches_it_has(tmp_path, device, settings):
     """On a CPU the update only runs: CUDA counts what is allocated."""

@@ -157,6 +157,7 @@ def search(folder: Path, kind: str, draws: int) -> None:
     every_draw_ends_well()
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_command_ends_well(folder: Path, kind: str) -> None:
     search(folder, kind, QUICK_DRAWS)
@@ -168,6 +169,7 @@ def test_every_command_ends_well_on_many_draws(folder: Path, kind: str) -> None:
     search(folder, kind, SLOW_DRAWS)
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize(("command", "arguments"), [*TRAINING, *READING, *DOCTOR])
 def test_the_folder_is_one_in_which_every_command_works(folder: Path, command: str, arguments: tuple[str, ...]) -> None:
     """Otherwise all draws would be refused for the same reason."""

@@ -18,6 +18,7 @@ print(str(torch.ops.torchvision.nms.default._schema))
 DEFINED = "operators = torch.library.Library('torchvision', 'DEF'); operators.define('nms(Tensor boxes) -> Tensor')"
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("before", "schema"),
     [

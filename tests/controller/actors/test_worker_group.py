@@ -89,6 +89,7 @@ def group(ray_session) -> Iterator[WorkerGroup]:
     bundles.release()
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("threads", [0, 3])
 def test_the_ranks_of_a_node_share_its_cores(ray_session, threads: int) -> None:
     bundles = reserve(Pool("nodes", ({"CPU": 0.5},) * 3), 30)

@@ -84,6 +84,7 @@ def turn(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize(
     ("columns", "overrides", "named", "error"),
     [

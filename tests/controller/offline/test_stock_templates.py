@@ -136,6 +136,7 @@ def test_marks_and_rendering_agree(name: str) -> None:
         assert WORDS.findall("".join(runs(plain, ids, marks))) == WORDS.findall("".join(runs(plain, ids, mask)))
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("command", ["sft", "preferences"])
 def test_a_configuration_chooses_the_turns(run: Any, command: str) -> None:
     """`run` has made the workspace. Thoughts that stock Qwen3 drops are not learned."""

@@ -29,6 +29,7 @@ def fit(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

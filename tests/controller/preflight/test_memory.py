@@ -213,13 +213,13 @@ def test_an_update_holds_what_distillation_adds(workspace: Path, monkeypatch: py
     """Over the vocabulary: the teacher's output layer, and rows of logits of both models."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(workspace / "cache"))
     given = ("resources.device=cuda", "teacher.path=model", "algorithm.loss.distillation.coefficient=1")
-    chosen = [f"algorithm.loss.distillation.over={over}" for over in ("token", "top_k", "vocabulary")]
+    chosen = [f"algorithm.loss.distillation.over={over}" for over in ("token", "vocabulary")]
     found = [measure(load(Path("config.yaml"), (*given, over))) for over in chosen]
-    assert [memory.problem for memory in found] == ["", "", ""]
-    token, top, vocabulary = (memory.passes["policy.update"]["the pass"] for memory in found)
+    assert [memory.problem for memory in found] == ["", ""]
+    token, vocabulary = (memory.passes["policy.update"]["the pass"] for memory in found)
     text = json.loads((workspace / "model" / "config.json").read_text())
     layer = 2 * text["vocab_size"] * text["hidden_size"] / 2**30
-    assert token < min(top, vocabulary - layer)
+    assert token < vocabulary - layer
     assert {"teacher.log_probs", "policy.update"} <= found[0].passes.keys()
 
 

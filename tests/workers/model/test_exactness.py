@@ -254,7 +254,7 @@ def model(folder: Path, case: Case = PLAIN) -> str:
     return str(path)
 
 
-@pytest.mark.drawn(10, always=ALWAYS)
+@pytest.mark.drawn(5, always=ALWAYS)
 @pytest.mark.parametrize(
     "text", [pytest.param(text, marks=pytest.mark.slow if way(text).ranks > 4 else ()) for text in CASES]
 )
@@ -277,7 +277,7 @@ def gradients_of_plans(case: Case, path: str, way: Way, seeds: range) -> list[di
     return found
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("case", [PLAIN, SHARED], ids=["plain", "shared"])
 @pytest.mark.parametrize("text", ["dp 1", "dp 4", "dp 2, ulysses 2", "ring 2", "ulysses 4, by step", "ring 4, by step"])
 def test_p7_random_plans_change_nothing(ranks: RankPool, folder, text, case):

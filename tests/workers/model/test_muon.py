@@ -82,6 +82,7 @@ def arguments_of(path: str, folder: Path, *overrides: str) -> dict[str, Any]:
     return worker_arguments(load(write_workspace(folder), (f"model.path={path}", *rates, *overrides)), "policy")
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("family", "lora_rank", "layouts"),
     [
@@ -109,6 +110,7 @@ def adagrad(named: list[tuple[str, torch.nn.Parameter]], config: OptimizerConfig
     return torch.optim.Adagrad([each for _, each in named], lr=config.learning_rate, initial_accumulator_value=0.1)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("chosen", "rate"), [("policy.optimizer.name=muon", 1e-5), ("policy.optimizer.name=sgd", 0.1), (CUSTOM, 1e-2)]
 )

@@ -191,6 +191,7 @@ def refusal(path: str, parallel: ParallelConfig, head: str = "lm") -> str:
 CONTEXT = ParallelConfig(context_parallel=2)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("family", "head", "parallel"),
     [

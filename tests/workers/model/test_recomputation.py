@@ -11,6 +11,7 @@ from workers.config import ModelConfig
 from workers.model.model import load_model
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("family", "settings"),
     [

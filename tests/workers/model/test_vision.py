@@ -157,7 +157,7 @@ CASES = [(family, text) for text in WAYS for family in FAMILIES if (family, text
 CASES += [(family, "dp 1, shared") for family in OTHERS]
 
 
-@pytest.mark.drawn(14)
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize(("family", "text"), CASES)
 def test_images_are_learned_as_one_sequence_at_a_time_does(
     ranks: RankPool, vision_model: Callable[[str], Path], family: str, text: str

@@ -123,6 +123,7 @@ def expected_columns(path: str) -> dict[str, torch.Tensor]:
     return {name: torch.zeros(len(mask), dtype=torch.float64).masked_scatter(mask, c) for name, c in columns.items()}
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("count", "context_parallel", "backwards", "cap", "degree"),
     [

@@ -140,6 +140,7 @@ def by_paper(sequences: DataProto, gamma: float, penalty: KlPenalty | None) -> l
     return list(torch.zeros(len(mask)).double().masked_scatter(mask, whitened).split(sequences.lengths.tolist()))
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("count", "context_parallel", "gamma", "penalty", "cap", "degree"),
     [

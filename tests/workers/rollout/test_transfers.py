@@ -173,6 +173,7 @@ def check_transfer(processes: RankPool, folder: Any, family: str, placement: str
         assert found["chunks"] > 4
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(("family", "placement"), BY_DEFAULT)
 def test_what_the_policy_learned_is_what_the_engine_samples_with(processes, tmp_path, family, placement):
     check_transfer(processes, tmp_path / "model", family, placement)
@@ -233,6 +234,7 @@ def refused(path: str, placement: str, left_out: str) -> tuple[str, float]:
     return str(raised.value), difference
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("family", "placement", "left_out", "named"),
     [

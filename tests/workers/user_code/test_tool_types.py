@@ -26,6 +26,7 @@ def search(value: {hint}) -> str:
 '''
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("hint", "body", "told"),
     [
@@ -43,6 +44,7 @@ def test_tools_that_cannot_be_called_are_refused(tmp_path: Path, hint: str, body
         find_tools("rollout.tools", str(tmp_path / "tools.py"), timeout_s=60)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     "hint",
     [

@@ -131,6 +131,7 @@ def test_whatever_a_call_does_the_policy_reads_what_happened(file: Path) -> None
     assert parts["tools/seconds"] > 1.5
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("kind", ["generator", "coroutines", "object", "function"])
 def test_an_answer_whose_text_is_a_place_in_memory_is_an_error(file: Path, kind: str) -> None:
     (answer, _) = answers(file, Turn("", tool_calls=[call("show", kind=kind)]), Turn("4"))

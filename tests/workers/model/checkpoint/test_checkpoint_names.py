@@ -51,6 +51,7 @@ def leave(path: str, keepers: list[int | None], parallel: dict[str, int]) -> lis
     return outcomes
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("family", "count", "parallel"),
     [

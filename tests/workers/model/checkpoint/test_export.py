@@ -39,6 +39,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return {name: weight for file in folder.glob("*.safetensors") for name, weight in load_file(file).items()}
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("family", "dtype", "tied", "ranks_and_parallel", "file_bytes"),
     [
@@ -163,6 +164,7 @@ def save_beside(model: str, path: str, head: str, lora: int, parallel: dict[str,
     engine.save_pretrained(path)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("head", "lora", "count", "parallel"),
     [

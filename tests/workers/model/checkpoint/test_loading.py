@@ -42,6 +42,7 @@ def _spoil_free_memory() -> None:
     del spoiled
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("family", "tied", "lora"),
     [
