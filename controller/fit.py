@@ -25,6 +25,7 @@ from controller.preflight.data_checks import is_elsewhere
 from controller.preflight.describe import describe, warnings
 from controller.preflight.describe_cluster import print_cluster
 from controller.preflight.describe_time import print_time
+from workers.errors import Problems
 
 if TYPE_CHECKING:
     from controller.observability.console import Console
@@ -47,9 +48,6 @@ def _prepare(arguments: Sequence[str] | None) -> Callable[[], None] | None:
         for key, path in config.model_paths.items():
             fetch_description(path, key, print)  # the page needs no other file
     check(config)
-    if not request.cluster:
-        check_machine(config, dry_run=True)
-    check_models(config)
     dry_run(config, request)
     return None
 
@@ -76,10 +74,21 @@ def prepare(
 
 
 def dry_run(config: Config, request: Arguments) -> None:
-    print(describe(config, everything=request.everything))
-    sys.stdout.flush()  # processes of users' code may write there too
+    """Print the page of a checked configuration. Machine, models, data and users' code are refused together."""
     elsewhere = [path for path in [*config.data.weights, config.data.validation] if path and is_elsewhere(config, path)]
-    tried = None if elsewhere else try_inputs(config)  # fails in seconds, and measuring memory takes a minute
+    tried, problems = None, Problems()
+    with problems.collecting():
+        if not request.cluster:
+            check_machine(config, dry_run=True)
+    with problems.collecting():
+        check_models(config)
+    if not problems.errors:
+        print(describe(config, everything=request.everything))
+        sys.stdout.flush()  # processes of users' code may write there too
+    with problems.collecting():
+        if not elsewhere:  # fails in seconds, and measuring memory takes a minute
+            tried = try_inputs(config)
+    problems.raise_all()
     if request.cluster:
         print_cluster(config, request.cluster, measured=request.measure)
     print("\n== inputs ==")

@@ -1,12 +1,15 @@
 """Errors of Ballast. Each message says what is wrong, where, and which setting changes it."""
 
+import re
 import reprlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from pathlib import Path
 
 LONGEST_QUOTE = 200  # characters of an error's text, or of the last line that a process wrote
+SETTING_OF_ERROR = re.compile(r"([a-z_]+(?:\.[a-z_]+)+=\S*?)(?=[:,.]*(\s|$))")
 _QUOTES = reprlib.Repr()
 _QUOTES.maxstring = _QUOTES.maxother = 80
 
@@ -148,3 +151,51 @@ def raise_all(errors: Sequence[BallastError]) -> None:
         raise errors[0]
     if errors:
         raise CombinedConfigError(errors)
+
+
+class Problems:
+    """Collect errors of independent checks: `with problems.collecting(): check()`, then `problems.raise_all()`.
+
+    A fault of a check itself hides none of them. Of checks that refuse the same value, the first one counts: what a
+    setting without effect names needs not exist.
+    """
+
+    def __init__(self) -> None:
+        self.errors: list[BallastError] = []
+        self._faults: list[Exception] = []
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """End the block at its first error, and keep that. Of several checks, each takes a block."""
+        try:
+            yield
+        except CombinedConfigError as several:
+            self._add(several.errors)
+        except BallastError as error:
+            self._add([error])
+        except Exception as error:
+            self._faults.append(error)
+
+    def _add(self, errors: Sequence[BallastError]) -> None:
+        refused = {_subject(error) for error in self.errors}
+        self.errors += [error for error in errors if _subject(error) not in refused]
+
+    def raise_all(self) -> None:
+        """Raise the errors together, or the only one itself, or the first fault."""
+        raise_all(self.errors)
+        if self._faults:
+            raise self._faults[0]
+
+
+def _subject(error: BallastError) -> str:
+    setting = SETTING_OF_ERROR.match(str(error))
+    return setting[1].replace("'", "") if setting else str(error)
+
+
+def check_together(*checks: Callable[[], object]) -> None:
+    """Run independent checks, and raise their errors together."""
+    problems = Problems()
+    for check in checks:
+        with problems.collecting():
+            check()
+    problems.raise_all()

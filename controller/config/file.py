@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from controller.config.aliases import answer, previous_name
 from controller.config.user_paths import with_user_paths
-from workers.errors import ConfigError, clause
+from workers.errors import ConfigError, Problems, clause, raise_all
 
 Schema = TypeVar("Schema")
 # The types of setting that are not a single value.
@@ -128,10 +128,14 @@ def read(schema: type[Schema], files: Sequence[str | Path], overrides: Sequence[
     parts = [(f"{file}: ", _read_file(Path(file))) for file in files]
     parts += [("", _read_override(override, known)) for override in overrides]
     merged = copy.deepcopy(_defaults(cast(Hashable, schema)))
+    problems = Problems()
     for source, part in parts:
-        _follow_renames(part, known, source)
-        _convert_lists(part, known, source)
-        _check_keys_and_types(part, known, source)
+        with problems.collecting():
+            _follow_renames(part, known, source)
+            _convert_lists(part, known, source)
+            _check_keys_and_types(part, known, source)
+    problems.raise_all()
+    for _, part in parts:
         merged = _merge(merged, part)
         for key, found in known.items():  # a mapping given again replaces the one before
             if found.type in (Numbers, Biases) and OmegaConf.select(part, key) is not None:
@@ -302,23 +306,28 @@ def _check_scalars(text: str, file: str = "", key: str = "") -> None:
 
 
 def _check_keys_and_types(part: DictConfig, known: Mapping[str, Setting], source: str) -> None:
+    problems = Problems()
     for key, value in _leaves(cast(dict[str, Any], OmegaConf.to_container(part)), known, source):
-        if key not in known:
-            raise ConfigError(f"{source}{key} is not a setting; {_suggestion(key, list(known))}")
-        within = isinstance(value, (list, dict)) or (
-            _holds_several(known[key]) and get_origin(known[key].type) is not list
-        )
-        if within and "${" in str(value):  # a whole list may follow another setting
-            raise _no_reference(source + key)
-        if value == MISSING and not known[key].required:  # OmegaConf would drop it silently
-            raise _not_set(f"{source}{key}")
-        # OmegaConf checks the type of ${...} after merging.
-        deferred = isinstance(value, str) and (value == MISSING or "${" in value)
-        if not deferred and not is_of_type(value, known[key].type):
-            raise ConfigError(f"{source}{key} must be {_TYPES[known[key].type]}, not {shown(value)}.")
-        expanded = value if known[key].type == Options else with_user_paths(value, f"{source}{key}")
-        if expanded != value:
-            OmegaConf.update(part, key, expanded, merge=False)
+        with problems.collecting():
+            _check_key_and_type(key, value, known, source)
+            expanded = value if known[key].type == Options else with_user_paths(value, f"{source}{key}")
+            if expanded != value:
+                OmegaConf.update(part, key, expanded, merge=False)
+    problems.raise_all()
+
+
+def _check_key_and_type(key: str, value: Any, known: Mapping[str, Setting], source: str) -> None:
+    if key not in known:
+        raise ConfigError(f"{source}{key} is not a setting; {_suggestion(key, list(known))}")
+    within = isinstance(value, (list, dict)) or (_holds_several(known[key]) and get_origin(known[key].type) is not list)
+    if within and "${" in str(value):  # a whole list may follow another setting
+        raise _no_reference(source + key)
+    if value == MISSING and not known[key].required:  # OmegaConf would drop it silently
+        raise _not_set(f"{source}{key}")
+    # OmegaConf checks the type of ${...} after merging.
+    deferred = isinstance(value, str) and (value == MISSING or "${" in value)
+    if not deferred and not is_of_type(value, known[key].type):
+        raise ConfigError(f"{source}{key} must be {_TYPES[known[key].type]}, not {shown(value)}.")
 
 
 def _leaves(
@@ -448,10 +457,12 @@ def _wrong_list(merged: Any, known: Mapping[str, Setting]) -> str:
 
 
 def _check_ranges(config: Any, known: Mapping[str, Setting]) -> None:
+    problems = []
     for key, found in known.items():
         value = value_of(config, key)
         if not found.allows(value):
             limit = found.range
             if found.maximum is None and not found.choices and (not found.range or value > found.highest):
                 limit = f"at most {found.highest:,}{'' if found.range else ' in size'}"
-            raise ConfigError(f"{key} must be {limit}, not {shown(value)}.")
+            problems.append(ConfigError(f"{key} must be {limit}, not {shown(value)}."))
+    raise_all(problems)

@@ -3,6 +3,7 @@
 reward.function --check_function--> in its file --find_function--> packed, signature --requested_columns--> columns
 """
 
+import ast
 import re
 import shlex
 import shutil
@@ -45,6 +46,30 @@ def check_function(key: str, name: str) -> None:
     symbol = names.lookup(function) if function in names.get_identifiers() else None
     if symbol is None or not (symbol.is_assigned() or symbol.is_imported()):
         raise ConfigError(f"{key}={name!r}: {path} defines no {function}.")
+
+
+def check_reward_function(key: str, name: str) -> None:
+    """Find a reward function, and check its parameters as written. Raises ConfigError as `check_function`.
+
+    A decorator may change them. Then they are checked when the function is imported.
+    """
+    check_function(key, name)
+    path, _ = check_source(key, name)
+    function = name.rpartition(":")[2]
+    for statement in ast.parse(path.read_bytes()).body:
+        if not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if statement.name == function and not statement.decorator_list:
+            check_reward_parameters(_written_signature(statement.args), key, name)
+
+
+def _written_signature(arguments: ast.arguments) -> Signature:
+    by_place = arguments.posonlyargs + arguments.args
+    with_default = by_place[len(by_place) - len(arguments.defaults) :]
+    with_default += [name for name, value in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if value]
+    named = arguments.args + arguments.kwonlyargs
+    required = tuple(argument.arg for argument in named if argument not in with_default)
+    return Signature(tuple(argument.arg for argument in named), required, arguments.kwarg is not None)
 
 
 def absolute(name: str) -> str:
@@ -114,6 +139,17 @@ def requested_columns(
     these, or requires a column that the data lack.
     """
     names = set(signature.names)
+    check_reward_parameters(signature, key, name)
+    if is_verl_form(names):
+        return _verl_columns(signature, record, f"{key}={name!r}")
+    offered = set(record)
+    taken = requested_names(key, name, signature, offered | RESPONSES | {RAW})
+    return tuple(each for each in taken if each not in RESPONSES and (each in offered or each in names))
+
+
+def check_reward_parameters(signature: Signature, key: str, name: str) -> None:
+    """Raise ConfigError unless a function takes responses. The record's columns are checked by `requested_columns`."""
+    names = set(signature.names)
     if "completions" in signature.required:
         raise ConfigError(
             f"{key}={name!r} takes 'completions', as rewards of TRL do. Here it takes 'responses', the texts "
@@ -124,13 +160,9 @@ def requested_columns(
             f"{key}={name!r} takes 'solution_strs', as verl's batch manager gives. Here it takes 'solution_str' with "
             "verl's other arguments, or 'responses', the texts of all samples, with lists of columns."
         )
-    if is_verl_form(names):
-        return _verl_columns(signature, record, f"{key}={name!r}")
-    if len(names & RESPONSES) != 1 and not signature.takes_all:
+    takes_responses = len(names & RESPONSES) == 1 or signature.takes_all or is_verl_form(names)
+    if not takes_responses:
         raise ConfigError(f"{key}={name!r} must take a parameter 'response', or 'responses' for many at once.")
-    offered = set(record)
-    taken = requested_names(key, name, signature, offered | RESPONSES | {RAW})
-    return tuple(each for each in taken if each not in RESPONSES and (each in offered or each in names))
 
 
 def _verl_columns(signature: Signature, record: Mapping[str, Any], which: str) -> tuple[str, ...]:

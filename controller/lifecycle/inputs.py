@@ -60,7 +60,7 @@ from controller.preflight.algorithm_checks import check_keep_best
 from controller.preflight.training_checks import check_caps
 from workers.config import HTTP
 from workers.environment import as_text
-from workers.errors import ConfigError, DataError
+from workers.errors import ConfigError, DataError, Problems
 from workers.images import Pictures
 from workers.rendering import Messages, Options, Renderer, template_of
 from workers.rollout.parser_names import known_parsers, parsers_of
@@ -130,42 +130,44 @@ def try_inputs(config: Config, log: Log = print, given: GivenFunctions = NONE_GI
     given: functions passed to the call. Raises ConfigError or DataError.
     """
     data = config.data
-    read = partial(read_records, prompt_key=data.prompt_key, log=log, image_key=data.image_key)
-    train = {path: read(path) for path in data.weights}
-    held_out = {data.validation: read(data.validation)} if data.validation else {}
+    train, held_out = _read_data(config, log)
     identity = data_identity(config, train)
     check_same_data(config, identity)
     path, (first, *_) = next(iter(train.items()))
     if images := image_sources(first, data.image_key, data.image_pixels.limits, path, f"{path} record 1"):
         first = first | {data.image_key: Pictures(images)}
-    functions, score = reward_functions(config, first, log, given)
-    parser = find_parser(config, train | held_out, log)
-    added = {RAW} | (_with_messages(config, first).keys() - first.keys())
-    for path, rows in (train | held_out).items():
-        check_columns(path, rows, {each: f.name for f in functions for each in f.columns if each not in added})
-        _check_lengths(config, path, rows)
-    for path, rows in train.items():
-        check_loss_columns(path, rows, config.loss_columns)
-        if config.uses_teacher and config.teacher.paths:
-            check_teachers(path, rows, config.teacher.key, config.teacher.paths)
-    tools = Tools(b"", [])
-    if config.rollout.tools:
-        _check_tools(config, train | held_out)
-        tools = _tools(config, log)
-    chats, options = _first_chats(config, train | held_out, tools.schemas), _run_options(config, tools.schemas)
-    if config.rollout.tools:
-        _check_offered(config, chats, tools.schemas)
-    template = try_template(config, chats, options, log)
-    environment, answered = _environment(config, first, log)
-    environment = environment or (_agent(config, log) if config.rollout.runs_agent else b"")
-    curriculum, sampler = try_curriculum(config, train, log), try_sampler(config, train, log)
+    problems = Problems()
+    functions, score = list[RewardFunction](), None
+    tools, template = Tools(b"", []), None
+    environment, answered, agent = b"", None, b""
+    with problems.collecting():
+        functions, score = reward_functions(config, first, log, given)
+    with problems.collecting():
+        parser = find_parser(config, train | held_out, log)
+    with problems.collecting():
+        _check_records(config, train, held_out, functions, first)
+    with problems.collecting():
+        tools, template = _try_chats(config, train | held_out, log)
+    with problems.collecting():
+        environment, answered = _environment(config, first, log)
+    with problems.collecting():
+        agent = _agent(config, log) if config.rollout.runs_agent else b""
+    with problems.collecting():
+        curriculum = try_curriculum(config, train, log)
+    with problems.collecting():
+        sampler = try_sampler(config, train, log)
     parts = {**(score.parts if score else {}), **(answered.observation.parts if answered else {})}
-    own_functions = try_functions(config, train, parts, log)
-    if config.algorithm.loss.name == "custom":
-        try_loss(config, next(iter(train.values())), log)
-    step = find_step(config, log, given) if config.run.step else b""
+    with problems.collecting():
+        if not problems.errors:  # what replaces parts of a run may read those of a reward
+            own_functions = try_functions(config, train, parts, log)
+    with problems.collecting():
+        if config.algorithm.loss.name == "custom":
+            try_loss(config, next(iter(train.values())), log)
+    with problems.collecting():
+        step = find_step(config, log, given) if config.run.step else b""
+    problems.raise_all()
     cost_model = counted_costs(config)
-    environment = environment or tools.packed
+    environment = environment or agent or tools.packed
     return Tried(
         train,
         held_out,
@@ -184,6 +186,55 @@ def try_inputs(config: Config, log: Log = print, given: GivenFunctions = NONE_GI
         sampler,
         answer_warnings(config, train | held_out, log),
     )
+
+
+def _read_data(config: Config, log: Log) -> tuple[Records, Records]:
+    """Read the training data and the validation data, by path."""
+    data, problems = config.data, Problems()
+    records: Records = {}
+    for path in filter(None, (*data.weights, data.validation)):
+        with problems.collecting():
+            records[path] = read_records(path, prompt_key=data.prompt_key, log=log, image_key=data.image_key)
+    problems.raise_all()
+    train = {path: records[path] for path in data.weights}
+    return train, {data.validation: records[data.validation]} if data.validation else {}
+
+
+def _check_records(
+    config: Config, train: Records, held_out: Records, functions: Sequence[RewardFunction], first: Record
+) -> None:
+    """Check that records have the columns that are read, and that not all prompts are too long."""
+    added = {RAW} | (_with_messages(config, first).keys() - first.keys())
+    takers = {column: f.name for f in functions for column in f.columns if column not in added}
+    problems = Problems()
+    for path, rows in (train | held_out).items():
+        with problems.collecting():
+            check_columns(path, rows, takers)
+        with problems.collecting():
+            _check_lengths(config, path, rows)
+    for path, rows in train.items():
+        with problems.collecting():
+            check_loss_columns(path, rows, config.loss_columns)
+        with problems.collecting():
+            if config.uses_teacher and config.teacher.paths:
+                check_teachers(path, rows, config.teacher.key, config.teacher.paths)
+    problems.raise_all()
+
+
+def _try_chats(config: Config, data: Records, log: Log) -> tuple[Tools, Examined | None]:
+    """Describe the tools, and render the first prompts with them."""
+    tools, problems = Tools(b"", []), Problems()
+    with problems.collecting():
+        if config.rollout.tools:
+            _check_tools(config, data)
+    with problems.collecting():
+        if config.rollout.tools:
+            tools = _tools(config, log)
+    problems.raise_all()
+    chats = _first_chats(config, data, tools.schemas)
+    if config.rollout.tools:
+        _check_offered(config, chats, tools.schemas)
+    return tools, try_template(config, chats, _run_options(config, tools.schemas), log)
 
 
 def tried_lines(config: Config, tried: Tried) -> list[str]:
@@ -404,10 +455,13 @@ def reward_functions(
     """Try the reward functions on `example`, the first record, with an empty response. Raises ConfigError."""
     functions, score, example = [], None, _with_messages(config, example)
     key = "reward.functions" if config.reward.functions else "reward.function"
+    problems = Problems()
     for name, weight in config.reward.weights.items():
-        found = given.get(name) or imported(config, log, key, name)
-        columns = requested_columns(found.signature, example, name)
-        functions.append(RewardFunction(name.rpartition(":")[2], weight, found.packed, columns))
+        with problems.collecting():
+            found = given.get(name) or imported(config, log, key, name)
+            columns = requested_columns(found.signature, example, name, key=key)
+            functions.append(RewardFunction(name.rpartition(":")[2], weight, found.packed, columns))
+    problems.raise_all()
     if functions:
         with waiting(log, f"{key}, tried on an empty response", config, "reward.timeout_s"):
             score = try_rewards(functions, example, config.reward.timeout_s)

@@ -43,6 +43,7 @@ from workers.errors import (
     DataError,
     LostError,
     OutputError,
+    Problems,
     ResourceError,
     UnsupportedModelError,
     clause,
@@ -97,13 +98,15 @@ def prepare_start(
 
 def ready(config: TrainingConfig, read: Callable[[Log], Found]) -> tuple[Found, "Console"]:
     """Check machine, cluster and models, and read the inputs. Raises as `prepare_start`."""
-    check_machine(config, dry_run=False)
-    check_cluster(config)
     from controller.observability.console import Console
 
-    console = Console(verbose=config.tracking.verbose)
-    with console.waiting("the models"):
+    console, problems = Console(verbose=config.tracking.verbose), Problems()
+    with problems.collecting():
+        check_machine(config, dry_run=False)
+        check_cluster(config)
+    with problems.collecting(), console.waiting("the models"):
         check_models(config)
+    problems.raise_all()  # reading the data may take minutes
     with console.waiting("the data"):
         return read(console.note), console
 

@@ -8,7 +8,7 @@ from controller.config import Config
 from controller.config.functions import check_function
 from controller.preflight.data_checks import check_column_names
 from controller.preflight.training_checks import OPTIMIZER_STEPS, check_optimizer
-from workers.errors import ConfigError
+from workers.errors import ConfigError, check_together
 from workers.loss_config import check_policy_loss
 
 
@@ -58,11 +58,23 @@ def check_advantage(config: Config) -> None:
 
 
 def check_loss(config: Config) -> None:
+    check_together(
+        lambda: _check_named_loss(config),
+        lambda: _check_teacher(config),
+        lambda: _check_staleness(config),
+        lambda: _check_sampled_ratios(config),
+        lambda: _check_kl_correction(config),
+    )
+
+
+def _check_named_loss(config: Config) -> None:
     loss = config.algorithm.loss
     check_policy_loss(loss)
     if loss.name == "custom":
-        check_function("algorithm.loss.function", loss.function)
-        check_column_names(config.loss_columns)
+        check_together(
+            lambda: check_function("algorithm.loss.function", loss.function),
+            lambda: check_column_names(config.loss_columns),
+        )
     if loss.name in ("clip_cov", "kl_cov") and config.old_log_probs == "update":
         raise ConfigError(
             f"algorithm.loss.name={loss.name}: it chooses tokens by old log-probs, which one update a step does not "
@@ -73,10 +85,6 @@ def check_loss(config: Config) -> None:
             "algorithm.loss.name=reinforce: it needs samples of the current policy, and "
             f"batch.epochs={config.batch.epochs} trains on older ones. Set epochs to 1, or another loss."
         )
-    _check_teacher(config)
-    _check_staleness(config)
-    _check_sampled_ratios(config)
-    _check_kl_correction(config)
     by_turn = config.algorithm.advantage == "gigpo"
     if loss.name == "gmpo" and (config.uses_token_returns or config.uses_critic or by_turn):
         raise ConfigError(

@@ -7,13 +7,12 @@ checked later, when the placement groups are reserved.
 """
 
 import re
-from collections.abc import Callable, Sequence
 
 from controller.actors.cluster_address import check_address
 from controller.config import Config
 from controller.config.conditions import check_settings_have_effect
 from controller.config.file import value_of
-from controller.config.functions import OF_SAMPLES, check_function
+from controller.config.functions import OF_SAMPLES, check_function, check_reward_function
 from controller.config.python_rewards import NONE_GIVEN, GivenFunctions
 from controller.config.sampler import SamplerConfig
 from controller.preflight.algorithm_checks import (
@@ -45,11 +44,9 @@ from controller.preflight.training_checks import (
     check_writable,
 )
 from workers.config import RewardModelConfig
-from workers.errors import BallastError, CombinedConfigError, ConfigError, raise_all
+from workers.errors import ConfigError, Problems, check_together
 from workers.rollout.engine_options import check_engine_options
 from workers.rollout.placement import fits_device
-
-SETTING_OF_ERROR = re.compile(r"([a-z_]+(?:\.[a-z_]+)+)=")
 
 
 def check(config: Config, given: GivenFunctions = NONE_GIVEN, *, needs_data: bool = True) -> None:
@@ -58,78 +55,53 @@ def check(config: Config, given: GivenFunctions = NONE_GIVEN, *, needs_data: boo
     given: functions passed to the call.
     needs_data: False for a loop that may bring its own prompts and rewards.
     """
-    parts: list[Callable[[], None]] = [
+    check_together(
         lambda: check_settings(config),
-        lambda: _check_model_and_data(config, needs_data),
+        lambda: check_one_policy(config) if needs_data else None,
+        lambda: check_parallel(config),
+        lambda: check_critic(config),
+        lambda: check_model_files(config),
+        lambda: check_data(config) if needs_data or config.has_data else None,
         lambda: check_rewards(config, given) if needs_data or config.rewarded else None,
         lambda: _check_functions(config, given),
         lambda: check_trackers(config),
-    ]
-    _check_together(parts)
-
-
-def _check_together(parts: Sequence[Callable[[], None]]) -> None:
-    """Run independent checks, and raise their errors together. A fault of a check itself hides none of them."""
-    errors: list[BallastError] = []
-    faults: list[Exception] = []
-    for part in parts:
-        try:
-            part()
-        except CombinedConfigError as several:
-            errors += several.errors
-        except BallastError as error:  # also DataError of a file
-            errors.append(error)
-        except Exception as error:
-            faults.append(error)
-    raise_all(_one_of_a_setting(errors))
-    if faults:
-        raise faults[0]
-
-
-def _one_of_a_setting(errors: Sequence[BallastError]) -> list[BallastError]:
-    """Keep the first error of a setting: what a setting without effect names needs not exist."""
-    first: dict[str, BallastError] = {}
-    for error in errors:
-        setting = SETTING_OF_ERROR.match(str(error))
-        first.setdefault(setting[1] if setting else str(error), error)
-    return list(first.values())
-
-
-def _check_model_and_data(config: Config, needs_data: bool) -> None:
-    if needs_data:
-        check_one_policy(config)
-    check_parallel(config)
-    check_critic(config)
-    model = check_model_files(config)
-    if needs_data or config.has_data:
-        check_data(config, model)
+    )
 
 
 def _check_functions(config: Config, given: GivenFunctions) -> None:
-    if config.run.step and config.run.step not in given:
-        check_function("run.step", config.run.step)
-    for key in (*OF_SAMPLES, "data.sampler"):
-        if name := value_of(config, key):
-            check_function(key, name)
-    if config.algorithm.advantage == "custom" and not config.algorithm.advantage_function:
-        raise ConfigError("algorithm.advantage=custom: algorithm.advantage_function is empty. Name a function.")
+    names = {key: value_of(config, key) for key in ("run.step", *OF_SAMPLES, "data.sampler")}
+    problems = Problems()
+    for key, name in names.items():
+        with problems.collecting():
+            if name and name not in given:
+                check_function(key, name)
+    with problems.collecting():
+        if config.algorithm.advantage == "custom" and not config.algorithm.advantage_function:
+            raise ConfigError("algorithm.advantage=custom: algorithm.advantage_function is empty. Name a function.")
+    problems.raise_all()
 
 
 def check_settings(config: Config) -> None:
     """Run the part of `check` that does not read models, data or rewards."""
-    _check_together(
-        [
-            lambda: check_settings_have_effect(config),
-            lambda: check_run(config),
-            lambda: check_advantage(config),
-            lambda: check_counts(config),
-            lambda: check_loss(config),
-            lambda: check_replay(config),
-            lambda: _check_temperature(config),
-            lambda: check_validation(config),
-            lambda: _check_engines(config),
-            lambda: _check_lengths_and_devices(config),
-        ]
+    check_together(
+        lambda: check_settings_have_effect(config),
+        lambda: check_run(config),
+        lambda: check_advantage(config),
+        lambda: check_counts(config),
+        lambda: check_loss(config),
+        lambda: check_replay(config),
+        lambda: _check_temperature(config),
+        lambda: check_validation(config),
+        lambda: check_engine_count(config),
+        lambda: check_weight_sync(config),
+        lambda: check_lora_policies(config),
+        lambda: check_engine_options(config.rollout.engine),
+        lambda: check_samplings(config),
+        lambda: check_turns(config),
+        lambda: _check_overlong(config),
+        lambda: check_lengths(config),
+        lambda: _check_devices(config),
+        lambda: check_attention(config),
     )
 
 
@@ -141,23 +113,12 @@ def _check_temperature(config: Config) -> None:
         )
 
 
-def _check_engines(config: Config) -> None:
-    check_engine_count(config)
-    check_weight_sync(config)
-    check_lora_policies(config)
-    check_engine_options(config.rollout.engine)
-    check_samplings(config)
-    check_turns(config)
-
-
-def _check_lengths_and_devices(config: Config) -> None:
+def _check_overlong(config: Config) -> None:
     if config.reward.overlong_tokens >= config.longest_response:
         raise ConfigError(
             f"reward.overlong_tokens={config.reward.overlong_tokens}: it punishes every response. Set it below "
             f"{response_limit(config)}={config.longest_response}."
         )
-    check_lengths(config)
-    _check_devices(config)
 
 
 def check_layout(config: Config) -> None:
@@ -166,6 +127,7 @@ def check_layout(config: Config) -> None:
     check_loss(config)
     check_lengths(config)
     _check_devices(config)
+    check_attention(config)
     check_parallel(config)
 
 
@@ -196,7 +158,6 @@ def _check_devices(config: Config) -> None:
             f"{config.training_workers} of the policy that they share. Lower them, raise policy.data_parallel, or set "
             "rollout.placement=apart."
         )
-    check_attention(config)
 
 
 def _check_reward_models(model: RewardModelConfig) -> None:
@@ -223,32 +184,45 @@ def check_rewards(config: Config, given: GivenFunctions = NONE_GIVEN) -> None:
             "needed with rollout.environment, an agent, reward.model.path, reward.judge.model and "
             "algorithm.advantage=none."
         )
-    if config.uses_reward_model:
-        _check_reward_models(config.reward.model)
-    if config.uses_judge:
-        check_judge(config)
+    problems = Problems()
+    with problems.collecting():
+        if config.uses_reward_model:
+            _check_reward_models(config.reward.model)
+    with problems.collecting():
+        if config.uses_judge:
+            check_judge(config)
     key = "reward.functions" if config.reward.functions else "reward.function"
     names: dict[str, str] = {}
     for function in config.reward.weights:
-        if function not in given:
-            check_function(key, function)
-        other = names.setdefault(function.rpartition(":")[2], function)
-        if other != function:
-            raise ConfigError(f"{key}: {other} and {function} have the same name in metrics. Rename one of them.")
+        with problems.collecting():
+            if function not in given:
+                check_reward_function(key, function)
+            other = names.setdefault(function.rpartition(":")[2], function)
+            if other != function:
+                raise ConfigError(f"{key}: {other} and {function} have the same name in metrics. Rename one of them.")
+    problems.raise_all()
 
 
 def check_sampler(config: SamplerConfig, given: GivenFunctions = NONE_GIVEN) -> None:
     """Run the part of `check` that sampling needs. config: narrowed."""
-    check_writable(config.run_folder, "--output")
-    check_address(config)
-    check_engine_count(config)
     samples, temperature = config.rollout.samples_per_prompt, f"{config.sampling_key}.temperature"
-    if samples > 1 and config.rollout.sampling.temperature == 0:
-        raise ConfigError(f"{temperature}=0: {samples} samples of a prompt are equal. Ask for one, or set it above 0.")
-    check_engine_options(config.rollout.engine)
-    check_samplings(config)
-    check_turns(config)
-    check_lengths(config)
-    check_data(config, check_model_files(config))
-    if config.needs_reward or config.rewarded:
-        check_rewards(config, given)
+    problems = Problems()
+    with problems.collecting():
+        if samples > 1 and config.rollout.sampling.temperature == 0:
+            raise ConfigError(
+                f"{temperature}=0: {samples} samples of a prompt are equal. Ask for one, or set it above 0."
+            )
+    with problems.collecting():
+        check_together(
+            lambda: check_writable(config.run_folder, "--output"),
+            lambda: check_address(config),
+            lambda: check_engine_count(config),
+            lambda: check_engine_options(config.rollout.engine),
+            lambda: check_samplings(config),
+            lambda: check_turns(config),
+            lambda: check_lengths(config),
+            lambda: check_model_files(config),
+            lambda: check_data(config),
+            lambda: check_rewards(config, given) if config.needs_reward or config.rewarded else None,
+        )
+    problems.raise_all()

@@ -5,12 +5,12 @@ from typing import Any
 
 from controller.config import Config
 from controller.config.functions import check_function
-from controller.config.model_files import ModelFiles
+from controller.config.model_files import read_model_files
 from controller.config.sections import ImagePixelsConfig
 from controller.data.data_files import is_on_disk
 from controller.data.hub import check_split
 from controller.data.records import iter_records
-from workers.errors import ConfigError, DataError
+from workers.errors import ConfigError, DataError, Problems, check_together
 from workers.user_code.task_sources import TASK, check_installed, package_of
 
 _NAMES = """
@@ -25,31 +25,58 @@ RESERVED = frozenset(_NAMES.split())
 """Columns that every batch has."""
 
 
-def check_data(config: Config, model: ModelFiles) -> None:
-    """Raise ConfigError, naming the setting, for data or a curriculum that the run cannot use."""
-    _check_sources(config)
-    if not config.data.prompt_key:
+def check_data(config: Config) -> None:
+    """Raise ConfigError, naming the settings, for data or a curriculum that the run cannot use."""
+    data = config.data
+    check_together(
+        lambda: check_image_pixels(data.image_pixels),
+        lambda: check_installed("rollout.environment", config.rollout.environment),
+        lambda: _check_named_data(config),
+        lambda: check_function("data.curriculum", data.curriculum) if data.curriculum else None,
+        lambda: _check_sampler(config),
+    )
+
+
+def _check_named_data(config: Config) -> None:
+    data, key = config.data, "data.sources" if config.data.sources else "data.train"
+    if bool(data.train) == bool(data.sources):
+        raise ConfigError("one of data.train and data.sources (several, by weight) must be set, and not both.")
+    if not data.prompt_key:
         raise ConfigError("data.prompt_key='': names no column. Set it to the column with the prompt.")
-    check_image_pixels(config.data.image_pixels)
-    check_installed("rollout.environment", config.rollout.environment)
-    paths = [("data.sources" if config.data.sources else "data.train", path) for path in config.data.weights]
-    if config.data.validation:
-        check_split("data.validation", config.data.validation)
-        paths.append(("data.validation", config.data.validation))
-    for key, path in paths:
-        if is_elsewhere(config, path):
-            continue
-        record = first_record(key, path, config.data.prompt_key, config.data.image_key)
-        _check_prompt(config, model, f"{key}: the prompts of {path}", record[config.data.prompt_key])
-        if package_of(config.rollout.environment) and TASK not in record:
-            environment = config.rollout.environment
+    problems = Problems()
+    for path, weight in data.sources.items():
+        with problems.collecting():
+            if weight <= 0:
+                raise ConfigError(f"data.sources: the weight of {path} must be above 0, not {weight:g}.")
+    for path in data.weights:
+        with problems.collecting():
+            _check_records(config, key, path)
+    with problems.collecting():
+        if data.validation:
+            check_split("data.validation", data.validation)
+            _check_records(config, "data.validation", data.validation)
+    problems.raise_all()
+
+
+def _check_records(config: Config, key: str, path: str) -> None:
+    """Check the first record of a data set."""
+    if is_elsewhere(config, path):
+        return
+    record = first_record(key, path, config.data.prompt_key, config.data.image_key)
+    environment, source_key = config.rollout.environment, config.data.source_key
+    problems = Problems()
+    with problems.collecting():
+        _check_prompt(config, f"{key}: the prompts of {path}", record[config.data.prompt_key])
+    with problems.collecting():
+        if package_of(environment) and TASK not in record:
             raise ConfigError(f"rollout.environment={environment}: {path} has other tasks. Set {key}={environment}.")
-        if config.data.source_key and config.data.source_key not in record:
-            raise ConfigError(
-                f"{key}: the first record of {path} has no column data.source_key={config.data.source_key!r}."
-            )
-    if config.data.curriculum:
-        check_function("data.curriculum", config.data.curriculum)
+    with problems.collecting():
+        if source_key and source_key not in record:
+            raise ConfigError(f"{key}: the first record of {path} has no column data.source_key={source_key!r}.")
+    problems.raise_all()
+
+
+def _check_sampler(config: Config) -> None:
     if config.data.sampler and config.data.sources:
         raise ConfigError(
             f"data.sampler={config.data.sampler}: it chooses records of one source, and data.sources mixes several. "
@@ -68,22 +95,24 @@ def check_image_pixels(pixels: ImagePixelsConfig) -> None:
         raise ConfigError(f"data.image_pixels.min={pixels.min}: above data.image_pixels.max={pixels.max}. Lower it.")
 
 
-def _check_sources(config: Config) -> None:
-    for path, weight in config.data.sources.items():
-        if weight <= 0:
-            raise ConfigError(f"data.sources: the weight of {path} must be above 0, not {weight:g}.")
-    if bool(config.data.train) == bool(config.data.sources):
-        raise ConfigError("one of data.train and data.sources (several, by weight) must be set, and not both.")
-
-
-def _check_prompt(config: Config, model: ModelFiles, which: str, prompt: Any) -> None:
-    has_template = bool(model.chat_template or config.model.chat_template)
-    if isinstance(prompt, list) and not has_template and (model.tokenizer or not config.is_described):
+def _check_prompt(config: Config, which: str, prompt: Any) -> None:
+    if isinstance(prompt, list) and _lacks_template(config):
         raise ConfigError(
             f"{which} are chat messages, but the tokenizer of model.path={config.model.path} has no chat template."
         )
     if isinstance(prompt, str) and config.data.system_prompt:
         raise ConfigError(f"{which} are texts, but data.system_prompt goes before chat messages. Remove it.")
+
+
+def _lacks_template(config: Config) -> bool:
+    """Whether no chat template is known. A missing model is `check_model_files`' to refuse."""
+    if config.model.chat_template:
+        return False
+    try:
+        model = read_model_files(config.model.path, "model.path")
+    except ConfigError:
+        return False
+    return not model.chat_template and (model.tokenizer or not config.is_described)
 
 
 def first_record(key: str, path: str, prompt_key: str = "", image_key: str = "") -> dict[str, Any]:

@@ -6,7 +6,7 @@ from controller.config import Config
 from controller.config.functions import check_command, check_function, check_source
 from controller.preflight.training_checks import check_caps
 from workers.config import GATEWAY_KEY, HTTP, SamplingConfig
-from workers.errors import ConfigError
+from workers.errors import ConfigError, Problems, check_together, raise_all
 from workers.rollout.engine_options import LORA_RANKS
 from workers.rollout.parser_names import known_parsers
 from workers.user_code.task_sources import package_of
@@ -76,33 +76,40 @@ FORMS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 
 def check_samplings(config: Config) -> None:
     judge = {"reward.judge.sampling": config.reward.judge.sampling} if config.uses_judge else {}
+    problems = Problems()
     for key, sampling in (samplings(config) | judge).items():
-        if sampling.min_new_tokens > sampling.max_new_tokens:
-            raise ConfigError(
-                f"{key}.min_new_tokens={sampling.min_new_tokens} is above {key}.max_new_tokens="
-                f"{sampling.max_new_tokens}. Lower it."
-            )
-        if sampling.max_thinking_tokens >= sampling.max_new_tokens:
-            raise ConfigError(
-                f"{key}.max_thinking_tokens={sampling.max_thinking_tokens}: it leaves no room for an answer in "
-                f"{key}.max_new_tokens={sampling.max_new_tokens}. Lower it."
-            )
-        if sampling.max_thinking_tokens and sampling.undivided:
-            raise ConfigError(
-                f"{key}.{sampling.undivided[0]} needs the whole response in one request, and {key}.max_thinking_tokens="
-                f"{sampling.max_thinking_tokens} samples it in two. Remove one of the two."
-            )
-        for name in ("stop", "bad_words"):
-            if not all(getattr(sampling, name)):
-                raise ConfigError(f"{key}.{name}={getattr(sampling, name)}: a text is empty. Remove it.")
-        if sampling.structured_outputs and [*sampling.structured_outputs] not in [[form] for form in FORMS]:
-            names = ", ".join(sampling.structured_outputs)
-            raise ConfigError(f"{key}.structured_outputs has {names}. Give one of {', '.join(FORMS)}.")
-        if 0 < sampling.temperature < COLDEST:
-            raise ConfigError(
-                f"{key}.temperature={sampling.temperature:g}: vLLM samples at {COLDEST:g} or above. Raise it, or set 0 "
-                "(greedy, not in training)."
-            )
+        with problems.collecting():
+            _check_sampling(key, sampling)
+    problems.raise_all()
+
+
+def _check_sampling(key: str, sampling: SamplingConfig) -> None:
+    if sampling.min_new_tokens > sampling.max_new_tokens:
+        raise ConfigError(
+            f"{key}.min_new_tokens={sampling.min_new_tokens} is above {key}.max_new_tokens="
+            f"{sampling.max_new_tokens}. Lower it."
+        )
+    if sampling.max_thinking_tokens >= sampling.max_new_tokens:
+        raise ConfigError(
+            f"{key}.max_thinking_tokens={sampling.max_thinking_tokens}: it leaves no room for an answer in "
+            f"{key}.max_new_tokens={sampling.max_new_tokens}. Lower it."
+        )
+    if sampling.max_thinking_tokens and sampling.undivided:
+        raise ConfigError(
+            f"{key}.{sampling.undivided[0]} needs the whole response in one request, and {key}.max_thinking_tokens="
+            f"{sampling.max_thinking_tokens} samples it in two. Remove one of the two."
+        )
+    for name in ("stop", "bad_words"):
+        if not all(getattr(sampling, name)):
+            raise ConfigError(f"{key}.{name}={getattr(sampling, name)}: a text is empty. Remove it.")
+    if sampling.structured_outputs and [*sampling.structured_outputs] not in [[form] for form in FORMS]:
+        names = ", ".join(sampling.structured_outputs)
+        raise ConfigError(f"{key}.structured_outputs has {names}. Give one of {', '.join(FORMS)}.")
+    if 0 < sampling.temperature < COLDEST:
+        raise ConfigError(
+            f"{key}.temperature={sampling.temperature:g}: vLLM samples at {COLDEST:g} or above. Raise it, or set 0 "
+            "(greedy, not in training)."
+        )
 
 
 def samplings(config: Config) -> dict[str, SamplingConfig]:
@@ -122,6 +129,19 @@ def check_turns(config: Config) -> None:
             f"{key}={name}: {other}={given[other]} plays the same episodes. Remove one of the two. Tools can be called "
             "in the environment or the agent."
         )
+    check_together(
+        lambda: _check_player(key, name),
+        lambda: _check_whole_turns(config, key),
+        lambda: _check_agent(config, key) if rollout.runs_agent else None,
+        lambda: _check_parser("tool_parser", rollout.tool_parser),
+        lambda: _check_parser("reasoning_parser", rollout.reasoning_parser),
+        lambda: _check_history(config),
+        lambda: _check_longest_turn(config),
+    )
+
+
+def _check_player(key: str, name: str) -> None:
+    """Check the environment, tools or agent, which the setting `key` names."""
     if key == "rollout.tools":
         check_source(key, name)
     elif key == "rollout.agent_command":
@@ -139,20 +159,28 @@ def check_turns(config: Config) -> None:
         )
     elif not package_of(name):
         check_function(key, name)
+
+
+def _check_whole_turns(config: Config, key: str) -> None:
     if config.data.continue_last_message:
         raise ConfigError(f"data.continue_last_message=true: {key} plays whole turns. Remove one of the two settings.")
-    if rollout.runs_agent:
-        _check_agent(config, key)
-    for kind, name in (("tool_parser", rollout.tool_parser), ("reasoning_parser", rollout.reasoning_parser)):
-        if name and name not in (known := known_parsers(kind)):
-            raise ConfigError(
-                f"rollout.{kind}={name}: vLLM has no such parser. Use one of: {', '.join(sorted(known))}."
-            )
-    if rollout.history == "template" and config.needs_one_row:
+
+
+def _check_parser(kind: str, name: str) -> None:
+    if name and name not in (known := known_parsers(kind)):
+        raise ConfigError(f"rollout.{kind}={name}: vLLM has no such parser. Use one of: {', '.join(sorted(known))}.")
+
+
+def _check_history(config: Config) -> None:
+    if config.rollout.history == "template" and config.needs_one_row:
         raise ConfigError(
             f"rollout.history=template: {config.needs_one_row} needs a sample in one row, and a chat template that "
             "rewrites earlier turns makes several. Set keep, or another algorithm."
         )
+
+
+def _check_longest_turn(config: Config) -> None:
+    rollout = config.rollout
     for key, sampling in samplings(config).items():
         if sampling.max_new_tokens > rollout.response_limit(sampling):
             raise ConfigError(
@@ -171,9 +199,10 @@ def _check_agent(config: Config, key: str) -> None:
         "reward.overlong_tokens": config.reward.overlong_tokens and "has no limit on the length of a whole session",
         **{setting: budget and "has each turn sampled in one request" for setting, budget in thoughts.items()},
     }
-    for setting, problem in problems.items():
-        if problem:
-            raise ConfigError(f"{setting}: {key} {problem}. Remove one of the two settings.")
+    remove = "Remove one of the two settings"
+    raise_all(
+        [ConfigError(f"{setting}: {key} {problem}. {remove}.") for setting, problem in problems.items() if problem]
+    )
 
 
 def check_lengths(config: Config) -> None:

@@ -6,7 +6,7 @@ from controller.config import Config
 from controller.config.functions import check_function
 from controller.config.model_files import positions, read_model_files
 from controller.config.sampler import SamplerConfig
-from workers.errors import ConfigError
+from workers.errors import ConfigError, raise_all
 from workers.rollout.engine_options import check_engine_options
 
 
@@ -40,9 +40,7 @@ def check_judge(config: Config) -> None:
         and judge.max_tokens > longest
         and f"with reward.judge.sampling.max_new_tokens it exceeds the judge's {longest} tokens. Lower either",
     }
-    for setting, problem in problems.items():
-        if problem:
-            raise ConfigError(f"reward.judge.{setting}: {problem}.")
+    raise_all([ConfigError(f"reward.judge.{setting}: {problem}.") for setting, problem in problems.items() if problem])
 
 
 def _has_group(pattern: str) -> bool:

@@ -15,31 +15,38 @@ from controller.preflight.training_checks import (
     check_parallel,
     check_run,
 )
-from workers.errors import ConfigError
+from workers.errors import ConfigError, Problems, check_together
 from workers.loss_config import check_constant_length
 
 
 def check_offline(config: OfflineConfig) -> None:
-    """Raise ConfigError at the first thing that cannot work or has no effect, in well under a second."""
-    check_offline_settings(config)
-    check_attention(config)
-    check_parallel(config)
-    check_model_files(config)
-    _check_data(config)
-    check_trackers(config)
+    """Raise one error for each independent part that cannot work or has no effect, together, in under a second."""
+    check_together(
+        lambda: check_offline_settings(config),
+        lambda: check_attention(config),
+        lambda: check_parallel(config),
+        lambda: check_model_files(config),
+        lambda: _check_data(config),
+        lambda: check_trackers(config),
+    )
 
 
 def check_offline_settings(config: OfflineConfig) -> None:
     """Run the part of `check_offline` that does not read models or data."""
-    check_settings_have_effect(config)
-    check_run(config)
-    check_one_policy(config)
-    _check_batch(config)
-    # Without either number it follows from the data.
-    check_optimizer(config, "policy", config.policy.optimizer.total_steps or config.run.steps, "run.steps")
-    check_caps(
-        config, config.limits.values(), config.longest_sequence, f"data.max_tokens={config.data.max_tokens} tokens"
+    steps = config.policy.optimizer.total_steps or config.run.steps  # without either number it follows from the data
+    longest = f"data.max_tokens={config.data.max_tokens} tokens"
+    check_together(
+        lambda: check_settings_have_effect(config),
+        lambda: check_run(config),
+        lambda: check_one_policy(config),
+        lambda: _check_batch(config),
+        lambda: check_optimizer(config, "policy", steps, "run.steps"),
+        lambda: check_caps(config, config.limits.values(), config.longest_sequence, longest),
+        lambda: _check_loss_and_head(config),
     )
+
+
+def _check_loss_and_head(config: OfflineConfig) -> None:
     if isinstance(config, SftConfig):
         check_constant_length("loss.", config.loss.aggregation, config.loss.constant_length)
     if config.head == "value" and config.model.lora.rank:
@@ -58,10 +65,15 @@ def _check_batch(config: OfflineConfig) -> None:
 
 
 def _check_data(config: OfflineConfig) -> None:
-    if not config.data.train:
-        raise ConfigError("data.train must be set.")
-    check_image_pixels(config.data.image_pixels)
-    check_split("data.validation", config.data.validation)
-    for key, path in (("data.train", config.data.train), ("data.validation", config.data.validation)):
-        if path:
-            first_record(key, path)
+    problems = Problems()
+    with problems.collecting():
+        check_image_pixels(config.data.image_pixels)
+    with problems.collecting():
+        if not config.data.train:
+            raise ConfigError("data.train must be set.")
+        first_record("data.train", config.data.train)
+    with problems.collecting():
+        if config.data.validation:
+            check_split("data.validation", config.data.validation)
+            first_record("data.validation", config.data.validation)
+    problems.raise_all()

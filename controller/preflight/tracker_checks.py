@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from urllib.parse import urlsplit
 
 from controller.config import TrainingConfig
-from workers.errors import ConfigError
+from workers.errors import ConfigError, Problems
 
 INSTALL = {
     "tensorboard": "pip install tensorboard",
@@ -19,15 +19,23 @@ INSTALL = {
 def check_trackers(config: TrainingConfig) -> None:
     if config.is_described:
         return  # packages, keys and variables of another machine
+    problems = Problems()
     for name, command in INSTALL.items():
-        if getattr(config.tracking, name) and not _is_installed(name):
-            raise ConfigError(
-                f"tracking.{name}=true needs the package {name}, which is not installed. `{command}` does it, or set "
-                f"tracking.{name}=false."
-            )
-    if config.tracking.wandb:
+        with problems.collecting():
+            if getattr(config.tracking, name):
+                _check_tracker(name, command)
+    problems.raise_all()
+
+
+def _check_tracker(name: str, command: str) -> None:
+    if not _is_installed(name):
+        raise ConfigError(
+            f"tracking.{name}=true needs the package {name}, which is not installed. `{command}` does it, or set "
+            f"tracking.{name}=false."
+        )
+    if name == "wandb":
         _check_wandb()
-    if config.tracking.mlflow:
+    if name == "mlflow":
         _check_mlflow(os.environ.get("MLFLOW_TRACKING_URI", ""))
 
 

@@ -12,9 +12,9 @@ from controller.checkpoints.run_lock import check_folder_is_free
 from controller.config import Config, TrainingConfig
 from controller.config.file import value_of
 from controller.config.functions import check_function
-from controller.config.model_files import ModelFiles, check_whole, is_job_copy, read_model_files
+from controller.config.model_files import check_whole, is_job_copy, read_model_files
 from controller.config.training import Limits
-from workers.errors import CheckpointError, ConfigError, clause
+from workers.errors import CheckpointError, ConfigError, Problems, check_together, clause, raise_all
 from workers.model.rules.model_rules import kernel_problem
 from workers.rendering import RESERVED, read_template
 
@@ -31,6 +31,16 @@ def check_one_policy(config: TrainingConfig) -> None:
 
 
 def check_run(config: TrainingConfig) -> None:
+    check_together(
+        lambda: _check_name(config),
+        lambda: _check_resume(config.run.resume),
+        lambda: _check_hub(config),
+        lambda: check_writable(config.run_folder, "run.dir"),
+        lambda: check_address(config),
+    )
+
+
+def _check_name(config: TrainingConfig) -> None:
     if not re.fullmatch(r"\w[\w.=+-]*", config.run.name):
         raise ConfigError(f"run.name={config.run.name!r}: it names a folder. Use letters, digits and any of _ . = + -.")
     length = len(os.fsencode(config.run.name))
@@ -40,10 +50,6 @@ def check_run(config: TrainingConfig) -> None:
         )
     if not config.default_name:  # such a run takes another name if its folder is taken
         check_folder_is_free(config)
-    _check_resume(config.run.resume)
-    _check_hub(config)
-    check_writable(config.run_folder, "run.dir")
-    check_address(config)
 
 
 def _check_hub(config: TrainingConfig) -> None:
@@ -193,29 +199,30 @@ def check_context_degrees(config: TrainingConfig) -> None:
         ),
         f"algorithm.loss.name={loss}. Set another": loss in ("clip_cov", "kl_cov"),
     }
-    for problem, holds in refused.items():
-        if holds:
-            raise ConfigError(
-                f"policy.parallel.context_parallel_degree=auto: does not work with {problem}, or fixed degrees."
-            )
+    degree = "policy.parallel.context_parallel_degree=auto: does not work with"
+    raise_all([ConfigError(f"{degree} {problem}, or fixed degrees.") for problem, holds in refused.items() if holds])
 
 
-def check_model_files(config: TrainingConfig) -> ModelFiles:
-    """Check config.json, weights and tokenizer of every model, and return the policy's files. Raises ConfigError.
+def check_model_files(config: TrainingConfig) -> None:
+    """Check config.json, weights and tokenizer of every model. Raises ConfigError.
 
     A described cluster needs only config.json. `controller.lifecycle.model_checks` reads the files.
     """
-    for key, path in config.model_paths.items():
-        files = read_model_files(path, key)
-        if not config.is_described:
-            check_whole(files, path, key)
     template, arguments = config.model.chat_template, "data.chat_template_arguments"
-    if template and (Path(template).exists() or not config.is_described):
-        read_template(template)
+    problems = Problems()
+    for key, path in config.model_paths.items():
+        with problems.collecting():
+            files = read_model_files(path, key)
+            if not config.is_described:
+                check_whole(files, path, key)
+    with problems.collecting():
+        if template and (Path(template).exists() or not config.is_described):
+            read_template(template)
     for name in value_of(config, arguments):
-        if name in RESERVED:
-            raise ConfigError(f"{arguments}: {name} is set otherwise. Remove it.")
-    return read_model_files(config.model.path, "model.path")
+        with problems.collecting():
+            if name in RESERVED:
+                raise ConfigError(f"{arguments}: {name} is set otherwise. Remove it.")
+    problems.raise_all()
 
 
 OPTIMIZER_STEPS = "run.steps * batch.mini_batches * batch.epochs"
@@ -235,9 +242,12 @@ def check_counts(config: Config) -> None:
             f"({product} over batch.mini_batches={config.batch.mini_batches}). Lower one, or sample more."
         )
     advice = "batch.mini_batches, or sample more"
-    check_micro_batches(config, "min_micro_batches", smallest, f"{smallest} sequences of a mini-batch", advice)
-    check_micro_batches(config, "forward_min_micro_batches", whole, f"{whole} sequences of a step", advice)
-    check_optimizer(config, "policy", config.total_optimizer_steps, OPTIMIZER_STEPS)
+    of_mini_batch, of_step = f"{smallest} sequences of a mini-batch", f"{whole} sequences of a step"
+    check_together(
+        lambda: check_micro_batches(config, "min_micro_batches", smallest, of_mini_batch, advice),
+        lambda: check_micro_batches(config, "forward_min_micro_batches", whole, of_step, advice),
+        lambda: check_optimizer(config, "policy", config.total_optimizer_steps, OPTIMIZER_STEPS),
+    )
 
 
 def check_micro_batches(config: TrainingConfig, name: str, sequences: int, of: str, advice: str) -> None:

@@ -23,7 +23,7 @@ from controller.preflight.cluster import check_machine
 from controller.preflight.describe import warnings
 from controller.sampling.models import OF_RUN, Model, choose_model
 from controller.sampling.output import Key, check_same_job, job_identity
-from workers.errors import ConfigError
+from workers.errors import ConfigError, Problems
 from workers.user_code.task_sources import package_of
 
 
@@ -115,9 +115,14 @@ def _of_run(model: Model) -> Path:
 
 def described(schema: type[SamplerConfig], request: JobRequest) -> str:
     config, model, given = checked_settings(schema, request)
-    check_machine(config, dry_run=True)
-    check_models(config)
-    tried = try_inputs(config, given=given)
+    problems = Problems()
+    with problems.collecting():
+        check_machine(config, dry_run=True)
+    with problems.collecting():
+        check_models(config)
+    with problems.collecting():
+        tried = try_inputs(config, given=given)
+    problems.raise_all()
     check_same_job(config.run_folder, job_identity(model, config, tried.identity, given))
     sampling, samples = config.rollout.sampling, config.rollout.samples_per_prompt
     there = sum(map(len, tried.train.values()))
