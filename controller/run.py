@@ -158,5 +158,8 @@ class Run(TrainingRun[Config]):
         if self.config.rollout.max_staleness and loads:
             recomputed = sum(load.recompute_seconds for of_engine in loads.values() for load in of_engine)
             found["rollout/kv_recompute_seconds"] = recomputed / len(loads)
-        found |= self.roles.judge.take_metrics() if self.roles.judge else {}
+        if judge := self.roles.judge:
+            found |= judge.take_metrics()
+            for kind, failures in judge.take_failures().items():
+                record.add_failures(kind, failures)
         return found | engines.fleet.budget.metrics() | {"rollout/weight_version": float(self.weight_version)}

@@ -22,6 +22,7 @@ from controller.data.questions import Questions
 from controller.engines.engine_calls import POLL_SECONDS
 from controller.engines.engine_pool import EnginePool
 from controller.engines.router import Key
+from controller.observability.failures import place_of
 from workers.errors import BallastError, DataError, quoted
 from workers.judge_config import POLICY, JudgeConfig
 from workers.rendering import Renderer
@@ -30,6 +31,7 @@ from workers.score import Score
 
 TIE = 0.5
 LONGEST_QUOTE = 60
+DROPPED, UNPARSED = "judge's answers dropped", "judge's answers without a grade"
 COUNTED = ("answers", "unparsed", "dropped", "tokens", "seconds")
 
 
@@ -79,6 +81,7 @@ class Judge:
         self._numbers = itertools.count()
         self._asked: dict[str, Sequence[Case]] = {}
         self._counts = dict.fromkeys(COUNTED, 0.0)
+        self._failures: dict[str, list[str]] = {DROPPED: [], UNPARSED: []}
         self._looked = 0.0
 
     def ask(self, cases: Sequence[Case]) -> None:
@@ -124,7 +127,9 @@ class Judge:
                 pass
         for result in self._router.take_dropped():
             self._counts["dropped"] += 1
-            self._grade(self._asked.pop(result.uid), f"its engines gave up ({result.error})")
+            cases = self._asked.pop(result.uid)
+            self._failures[DROPPED].append(f"{place_of(cases[0].key)}: {result.error}")
+            self._grade(cases, f"its engines gave up ({result.error})")
         for (uid, _), score in self._parsing.ready(0.0 if busy else timeout_s).items():
             self._hear(self._asked.pop(uid), score)
 
@@ -132,6 +137,11 @@ class Judge:
         """Return counts since the last call."""
         counts, self._counts = self._counts, dict.fromkeys(COUNTED, 0.0)
         return {f"judge/{name}": count for name, count in counts.items()}
+
+    def take_failures(self) -> dict[str, list[str]]:
+        """Return places and causes of answers that gave no grade since the last call, by kind."""
+        failures, self._failures = self._failures, {DROPPED: [], UNPARSED: []}
+        return failures
 
     def _answered(self, results: list[SampleResult], block: ray.ObjectRef) -> None:
         self._counts["answers"] += len(results)
@@ -145,6 +155,7 @@ class Judge:
             failure = f"the grade {answer.reward:g} is not from {lowest:g} to {highest:g}"
         if failure:
             failure += f"; the answer ends with {quoted(answer.response[-LONGEST_QUOTE:])}"
+            self._failures[UNPARSED].append(f"{place_of(cases[0].key)}: {failure}")
         self._counts["unparsed"] += bool(failure)
         for case in cases:
             case.answer = answer.response

@@ -30,6 +30,7 @@ from balancing.analysis.statistics import ideal_time, predicted_grids
 from controller.config import Config, TrainingConfig
 from controller.config.recorded import load_recorded
 from controller.config.training import counted
+from controller.observability.failures import cause_of
 from controller.observability.health import warnings
 from controller.observability.metric_table import spec_of
 from controller.observability.run_folder import Row, RunFolder, check_run_folder
@@ -142,16 +143,16 @@ def write_report(folder: Path) -> Path:
 
 
 def failure_lines(run: RunFolder) -> list[str]:
-    """Count a run's drops, retries and failures by kind, with the first cause of each."""
-    by_kind: dict[str, list[Row]] = {}
+    """Count a run's drops, retries and failures by kind and cause, with the first one of each."""
+    by_cause: dict[tuple[str, str], list[Row]] = {}
     for row in run.failures:
-        by_kind.setdefault(str(row["kind"]), []).append(row)
+        by_cause.setdefault((str(row["kind"]), cause_of(str(row["first"]))), []).append(row)
     return [
         redacted(
             f"{kind}: {sum(row['count'] for row in rows)} in {counted(len({row['step'] for row in rows}), 'step')}, "
             f"the first at step {rows[0]['step']}: {shortened(str(rows[0]['first']), TEXT)}"
         )
-        for kind, rows in by_kind.items()
+        for (kind, _), rows in by_cause.items()
     ]
 
 

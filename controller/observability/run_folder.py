@@ -160,7 +160,7 @@ class RunWriter:
             tracker.table(name, step, rows)
 
     def failures(self, step: int, kind: str, count: int, first: str) -> None:
-        """Record a step's drops, retries or failures of a kind. first: the first one's place and cause."""
+        """Record a step's drops, retries or failures of a kind and cause. first: the first one's place and cause."""
         self._failures.write({"step": step, "kind": kind, "count": count, "first": first}, ensure_ascii=False)
 
     def timeline(self, step: int, record: Mapping[str, Any]) -> None:
@@ -239,7 +239,7 @@ class RunFolder:
 
     @cached_property
     def failures(self) -> list[Row]:
-        """Drops, retries and failures, by step and kind."""
+        """Drops, retries and failures, by step, kind and cause."""
         return self._rows("failures.jsonl", has_step, lambda row: _check_numbers(row, "count"))
 
     @cached_property

@@ -13,7 +13,7 @@ record.end_step(step, ...)     trackers, terminal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,6 +22,7 @@ import numpy as np
 from balancing import CostModel, Plan, plan_statistics
 from balancing.analysis.lengths_file import plan_record
 from controller.observability.console import Console
+from controller.observability.failures import FailureCounts
 from controller.observability.health import Health
 from controller.observability.live_metrics import LiveMetrics
 from controller.observability.run_folder import RunWriter
@@ -61,7 +62,7 @@ class RunRecord:
         self._health = Health(samples=samples)
         self._step, self._planned, self._unwritten = 0, False, False
         self._in_step = False
-        self._failures: dict[str, tuple[int, str]] = {}  # count and first cause, by kind
+        self._failures = FailureCounts()
         self.metrics: dict[str, float] = {}
         self.seconds: dict[str, float] = {}
         self.rollout: Samples | None = None
@@ -83,24 +84,19 @@ class RunRecord:
             self._write_failures()
             self._write_examples()
 
-    def add_failures(self, kind: str, count: int, first: str) -> None:
-        """Count drops, retries or failures, shown at the end of the step with the first cause.
+    def add_failures(self, kind: str, failures: Iterable[str]) -> None:
+        """Count drops, retries or failures, each a text of its place and cause, shown at the end of the step.
 
-        first: the place and cause. Outside of a step, such as in a first validation, they are shown at once.
+        Outside of a step, such as in a first validation, they are shown at once.
         """
-        if not count:
-            return
-        before, cause = self._failures.get(kind, (0, first))
-        self._failures[kind] = before + count, cause
+        self._failures.add(kind, failures)
         if not self._in_step:
             self._write_failures()
 
     def _write_failures(self) -> None:
-        failures = self._failures
-        self._failures = {}
-        for kind, (count, first) in failures.items():
-            self.console.log(f"step {self._step}: {kind}: {count}, the first: {first}")
-            self.writer.failures(self._step, kind, count, first)
+        for failures in self._failures.take():
+            self.console.log(f"step {self._step}: {failures}")
+            self.writer.failures(self._step, failures.kind, failures.count, failures.first)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -24,6 +24,7 @@ from controller.data.sample_functions import NO_FUNCTIONS, OFFERED, Functions, c
 from controller.engines.engine_calls import POLL_SECONDS
 from controller.engines.engine_pool import Sample
 from controller.engines.router import Key
+from controller.observability.failures import failed_sample, place_of
 from controller.observability.run_record import RunRecord
 from controller.planning.planner import Planner
 from controller.rollout.model_scores import ScoreScales, with_model_scores
@@ -109,7 +110,7 @@ class RolloutBuffer:
 
     def with_trained(self, rollout: RolloutBatch, batch: RemoteBatch, prompts: Mapping[str, Prompt]) -> RolloutBatch:
         """Set the rows that a step trains on, with the columns that its advantages and its loss take."""
-        self.record.add_failures("truncated samples dropped", rollout.truncated_dropped, "reward.truncated=drop")
+        self.record.add_failures("truncated samples dropped", ["reward.truncated=drop"] * rollout.truncated_dropped)
         for key in ("algorithm.advantage_function", "batch.replay.by"):
             if own := self.functions.get(key):
                 names = [name for name in own.names if name not in (*OFFERED, "advantage") or name == "response"]
@@ -150,7 +151,7 @@ class RolloutBuffer:
         greedy = replace(self.config.rollout.sampling, temperature=0.0, top_p=1.0, top_k=0)
         compared = rollout.with_baseline(self.shaped(self.roll_out(prompts, 1, greedy, step)))
         lost = compared.dropped - rollout.dropped
-        self.record.add_failures("samples dropped without a greedy response", lost, "algorithm.advantage=remax")
+        self.record.add_failures("samples dropped without a greedy response", ["algorithm.advantage=remax"] * lost)
         return compared
 
     def without_dropped(self, rollout: RolloutBatch) -> RolloutBatch:
@@ -210,15 +211,12 @@ class RolloutBuffer:
         first_retry: SampleResult | None,
     ) -> None:
         """Before samples are joined, which raises if none is left."""
-        if dropped:
-            kind = f"samples dropped (rollout.max_retries={self.config.rollout.max_retries})"
-            self.record.add_failures(kind, len(dropped), _cause(dropped[0]))
-        if first_retry is not None:
-            self.record.add_failures("samples retried", retried, _cause(first_retry))
-        failures = [f"{_place(key)}: {score.failure}" for key, score in scores.items() if score.failure]
-        if failures:
-            kind = f"rewards failed (reward.on_failure={self.config.reward.on_failure})"
-            self.record.add_failures(kind, len(failures), failures[0])
+        of_retries = [] if first_retry is None else [failed_sample(first_retry)] * retried
+        of_rewards = [f"{place_of(key)}: {score.failure}" for key, score in scores.items() if score.failure]
+        retries, on_failure = self.config.rollout.max_retries, self.config.reward.on_failure
+        self.record.add_failures(f"samples dropped (rollout.max_retries={retries})", map(failed_sample, dropped))
+        self.record.add_failures("samples retried", of_retries)
+        self.record.add_failures(f"rewards failed (reward.on_failure={on_failure})", of_rewards)
 
     def scored_by_model(self, rollout: RolloutBatch) -> RolloutBatch:
         if self.roles.reward_model is None:
@@ -306,15 +304,6 @@ class SamplingRound:
         return self._buffer.assembled(
             finished, scores, router.dropped, router.retried, first_retry=router.first_retry, trains=self._trains
         )
-
-
-def _place(key: Key) -> str:
-    return f"prompt {key[0]}, sample {key[1]}"
-
-
-def _cause(result: SampleResult) -> str:
-    engine = f", rollout replica {result.replica}" if result.replica >= 0 else ""
-    return f"{_place(result.key)}{engine}: {result.error}"
 
 
 def sample_requests(config: Config, prompts: Sequence[Prompt], samples: int, step: int) -> list[SampleRequest]:

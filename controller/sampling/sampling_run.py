@@ -8,6 +8,7 @@ import argparse
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -15,8 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from controller.config import to_yaml
 from controller.config.sampler import SamplerConfig
-from controller.config.training import counted
 from controller.lifecycle.session import prepare_start, ray_session
+from controller.observability.failures import FailureCounts, Failures, failed_sample, place_of
 from controller.observability.run_folder import writing
 from controller.observability.run_log import run_log
 from controller.preflight.arguments import OneLineParser
@@ -47,6 +48,16 @@ class Sampled(NamedTuple):
     result: "SampleResult"
     block: "ObjectRef"
     score: "Score"
+
+
+@dataclass
+class Attempts:
+    """Failed attempts. dropped: last failure of each sample that was given up. of_judge: answers' failures, by kind."""
+
+    dropped: list["SampleResult"] = field(default_factory=list)
+    retried: int = 0
+    first_retry: "SampleResult | None" = None
+    of_judge: dict[str, list[str]] = field(default_factory=dict)
 
 
 def prepare(schema: type[SamplerConfig], finish: Finish, arguments: Sequence[str] | None) -> Callable[[], None] | None:
@@ -104,21 +115,39 @@ def _run(finish: Finish, job: Job, console: "Console") -> None:
         with closing(SamplesFile(folder, job.identity)) as file:
             with writing(folder / "config.yaml"):
                 (folder / "config.yaml").write_text(to_yaml(job.config), encoding="utf-8")
-            given_up = _complete(job, file, console)
+            attempts = _complete(job, file, console)
             lines = [file.lines[key] for key in job.keys if key in file.lines]
+        for failures in failures_of(job, attempts, lines):
+            console.log(str(failures))
+        dropped = attempts.dropped
         if not lines:
-            raise RolloutError(f"no sample was finished. The first was given up because {given_up[0].error}")
-        if given_up:
-            console.log(f"{counted(len(given_up), 'sample')} were given up, the first because {given_up[0].error}")
-        finish(job, lines, len(given_up), console)
+            raise RolloutError(f"no sample was finished. The first was given up because {dropped[0].error}")
+        finish(job, lines, len(dropped), console)
 
 
-def _complete(job: Job, file: SamplesFile, console: "Console") -> list["SampleResult"]:
-    """Make the missing samples, and return the last failure of each sample that was given up."""
+def failures_of(job: Job, attempts: Attempts, lines: Sequence[Line]) -> list[Failures]:
+    """Count what failed, a line for each kind and cause. lines: those of an earlier start too."""
+    config, counts = job.config, FailureCounts()
+    of_retries = [failed_sample(attempts.first_retry)] * attempts.retried if attempts.first_retry else []
+    of_rewards = [
+        f"{place_of((line['uid'], line['sample']))}: {line['failure']}" for line in lines if "failure" in line
+    ]
+    counts.add(
+        f"samples given up (rollout.max_retries={config.rollout.max_retries})", map(failed_sample, attempts.dropped)
+    )
+    counts.add("samples retried", of_retries)
+    counts.add(f"rewards failed (reward.on_failure={config.reward.on_failure})", of_rewards)
+    for kind, failures in attempts.of_judge.items():
+        counts.add(kind, failures)
+    return counts.take()
+
+
+def _complete(job: Job, file: SamplesFile, console: "Console") -> Attempts:
+    """Make the missing samples."""
     missing = [key for key in job.keys if key not in file.lines]
     console.log(f"{file.path.parent}: {len(job.keys) - len(missing):,} of {len(job.keys):,} samples are there")
     if not missing:
-        return []
+        return Attempts()
     try:
         with ray_session(job.config, console):
             job.model.write(job.config, console)
@@ -127,10 +156,10 @@ def _complete(job: Job, file: SamplesFile, console: "Console") -> list["SampleRe
         raise KeyboardInterrupt(f"{file.path} has {len(file.lines):,} samples. Started again, it continues") from stop
 
 
-def sample_missing(job: Job, file: SamplesFile, missing: Sequence[Key], console: "Console") -> list["SampleResult"]:
+def sample_missing(job: Job, file: SamplesFile, missing: Sequence[Key], console: "Console") -> Attempts:
     from controller.actors.launch import launch
 
-    config, inputs, given_up = job.config, job.inputs, list["SampleResult"]()
+    config, inputs, attempts = job.config, job.inputs, Attempts()
     told = time.monotonic()
     with (
         launch(
@@ -138,13 +167,15 @@ def sample_missing(job: Job, file: SamplesFile, missing: Sequence[Key], console:
         ) as roles,
         console.samples(len(missing)) as advance,
     ):
-        for done, sampled in enumerate(_sampled(job, roles, _requests(job, set(missing)), given_up), start=1):
+        for done, sampled in enumerate(_sampled(job, roles, _requests(job, set(missing)), attempts), start=1):
             file.append(_line(job, sampled))
             advance(1)
             if time.monotonic() - told > SECONDS_BETWEEN_LINES:
                 told = time.monotonic()
                 console.log(f"{done:,} of {len(missing):,} samples")
-    return given_up
+        if roles.judge:
+            attempts.of_judge = roles.judge.take_failures()
+    return attempts
 
 
 def _requests(job: Job, missing: set[Key]) -> Iterator["SampleRequest"]:
@@ -156,14 +187,14 @@ def _requests(job: Job, missing: set[Key]) -> Iterator["SampleRequest"]:
 
 
 def _sampled(
-    job: Job, roles: "WorkerGroups", requests: Iterable["SampleRequest"], given_up: list["SampleResult"]
+    job: Job, roles: "WorkerGroups", requests: Iterable["SampleRequest"], attempts: Attempts
 ) -> Iterator[Sampled]:
-    """Yield the scored samples of the requests as they finish. given_up: receives the requests without a sample.
+    """Yield the scored samples of the requests as they finish. attempts: counts those that fail.
 
     Raises RolloutError when no engine is left, LostError if a reward worker is lost too often, and WorkerError for a
     failed reward with reward.on_failure=stop.
     """
-    found = _scored(job, roles, requests, given_up)
+    found = _scored(job, roles, requests, attempts)
     if roles.reward_model is None:
         yield from found
         return
@@ -172,7 +203,7 @@ def _sampled(
 
 
 def _scored(
-    job: Job, roles: "WorkerGroups", requests: Iterable["SampleRequest"], given_up: list["SampleResult"]
+    job: Job, roles: "WorkerGroups", requests: Iterable["SampleRequest"], attempts: Attempts
 ) -> Iterator[Sampled]:
     from controller.engines.engine_calls import POLL_SECONDS
 
@@ -192,7 +223,8 @@ def _scored(
         if not router.done and rollouts.pump(POLL_SECONDS):
             while rollouts.pump():
                 pass
-        given_up += router.take_dropped()
+        attempts.dropped += router.take_dropped()
+        attempts.retried, attempts.first_retry = router.retried, router.first_retry
         for key, found in scoring.ready(POLL_SECONDS if router.done else 0.0).items():
             yield Sampled(*unscored.pop(key), found)
 

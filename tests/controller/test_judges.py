@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from controller.actors.judge import DROPPED, UNPARSED
 from controller.actors.layout import pools, role_requests
 from controller.config import load_as
 from controller.config.sampler import GenerateConfig
+from controller.observability.run_folder import RunFolder
 from controller.preflight.checks import check_sampler
 from examples.addition.warm_start import tokenizer
 from tests.controller.sampling.test_on_gpus import generate
@@ -96,7 +98,10 @@ def test_a_judge_on_engines_of_its_own_grades_each_response(
     for name, count in {"answers": 32, "unparsed": 2 * lost, "dropped": 0}.items():
         assert sum(step[f"judge/{name}"] for step in found.outcome.steps) == count
     assert sum(step["reward/failures"] for step in found.outcome.steps) == lost
-    assert any("the answer ends with '='" in line for line in found.said)
+    kind = f"judge's answers without a grade: {2 * lost}"
+    assert sum(line.count(kind) for line in found.said) <= 1 <= sum("the answer ends with '='" in x for x in found.said)
+    rows = [row for row in RunFolder(found.config.run_folder).failures if row["kind"] == UNPARSED]
+    assert sum(row["count"] for row in rows) == 2 * lost and len(rows) == len({row["step"] for row in rows})
     recorded = [json.loads(line) for line in (found.config.run_folder / "samples.jsonl").read_text().splitlines()]
     assert {(row["response"][0], row["judgement"]) for row in recorded} <= {("3", "="), *((c, c) for c in "0124")}
     assert all(step["reward/judge/sure"] == 1 and step["judge/tokens"] > 0 for step in found.outcome.steps)
@@ -150,7 +155,9 @@ def test_a_question_that_is_too_long_or_given_up_has_no_grade(run_on_stand_ins: 
     stand_ins.world.trouble = refuse
     found = run_on_stand_ins("reward.judge.model=model", *GRADED, "run.name=refused")
     assert all(step["judge/dropped"] == 4 == step["reward/failures"] for step in found.outcome.steps)
-    assert "no memory" in "".join(found.said)
+    rows = [row for row in RunFolder(found.config.run_folder).failures if row["kind"] == DROPPED]
+    assert [row["count"] for row in rows] == [4] * len(found.outcome.steps)
+    assert all(re.fullmatch(r"prompt \d+, sample \d+: .*no memory.*", row["first"]) for row in rows)
 
 
 def test_generated_samples_are_judged_too_and_comparisons_are_refused(tmp_path: Any, judging: Counter[str]) -> None:

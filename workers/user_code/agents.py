@@ -12,7 +12,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from threading import Thread
@@ -21,11 +21,13 @@ from urllib.parse import urlsplit
 
 import cloudpickle
 
-from workers.errors import EpisodeError
+from workers.errors import LONGEST_QUOTE, EpisodeError
 from workers.score import Score, as_score
 from workers.user_code.environments import EnvironmentPool, call, result_of
 from workers.user_code.process import EXIT_SECONDS, LONGEST_ANSWER, LONGEST_LINE, Fork, end_with_parent
+from workers.user_code.session_keys import hide_session_keys
 
+LONGEST_TRACEBACK = 300  # lines of a command's errors that are searched for the cause of its end
 RUNNER = "workers.user_code.agents:Runner"
 WATCH_SECONDS = 0.5
 GIB = 2**30
@@ -138,16 +140,27 @@ def command(line: str) -> Callable[..., Any]:
             given.write(as_json(record))
             given.seek(0)
             process = subprocess.Popen(
-                shlex.split(line), stdin=given, stdout=subprocess.PIPE, preexec_fn=end_with_parent
+                shlex.split(line),
+                stdin=given,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                preexec_fn=end_with_parent,
             )
-        assert process.stdout is not None
         last_line: list[bytes] = []  # in parts
-        reading = Thread(target=_show, args=(process.stdout, last_line), daemon=True)
-        reading.start()
+        last_errors = deque[str](maxlen=LONGEST_TRACEBACK)
+        readers = [
+            Thread(target=_show, args=(process.stdout, last_line), daemon=True),
+            Thread(target=_show_errors, args=(process.stderr, last_errors), daemon=True),
+        ]
+        for reader in readers:
+            reader.start()
         code = process.wait()
-        reading.join(EXIT_SECONDS)  # longer only if a process that it left behind holds the stream
+        for reader in readers:
+            reader.join(EXIT_SECONDS)  # longer only if a process that it left behind holds the stream
         if code:
-            raise EpisodeError(str(subprocess.CalledProcessError(code, line)))
+            end = str(subprocess.CalledProcessError(code, line)).rstrip(".")
+            reason = hide_session_keys(_error_in(list(last_errors)))
+            raise EpisodeError(f"{end}: {reason[:LONGEST_QUOTE]}" if reason else f"{end}.")
         reward = b"".join(last_line)
         if len(reward) > LONGEST_ANSWER:
             raise EpisodeError(f"the last line of its output, its reward, has more than {LONGEST_ANSWER:,} bytes")
@@ -170,6 +183,25 @@ def _show(stream: IO[bytes], last_line: list[bytes]) -> None:
             last_line[:] = parts
         if part.endswith(b"\n"):
             parts = []
+
+
+def _show_errors(stream: IO[bytes], last_lines: deque[str]) -> None:
+    """Show a command's errors as they come, and keep the last lines."""
+    while part := stream.readline(LONGEST_LINE):
+        text = part.decode(errors="replace")
+        sys.stderr.write(text)
+        sys.stderr.flush()
+        last_lines.append(text)
+
+
+def _error_in(lines: list[str]) -> str:
+    """Return the error of the last traceback, whose text may have further lines, or else the last line."""
+    lines = [line for line in lines if line.strip()]
+    starts = [number for number, line in enumerate(lines) if line.startswith("Traceback (")]
+    if starts:
+        raised = [line for line in lines[starts[-1] + 1 :] if not line[0].isspace()]
+        return raised[0].strip() if raised else ""
+    return lines[-1].strip() if lines else ""
 
 
 def as_json(record: dict[str, Any]) -> str:

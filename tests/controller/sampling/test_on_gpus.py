@@ -1,14 +1,16 @@
 """Samples as on GPUs, on stand-ins: engines have GPUs of their own, and a reward model's ranks theirs."""
 
 import json
+import re
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from controller.config.sampler import GenerateConfig
-from controller.sampling.jobs import JobRequest, checked_settings, read_job
+from controller.sampling.jobs import Job, JobRequest, checked_settings, read_job
 from controller.sampling.models import choose_model
 from controller.sampling.output import SamplesFile
-from controller.sampling.sampling_run import sample_missing
+from controller.sampling.sampling_run import Attempts, failures_of, sample_missing
 from tests.controller.stand_ins.run import StandIns
 from tests.end_to_end.faults import Listening
 
@@ -23,12 +25,16 @@ SETTINGS = (
 )
 
 
-def generate(folder: Path, *overrides: str) -> list[dict[str, Any]]:
+def attempt(folder: Path, *overrides: str) -> tuple[Job, Attempts]:
     request = JobRequest(output=folder, settings=(*SETTINGS, *overrides))
     job = read_job(*checked_settings(GenerateConfig, request), prompts=0)
-    file = SamplesFile(folder, job.identity)
-    assert sample_missing(job, file, job.keys, Listening()) == []
-    file.close()
+    with closing(SamplesFile(folder, job.identity)) as file:
+        return job, sample_missing(job, file, job.keys, Listening())
+
+
+def generate(folder: Path, *overrides: str) -> list[dict[str, Any]]:
+    _, attempts = attempt(folder, *overrides)
+    assert attempts.dropped == []
     return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
 
 
@@ -61,6 +67,24 @@ def test_an_engine_that_is_lost_is_replaced_and_no_sample_is(stand_ins: StandIns
 
     world.trouble = lose
     assert len(generate(tmp_path)) == 16 and not left
+
+
+def test_samples_that_are_retried_or_given_up_have_a_line_by_kind_with_count_place_and_cause(
+    stand_ins: StandIns, tmp_path: Path
+) -> None:
+    def refuse(who: str, does: str) -> None:
+        if does == "generate":
+            raise ValueError("no memory")
+
+    stand_ins.world.trouble = refuse
+    job, attempts = attempt(tmp_path, "rollout.max_retries=1")
+    given_up, retried = failures_of(job, attempts, [{"uid": "3", "sample": 1}])
+    assert (given_up.kind, given_up.count) == ("samples given up (rollout.max_retries=1)", 16)
+    assert (retried.kind, retried.count) == ("samples retried", 16)
+    for failures in (given_up, retried):
+        assert re.fullmatch(r"prompt \d, sample \d, rollout replica \d: .*no memory.*", failures.first)
+    (of_rewards,) = failures_of(job, Attempts(), [{"uid": "3", "sample": 1, "failure": "took 3 s"}] * 2)
+    assert str(of_rewards) == "rewards failed (reward.on_failure=zero): 2, the first: prompt 3, sample 1: took 3 s"
 
 
 def test_a_checkpoint_is_written_as_a_model_by_the_policys_ranks_alone(stand_ins: StandIns, tmp_path: Path) -> None:
