@@ -168,10 +168,18 @@ class RunRecord:
 
     def end_step(self, step: int, steps: int) -> None:
         """Write a step's metrics, then show them."""
+        self._add_skipped_steps()
         self.writer.step(step, self.metrics)
         self.console.step(step, steps, self.metrics)
         for warning in self._health.see(step, self.metrics).values():
             self.console.log(warning)
+
+    def _add_skipped_steps(self) -> None:
+        for name, count in self.metrics.items():
+            role, _, metric = name.partition("/")
+            if metric == "skipped_steps":
+                kind = f"optimiser steps skipped ({role}.optimizer.max_skipped_steps)"
+                self.add_failures(kind, ["loss or gradient is NaN or infinite"] * round(count))
 
     def write_timeline(self, step: int) -> None:
         """Write the events since the last call as the timeline of `step`."""

@@ -9,7 +9,7 @@ import pytest
 
 from controller.observability.console import Console
 from controller.observability.live_metrics import LiveMetrics
-from controller.observability.run_folder import RunWriter
+from controller.observability.run_folder import RunFolder, RunWriter
 from controller.observability.run_record import RunRecord, advantages_of
 from controller.observability.timeline import read_timeline, trace_events
 from tests.controller.observability.test_console import recorded
@@ -68,6 +68,19 @@ def test_a_phase_that_fails_ends_everywhere(recording: Recording) -> None:
     record.write_timeline(0)
     (line,) = (recording.folder / "timeline.jsonl").read_text().splitlines()
     assert [name for name, _, _ in json.loads(line)["phases"]] == ["save"]
+
+
+def test_skipped_optimiser_steps_have_a_line_a_step(recording: Recording) -> None:
+    record = recording.record
+    for step, skipped in ((1, 2.0), (2, 0.0)):
+        with record.step(step, 2):
+            pass
+        record.add({"policy/skipped_steps": skipped, "critic/skipped_steps": 0.0, "policy/loss": 0.5})
+        record.end_step(step, 2)
+    (row,) = RunFolder(recording.folder).failures
+    assert (row["step"], row["count"]) == (1, 2)
+    assert "policy.optimizer.max_skipped_steps" in row["kind"]
+    assert "optimiser steps skipped" in recording.terminal.file.getvalue()
 
 
 def test_advantages_of_turns_follow_their_samples() -> None:
