@@ -294,6 +294,29 @@ def test_a_run_of_two_epochs_goes_on_from_a_checkpoint_as_if_never_stopped(run: 
     assert resumed.outcome.steps[-1]["policy/loss"] == straight.outcome.steps[-1]["policy/loss"]
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd"])
+def test_a_checkpoint_before_the_first_update_changes_no_later_update(
+    run: Run, stand_ins: StandIns, batches: list[RemoteBatch], optimizer: str
+) -> None:
+    """A first step without trained samples: its checkpoint makes the optimiser's state, which other runs make later."""
+    stand_ins.compute()
+    whole = {sample_seed(0, 2, uid, sample) for uid in "23" for sample in (0, 1)}
+    stand_ins.world.answer = lambda seed: (3, "stop" if seed in whole else "length")
+    settings = (
+        "reward.truncated=mask",
+        "algorithm.zero_variance_groups=drop",
+        f"policy.optimizer.name={optimizer}",
+        "policy.optimizer.learning_rate=1e-2",
+        "policy.optimizer.weight_decay=0.5",
+    )
+    weights = weights_of(run(*settings, "run.name=straight"))
+    run(*settings, "run.checkpoint_every=1", "run.steps=1")
+    assert [batch.meta["step"] for batch in batches] == [2]
+    resumed = run(*settings, "run.checkpoint_every=1", "run.resume=auto")
+    assert len(resumed.outcome.steps) == 1
+    assert all(torch.equal(weight, weights[name]) for name, weight in weights_of(resumed).items())
+
+
 def test_the_learning_rate_falls_over_the_optimiser_steps_of_all_epochs(run: Run) -> None:
     finished = run(*TWO_EPOCHS, "policy.optimizer.schedule=linear")
     rates = [step["policy/learning_rate"] for step in finished.outcome.steps]
