@@ -7,3 +7,5 @@
 metrics.yaml declares every metric. `metric_table` reads it, and `metric_page` writes docs/metrics.md. `shown_text`
 shortens texts and masks secrets. Read `run_record` first.
 """
+
+import balancing.analysis  # noqa: F401  before matplotlib: it filters what that logs at its import

@@ -1,9 +1,12 @@
 """The report of a run: complete, without a way in for what a model wrote, and shown by a browser without a network."""
 
 import json
+import os
 import re
 import shutil
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -267,3 +270,17 @@ def test_the_age_of_samples_is_drawn_if_some_are_older_than_the_weights(tmp_path
     for oldest, panels in ((0.0, 2), (2.0, 3)):
         (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "rollout/staleness_max": oldest}))
         assert len(policy(RunFolder(tmp_path))) == panels
+
+
+@pytest.mark.parametrize("module", ["controller.observability.report", "balancing.analysis.gantt"])
+def test_drawing_says_nothing_about_a_home_that_cannot_be_written(module: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    names = {name: value for name, value in os.environ.items() if name not in ("MPLCONFIGDIR", "XDG_CONFIG_HOME")}
+    ended = subprocess.run(
+        [sys.executable, "-c", f"import {module}, matplotlib; print(matplotlib.get_configdir())"],
+        env=names | {"HOME": str(tmp_path / "file")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ended.stderr == "" and str(tmp_path) not in ended.stdout
