@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 
 from balancing.time_model import Layout, StepTime
-from balancing.time_model.memory import Needs, engine_holds, training_gib
+from balancing.time_model.memory import engine_holds, fullest_gib, training_gib
 from balancing.time_model.search import Half, Problem, best_layouts, engine_halves, training_halves
 from controller.config import Config, changed_yaml, load
 from controller.config.file import value_of
@@ -29,7 +29,7 @@ from controller.preflight.checks import check, check_layout
 from controller.preflight.cluster import place, run_on
 from controller.preflight.describe_time import read_problem
 from controller.preflight.memory import USABLE_SHARE
-from controller.preflight.time_inputs import layout_of
+from controller.preflight.time_inputs import layout_of, needs_of
 from workers.config import ParallelConfig, RolloutConfig
 from workers.errors import ConfigError, UnsupportedModelError
 from workers.model.rules.families import expert_count, features_of_file, is_recurrent
@@ -79,9 +79,7 @@ class LayoutSearch:
         fetch_description(self.config.model.path, "model.path", print)
         self._text = read_model_files(self.config.model.path, "model.path").text
         self._fixed = {name.partition("=")[0] for name in request.overrides} & SETTINGS.keys()
-        roles = (self.config.uses_reference, self.config.uses_teacher, self.config.uses_reward_model)
-        chunk, longest = self.config.model.chunk_tokens("cuda"), self.config.max_model_tokens
-        self._needs = Needs(1 + self.config.uses_critic, sum(roles), chunk, longest)
+        self._needs = needs_of(self.config)
         self._problem = self._read_problem()
         ahead = self._read_problem(replace(self.config.rollout, placement="apart", max_staleness=1))
         self._problems = {False: self._problem, True: ahead}  # by staleness, with which passes fall away
@@ -111,8 +109,7 @@ class LayoutSearch:
 
     def gib(self, layout: Layout) -> float:
         """Return GiB of the fullest GPU."""
-        kept, passing = training_gib(self._problem.shape, layout, self._needs)
-        return max(passing, kept + layout.engine_gib if layout.placement == "colocated" else layout.engine_gib)
+        return fullest_gib(self._problem.shape, layout, self._needs)
 
     def _fits(self, layout: Layout) -> bool:
         return layout.placement == "apart" or self.gib(layout) <= self._gib

@@ -53,3 +53,9 @@ def engine_holds(shape: ModelShape, layout: Layout, needs: Needs) -> bool:
     """Return whether an engine has room for its weights and one sequence."""
     needed = layout.bytes * (shape.parameters + shape.kv * needs.longest)
     return needed <= layout.engine_gib * GIB * layout.engine_tp
+
+
+def fullest_gib(shape: ModelShape, layout: Layout, needs: Needs) -> float:
+    """Return GiB of the GPU that holds most, in an update or while engines generate."""
+    kept, passing = training_gib(shape, layout, needs)
+    return max(passing, kept + layout.engine_gib if layout.placement == "colocated" else layout.engine_gib)

@@ -3,7 +3,6 @@
 Config --> settings | placement | sizes | automatic | caps | notes          schema --> every key, type, default, range
 """
 
-import os
 import textwrap
 from collections import Counter
 from itertools import groupby
@@ -16,6 +15,7 @@ from controller.config.model_files import read_model_files
 from controller.config.offline import OfflineConfig
 from controller.config.training import Limits, counted
 from controller.preflight.automatic import automatic_choices
+from controller.preflight.describe_fit import fits_lines
 
 
 def describe(config: TrainingConfig, *, everything: bool = False) -> str:
@@ -62,21 +62,7 @@ def _placement(config: TrainingConfig) -> list[str]:
     if engines_beside:
         lines.append(f"each engine uses {shared} of the policy's GPUs while training sleeps, and reserves no other")
     lines.append(f"reserved in all: {reserved(config, 'CPU'):g} CPUs, {reserved(config, 'GPU'):g} GPUs")
-    return lines + _fits_lines(config)
-
-
-def _fits_lines(config: TrainingConfig) -> list[str]:
-    """Say whether the run fits this machine, by count. `describe_cluster` says it of a described one, with memory."""
-    if config.is_described:
-        return []
-    if config.joins_cluster:
-        return ["fits: unknown until the run asks Ray's cluster. --cluster describes one"]
-    if config.uses_gpus:
-        asked, there = reserved(config, "GPU"), config.gpus
-        return [f"fits: {'yes' if asked <= there else 'no'} (GPUs: {asked:g} of {there}). --cluster measures memory"]
-    engines = config.engines if isinstance(config, Config) else 0
-    cores = len(os.sched_getaffinity(0))
-    return [f"fits: {'yes' if engines <= cores else 'no'} (engines: {engines} on {counted(cores, 'CPU core')})"]
+    return lines + fits_lines(config)
 
 
 def _pool_line(pool: Pool) -> str:

@@ -6,13 +6,16 @@ Config, Cluster --> ModelShape, Layout, Machine      a run's lengths, or a distr
 import math
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist, fmean
 
 import numpy as np
 
 from balancing.time_model import Layout, Machine, ModelShape, Workload, machine_named
-from controller.config import Config
+from balancing.time_model.memory import Needs
+from controller.config import Config, TrainingConfig
+from controller.config.training import LEARNING
 from controller.observability.run_folder import RunFolder
 from controller.preflight.cluster import FIGURES, Cluster
 from workers.errors import ConfigError
@@ -24,25 +27,27 @@ DEFAULT = (0.25, 0.8)
 """Without lengths: median of a log-normal distribution as a share of the longest response, and its sigma."""
 
 
-def shape_of(config: Config) -> ModelShape:
+def shape_of(config: TrainingConfig) -> ModelShape:
     """Count the policy's model. Adapters of rank r count as their two matrices on every projection."""
     shape = ModelShape.from_model_config(config.model_description())
     rank = config.model.lora.rank
     return ModelShape(**vars(shape) | {"trained": 24.0 * rank * shape.layers * shape.hidden}) if rank else shape
 
 
-def layout_of(config: Config, cluster: Cluster) -> Layout:
-    """Describe where a run's roles lie. On CPUs a node's GPUs are its cores."""
-    parallel, rollout, model, gpus = config.policy.parallel, config.rollout, config.model, config.uses_gpus
-    shape = shape_of(config)
-    of_engine = rollout.gpu_share(config.rollout_placement) * cluster.gpu_gib
-    if not gpus:
-        of_engine = rollout.cpu_kv_cache_gib + 4 * shape.parameters / 2**30
-    compiled = gpus and model.compile != "never" and parallel.tensor_parallel == 1
+def needs_of(config: TrainingConfig) -> Needs:
+    """Count the models of a run's training roles, all of the policy's size."""
+    models = {role: len(config.models_of(role)) for role in config.training_roles}
+    trained = sum(count for role, count in models.items() if role in LEARNING)
+    longest = config.max_model_tokens if isinstance(config, Config) else 1
+    return Needs(trained, sum(models.values()) - trained, config.model.chunk_tokens("cuda"), longest)
+
+
+def training_layout(config: TrainingConfig) -> Layout:
+    """Describe how training ranks share a model. It has no engines."""
+    parallel, model = config.policy.parallel, config.model
+    compiled = config.uses_gpus and model.compile != "never" and parallel.tensor_parallel == 1
     kept = compiled and model.gradient_checkpointing == "selective"
     return Layout(
-        nodes=cluster.nodes,
-        gpus_per_node=cluster.gpus or max(1, int(cluster.cpus)),
         dp=config.policy.data_parallel,
         cp=parallel.context_parallel,
         tp=parallel.tensor_parallel,
@@ -56,6 +61,23 @@ def layout_of(config: Config, cluster: Cluster) -> Layout:
         recomputed=RECOMPUTED[ATTENTION_KEPT if kept else model.gradient_checkpointing],
         compiled=compiled,
         shared_prompts=config.decided(model).share_prefixes == "always",
+        engines=0,
+        engine_gib=0.0,
+        placement="apart",
+        dtype=config.compute_dtype,
+    )
+
+
+def layout_of(config: Config, cluster: Cluster) -> Layout:
+    """Describe where a run's roles lie. On CPUs a node's GPUs are its cores."""
+    rollout = config.rollout
+    of_engine = rollout.gpu_share(config.rollout_placement) * cluster.gpu_gib
+    if not config.uses_gpus:
+        of_engine = rollout.cpu_kv_cache_gib + 4 * shape_of(config).parameters / 2**30
+    return replace(
+        training_layout(config),
+        nodes=cluster.nodes,
+        gpus_per_node=cluster.gpus or max(1, int(cluster.cpus)),
         engines=config.engines,
         engine_tp=rollout.tensor_parallel,
         engine_gib=of_engine,
@@ -63,7 +85,6 @@ def layout_of(config: Config, cluster: Cluster) -> Layout:
         placement=config.rollout_placement,  # type: ignore[arg-type]
         staleness=rollout.max_staleness,
         window=rollout.out_of_order_window,
-        dtype=config.compute_dtype,
     )
 
 

@@ -1,3 +1,5 @@
+import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -6,12 +8,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.actors.layout import pools, reserved, role_requests
-from controller.config import Config, TrainingConfig, changed_yaml, load
+from controller.config import Config, TrainingConfig, changed_yaml, load, load_as, training
 from controller.config.conditions import effect_words
 from controller.config.file import settings
 from controller.config.offline import PreferencesConfig, RewardTrainingConfig, SftConfig
 from controller.preflight.automatic import CHOICES
+from controller.preflight.cluster import parse_cluster, place, run_on
 from controller.preflight.describe import describe, settings_page
+
+SIZES_OF_32B = {
+    "vocab_size": 152064,
+    "hidden_size": 5120,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "intermediate_size": 27648,
+}
 
 
 @pytest.fixture
@@ -32,7 +44,6 @@ def test_the_dry_run_says_what_runs_where_and_whether_it_fits(config: Config) ->
     assert "rollout: 1 actor, 0.25 CPU each, bundle 0 of pool rollout" in page
     assert "reserved in all: 1 CPUs, 0 GPUs" in page
     assert "\nfits: yes (engines: 1 on " in page
-    assert "\nfits: no (GPUs: 2 of 0)" in page_of("resources.device=cuda")
     assert "a step: 4 prompts x 8 samples = 32 sequences, at most 3,072 tokens" in page
     assert "a mini-batch: 16 sequences over 2 ranks; 2 a step" in page
     assert "policy.max_tokens_per_micro_batch 4096 >= longest possible sequence 96: " in page
@@ -40,6 +51,73 @@ def test_the_dry_run_says_what_runs_where_and_whether_it_fits(config: Config) ->
     capped = page_of("policy.max_patches_per_micro_batch=5000").splitlines()
     (line,) = [line for line in capped if line.startswith("policy.max_tokens_per_micro_batch 4096 >=")]
     assert line.endswith("Its images have at most 5,000 patches")
+
+
+FORMULA = "memory of a GPU by a formula, not measured: "
+
+
+def lines_after_fits(page: str) -> list[str]:
+    lines = page.splitlines()
+    (start,) = [number for number, line in enumerate(lines) if line.startswith("fits: ")]
+    return [line for line in lines[start : start + 2] if line]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "available", "verdict"),
+    [
+        ((), 0, "unknown, because this machine has no GPUs and the run uses 2"),
+        (("policy.data_parallel=12",), 0, "unknown, because this machine has no GPUs and the run uses 12"),
+        ((), 4, "GPUs yes (2 of 4), memory not measured"),
+        ((), 1, "no (GPUs: 2 of 1)"),
+        (("resources.ray_address=auto",), 0, "unknown until the run asks Ray's cluster for 2 GPUs"),
+    ],
+)
+def test_a_dry_run_for_gpus_gives_a_verdict_or_the_way_to_one(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], available: int, verdict: str
+) -> None:
+    monkeypatch.setattr(training, "visible_gpus", lambda: available)
+    settings_of_gpus = ("resources.device=cuda", "rollout.replicas=1", *overrides)
+    fits, *memory = lines_after_fits(page_of(*settings_of_gpus))
+    assert fits.startswith(f"fits: {verdict}")
+    if "fits: no" in fits:
+        return
+    assert memory[0].startswith(FORMULA)
+    (described,) = re.findall(r"--cluster (\S+),gpu=H100", fits)
+    cluster, config = parse_cluster(f"{described},gpu=H100"), load("config.yaml", settings_of_gpus)
+    run_on(config, cluster)
+    assert place(config, cluster)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "overrides", "verdict"),
+    [
+        ({}, (), "takes 0.2 GiB, 0.0 of them between passes. It fits H100, H200, B200, A100, L40S, MI300X"),
+        (SIZES_OF_32B, ("policy.data_parallel=8",), "It fits B200, MI300X, not H100, H200, A100, L40S"),
+        (
+            SIZES_OF_32B,
+            ("policy.data_parallel=8", "model.gradient_checkpointing=auto"),
+            "It fits H200, B200, MI300X, not H100, A100, L40S",
+        ),
+        (SIZES_OF_32B, (), "It fits no GPU that Ballast knows"),
+        (SIZES_OF_32B, ("policy.cpu_offload=optimizer",), ""),
+        ({"model_type": "unheard_of", "hidden_size": None}, (), ""),
+    ],
+)
+def test_the_memory_of_a_gpu_is_estimated_where_the_formula_has_all_parts(
+    workspace: Path, sizes: dict[str, object], overrides: tuple[str, ...], verdict: str
+) -> None:
+    description = workspace / "model" / "config.json"
+    description.write_text(json.dumps(json.loads(description.read_text()) | sizes))
+    lines = lines_after_fits(page_of("resources.device=cuda", "rollout.replicas=1", *overrides))
+    estimate = [line for line in lines if line.startswith(FORMULA)]
+    assert estimate[0].endswith(verdict) if verdict else not estimate
+    assert not estimate or ("takes at least" in estimate[0]) is ("model.gradient_checkpointing=auto" in overrides)
+
+
+def test_training_without_engines_has_no_cluster_to_describe_and_an_estimate(workspace: Path) -> None:
+    overrides = ["run.name=a", "model.path=model", "data.train=train.jsonl", "resources.device=cuda"]
+    fits, memory = lines_after_fits(describe(load_as(SftConfig, None, overrides)))
+    assert fits.endswith("the run uses 1") and memory.startswith(FORMULA)
 
 
 def test_the_dry_run_prints_what_differs_from_the_defaults_and_on_demand_everything(

@@ -1,0 +1,87 @@
+"""Say whether a run fits this machine: by count, and the memory of GPUs by a formula. `describe_cluster` measures it.
+
+Config --> GPUs or CPU cores asked, there | GiB of a GPU --training_gib--> GPUs of balancing/time_model/machines.json
+"""
+
+import os
+from dataclasses import replace
+from math import ceil
+
+from balancing.errors import BalancingError
+from balancing.time_model import Layout, ModelShape
+from balancing.time_model.machine import MACHINES
+from balancing.time_model.memory import Needs, engine_holds, fullest_gib, training_gib
+from controller.actors.layout import reserved
+from controller.config import Config, TrainingConfig
+from controller.config.file import settings, value_of
+from controller.config.training import counted
+from controller.preflight.memory import USABLE_SHARE
+from controller.preflight.time_inputs import needs_of, shape_of, training_layout
+
+NODE = 8
+"""GPUs of a node in the cluster that a page suggests."""
+
+
+def fits_lines(config: TrainingConfig) -> list[str]:
+    """Write a verdict, or what is known and how to get one. Nothing for a described cluster, which has its own page."""
+    if config.is_described:
+        return []
+    if config.uses_gpus:
+        return _lines_of_gpus(config)
+    if config.joins_cluster:
+        return ["fits: unknown until the run asks Ray's cluster. --cluster describes one"]
+    engines = config.engines if isinstance(config, Config) else 0
+    cores = len(os.sched_getaffinity(0))
+    return [f"fits: {'yes' if engines <= cores else 'no'} (engines: {engines} on {counted(cores, 'CPU core')})"]
+
+
+def _lines_of_gpus(config: TrainingConfig) -> list[str]:
+    requested, available = int(reserved(config, "GPU")), config.gpus
+    nodes = max(1, ceil(requested / NODE))
+    if config.joins_cluster:
+        verdict = f"unknown until the run asks Ray's cluster for {counted(requested, 'GPU')}"
+    elif not available:
+        verdict = f"unknown, because this machine has no GPUs and the run uses {requested}"
+    elif requested > available:
+        return [f"fits: no (GPUs: {requested} of {available})"]
+    else:
+        verdict = f"GPUs yes ({requested} of {available}), memory not measured"
+    if isinstance(config, Config):
+        verdict += f". To measure: --cluster nodes={nodes},gpus={ceil(requested / nodes)},gpu=H100, or your GPU's name"
+    return [f"fits: {verdict}", *_memory_lines(config)]
+
+
+def _memory_lines(config: TrainingConfig) -> list[str]:
+    """Write the memory of a GPU by the formula, if it has all parts: neither images nor states in host memory."""
+    offloads = [setting.key for setting in settings(config) if setting.key.endswith("cpu_offload")]
+    if any(value_of(config, key) not in (False, "none") for key in offloads):
+        return []
+    try:
+        description, shape = config.model_description(), shape_of(config)
+    except BalancingError:  # a model that the formula does not know
+        return []
+    if "vision_config" in description:
+        return []
+    layout, needs = training_layout(config), needs_of(config)
+    kept, passing = training_gib(shape, layout, needs)
+    least = " at least" if config.model.gradient_checkpointing == "auto" else ""
+    gpus = [name for name in MACHINES if name != "cpu"]
+    fitting = [name for name in gpus if _fits_gpu(config, shape, layout, needs, MACHINES[name].gib)]
+    others = [name for name in gpus if name not in fitting]
+    verdict = f"It fits {', '.join(fitting) or 'no GPU that Ballast knows'}"
+    if fitting and others:
+        verdict += f", not {', '.join(others)}"
+    return [
+        f"memory of a GPU by a formula, not measured: training takes{least} {passing:.1f} GiB, {kept:.1f} of them "
+        f"between passes. {verdict}"
+    ]
+
+
+def _fits_gpu(config: TrainingConfig, shape: ModelShape, layout: Layout, needs: Needs, gib: float) -> bool:
+    if isinstance(config, Config) and config.engines:
+        rollout, placement = config.rollout, config.rollout_placement
+        share = rollout.gpu_share(placement) * gib
+        layout = replace(layout, engine_gib=share, engine_tp=rollout.tensor_parallel, placement=placement)
+        if not engine_holds(shape, layout, needs):
+            return False
+    return fullest_gib(shape, layout, needs) <= USABLE_SHARE * gib
