@@ -368,6 +368,20 @@ class Renderer:
                 f"{where} is not rendered by the chat template of {self.source}: {named(error)}."
             ) from error
 
+    def as_read(self, messages: Messages, where: str, options: Options) -> Messages:
+        """Return cleaned messages in the template's forms, without keys that it never reads.
+
+        Raises DataError, naming `where`, for what it cannot take.
+        """
+        self._check_template(where)
+        words = variables_of(self.tokenizer.get_chat_template(tools=options.get("tools"))).words
+        kept = {"role", "content", "tool_calls", *words}
+        try:
+            formed = self._forms_for(options).apply(messages)
+        except DataError as error:
+            raise DataError(f"{where} is not rendered by the chat template of {self.source}: {error}.") from None
+        return [{name: value for name, value in m.items() if name in kept} for m in formed]
+
     def ids(self, text: str, where: str) -> list[int]:
         return self._encoded(text, where, add_special_tokens=False)
 

@@ -42,6 +42,7 @@ from workers.rendering import (
 from workers.rollout.conversation import Conversation
 from workers.rollout.image_inputs import ImageInputs
 from workers.rollout.kept_caches import KeptCaches
+from workers.rollout.message_forms import MessageForms
 from workers.rollout.parsing import TurnParser
 from workers.rollout.requests import STOP, Response, joined, not_sampled, turn_seed
 from workers.rollout.session import Asked, Node, Session
@@ -147,7 +148,7 @@ class PromptRenderer:
     """Make the ids of requests."""
 
     def __init__(self, renderer: Renderer) -> None:
-        self._renderer = renderer
+        self._renderer, self._forms = renderer, MessageForms(renderer)
 
     def messages(self, given: Sequence[Any]) -> Messages:
         """Return a chat's messages, cleaned, with data: URLs in their images' parts. Raises DataError."""
@@ -169,7 +170,9 @@ class PromptRenderer:
         images = [opened.image(part["image"]) for part in image_parts(messages)]
         messages = with_image_parts(messages, [IMAGE_PART | {"image": image} for image in images])
         digests = [IMAGE_PART | {"digest": f"{image.digest:016x}"} for image in images]
-        asked = opened.session.find(with_image_parts(messages, digests), options)
+        bare = with_image_parts(messages, [IMAGE_PART] * len(images))
+        forms = with_image_parts(self._forms.of(bare, WHERE, options), digests)
+        asked = replace(opened.session.find(forms, options), messages=with_image_parts(messages, digests))
         if asked.parent is not None:
             try:
                 following = self._following(asked, asked.parent, messages, options)

@@ -152,8 +152,8 @@ class Session(SampledTurns):
                 before, answers = state, [message]
             else:  # some clients cut an answer into several messages
                 answers.append(message)
-            # Clients change the blanks of the policy's answers only. Those of other messages are what a prompt says.
-            state = _digest(before, canonical(*(answers or [message]), blanks=True))
+            # Clients change the form of the policy's answers only. All of other messages is what a prompt says.
+            state = _digest(state, _exact(message))
             answer_key = _digest(before, canonical(*answers)) if answers else ""
             if answers and place < len(messages) and answer_key in self._paths:
                 found, covered = self._paths[answer_key], place
@@ -396,24 +396,29 @@ def _told(node: Node, reward: float | None, turn: int | None) -> dict[str, Any]:
     }
 
 
-def canonical(*messages: Mapping[str, Any], blanks: bool = False) -> str:
-    """Return what clients keep of messages: role, text (with its blanks if so), and calls with sorted arguments.
+def canonical(*messages: Mapping[str, Any]) -> str:
+    """Return what clients keep of the policy's messages: role, text without blanks, and calls with sorted arguments.
 
     Of several, such as an answer in pieces, as of one message. Reasoning is left out: clients may drop it.
     """
-    texts = "".join(_text(message.get("content"), blanks) for message in messages)
+    texts = "".join(_text(message.get("content")) for message in messages)
     calls = [_call(call) for message in messages for call in message.get("tool_calls") or ()]
     return json.dumps([messages[0].get("role"), texts, calls])
 
 
-def _text(content: Any, blanks: bool) -> str:
+def _exact(message: Mapping[str, Any]) -> str:
+    """Return all of a message. The order of keys counts in arguments of calls alone, which templates write as it is."""
+    calls = [(call.get("id"), call.get("function", call)) for call in message.get("tool_calls") or ()]
+    texts = [[name, function.get("name"), function.get("arguments")] for name, function in calls]
+    others = {name: value for name, value in message.items() if name != "tool_calls"}
+    return _sorted(others) + json.dumps(texts, default=str)
+
+
+def _text(content: Any) -> str:
     if isinstance(content, str):
-        return content if blanks else "".join(content.split())
+        return "".join(content.split())
     parts = content or () if not isinstance(content, Mapping) else (content,)
-    return "".join(
-        _text(part, blanks) if isinstance(part, str) else _text(part.get("text"), blanks) or _sorted(part)
-        for part in parts
-    )
+    return "".join(_text(part) if isinstance(part, str) else _text(part.get("text")) or _sorted(part) for part in parts)
 
 
 def _call(call: Mapping[str, Any]) -> list[str]:

@@ -1,0 +1,92 @@
+"""Histories whose messages come in other forms than before: they extend a turn only if the prompt says the same."""
+
+from itertools import product
+from typing import Any
+
+import pytest
+
+from tests.workers.rollout import stock_templates
+from tests.workers.rollout.sessions import response
+from workers.errors import DataError
+from workers.rendering import Renderer
+from workers.rollout.serving import Opened, PromptRenderer
+from workers.rollout.session import Session
+
+WRITTEN = "{% for m in messages %}[{{ m.role }}]{% for c in m.tool_calls or [] %}{{ c.function }}{% endfor %}"
+PARTS = "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+END = "{% endfor %}{% endif %}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+TEMPLATES = {
+    "parts one behind the other": f"{WRITTEN}{PARTS}{{{{ p.text }}}}{END}",
+    "a line for each part": f"{WRITTEN}{PARTS}{{{{ p.text }}}}\n{END}",
+    "trimmed parts": f"{WRITTEN}{PARTS}{{{{ p.text | trim }}}}{END}",
+    "the first part": f"{WRITTEN}{PARTS}{{% if loop.first %}}{{{{ p.text }}}}{{% endif %}}{END}",
+    "users' parts joined, others numbered": (
+        f"{WRITTEN}{PARTS}{{% if m.role != 'user' %}}{{{{ loop.index }}}}.{{% endif %}}{{{{ p.text }}}}{END}"
+    ),
+    "the name of a tool": f"{WRITTEN}{{{{ m.name }}}}{PARTS}{{{{ p.text }}}}{END}",
+    "texts alone": f"{WRITTEN}{{{{ m.content + eos_token }}}}{{% endfor %}}",
+}
+
+
+def parts(*texts: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+CONTENTS = ("1 1", "1  1", parts("1 1"), parts("1 1", ""), parts("", "1 1"), parts("1", " 1"), parts("1 ", "1"))
+CALL = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+USER, SAID = {"role": "user", "content": "5"}, {"role": "assistant", "content": "7"}
+BEFORE = {
+    "system": [{"role": "system"}, USER],
+    "user": [{"role": "user"}],
+    "tool": [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "name": "add"}],
+    "assistant": [USER, {"role": "assistant"}, USER],
+}
+
+
+def history(role: str, content: Any, **keys: Any) -> list[dict[str, Any]]:
+    return [m | keys | {"content": content} if m["role"] == role and "content" not in m else m for m in BEFORE[role]]
+
+
+def renderer_of(template: str) -> Renderer:
+    if template not in TEMPLATES:
+        return Renderer(stock_templates.tokenizer(template))
+    tokenizer = stock_templates.tokenizer(stock_templates.NAMES[0])
+    renderer = Renderer(type(tokenizer)(tokenizer_object=tokenizer.backend_tokenizer, **stock_templates.SPECIAL))
+    renderer.tokenizer.chat_template = TEMPLATES[template]
+    return renderer
+
+
+def extends(renderer: Renderer, first: list[dict[str, Any]], second: list[dict[str, Any]]) -> bool:
+    """Whether a request whose history begins with `second` continues a turn that answered `first`."""
+    prompts, session = PromptRenderer(renderer), Session("s", max_turns=9)
+    opened = Opened(session, None, 0, {}, 0)  # type: ignore[arg-type]
+    asked, prompt = prompts.read(opened, prompts.messages(first), {})
+    node = session.add(asked, prompt.ids, response([5, 6]), number=0, said=SAID)
+    return prompts.read(opened, prompts.messages([*second, SAID, USER]), {})[0].parent is node
+
+
+@pytest.mark.drawn(8, always=[*TEMPLATES, "gemma3"])
+@pytest.mark.parametrize("template", [*TEMPLATES, *stock_templates.NAMES])
+def test_a_history_extends_a_turn_only_if_its_messages_are_rendered_alike(template: str) -> None:
+    renderer, tried, matched = renderer_of(template), 0, dict[str, int]()
+    for role, first, second in product(BEFORE, (CONTENTS[0], CONTENTS[5]), CONTENTS):
+        try:
+            before, after = history(role, first), history(role, second)
+            rendered = [renderer.text(messages, "", add_generation_prompt=True) for messages in (before, after)]
+            found = extends(renderer, before, after)
+        except DataError:  # a role that the template does not know
+            continue
+        tried += 1
+        matched[role] = matched.get(role, 0) + found
+        assert not found or rendered[0] == rendered[1], (role, first, second)
+        assert found or first != second, (role, first)
+    assert tried
+    joined = template in ("parts one behind the other", "texts alone", "the name of a tool")
+    assert not joined or set(matched.values()) == {2 * 6}  # all but "1  1"
+
+
+@pytest.mark.parametrize(("template", "matches"), [("the name of a tool", False), ("a line for each part", True)])
+def test_keys_of_a_message_count_if_the_template_reads_them(template: str, matches: bool) -> None:
+    renderer = renderer_of(template)
+    others = history("tool", "3", name="max", tool_call_id="another")
+    assert extends(renderer, history("tool", "3"), others) is matches
