@@ -149,6 +149,7 @@ class PromptRenderer:
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer, self._forms = renderer, MessageForms(renderer)
+        self._named = set[str]()
 
     def messages(self, given: Sequence[Any]) -> Messages:
         """Return a chat's messages, cleaned, with data: URLs in their images' parts. Raises DataError."""
@@ -179,7 +180,14 @@ class PromptRenderer:
                 return asked, joined([opened.session.whole(asked.parent), following])
             except EpisodeError:  # such as two turns of the assistant in sequence
                 asked = replace(asked, parent=None, covered=0)
-        return asked, Conversation(self._renderer, [], options).opened(opened.session.whole(None), messages)
+        prompt = Conversation(self._renderer, [], options).opened(opened.session.whole(None), messages)
+        self._name_unread()
+        return asked, prompt
+
+    def _name_unread(self) -> None:
+        for key in self._renderer.unread.keys() - self._named:
+            self._named.add(key)
+            logging.getLogger(__name__).warning("Agents' requests: %s", self._renderer.unread[key])
 
     def _following(self, asked: Asked, parent: Node, messages: Messages, options: Options) -> Response:
         """Return the new messages, rendered behind stand-ins for turns."""

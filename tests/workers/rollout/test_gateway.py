@@ -16,7 +16,7 @@ import openai
 import pytest
 import ray
 import torch
-from transformers import Qwen2ForCausalLM
+from transformers import AutoTokenizer, Qwen2ForCausalLM
 
 from tests.workers.rollout import agent_model
 from tests.workers.rollout.gateway_actor import GatewayActor
@@ -47,6 +47,7 @@ class Served:
             ray.remote(GatewayActor).options(**options).remote(ModelConfig(path=str(model)), rollout, **settings)
         )
         self.model = Qwen2ForCausalLM.from_pretrained(model).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(model)
         self.call("start")
         self.url = self.call("serve")
 
@@ -103,6 +104,43 @@ async def chat(client: openai.AsyncOpenAI, turns: int, *, stream: bool) -> None:
     for _ in range(turns):
         message = await ask(client, messages, stream=stream, tools=TOOLS, temperature=0.3)
         messages += [message.model_dump(exclude_none=True), *answers(message)]
+
+
+THOUGHT = "I add 3 and 5."
+ANSWER_OF_ANTHROPIC = [
+    {"type": "thinking", "thinking": THOUGHT, "signature": ""},
+    {"type": "text", "text": "It is 8."},
+]
+REASONING_OF_RESPONSES = {
+    "type": "reasoning",
+    "id": "r",
+    "summary": [],
+    "content": [{"type": "reasoning_text", "text": THOUGHT}],
+}
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        *(
+            ("chat/completions", {"messages": [*QUESTION, {"role": "assistant", "content": "It is 8.", name: THOUGHT}]})
+            for name in ("reasoning", "reasoning_content", "thinking")
+        ),
+        ("messages", {"messages": [*QUESTION, {"role": "assistant", "content": ANSWER_OF_ANTHROPIC}]}),
+        ("responses", {"input": [*QUESTION, REASONING_OF_RESPONSES, {"role": "assistant", "content": "It is 8."}]}),
+    ],
+    ids=["reasoning", "reasoning_content", "thinking", "Anthropic", "Responses"],
+)
+def test_thoughts_of_a_request_reach_the_field_that_the_template_reads(
+    served: Served, route: str, body: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    access: Access = served.call("open", name := f"thoughts {request.node.callspec.id}")
+    sent = {"model": "any", "max_tokens": 4, "max_output_tokens": 4} | body
+    headers = {"authorization": f"Bearer {access.key}"}
+    answer = httpx.post(f"{access.base_url}/{route}", json=sent, headers=headers, timeout=60)
+    assert answer.status_code == 200, answer.text
+    ((_, prompt),) = served.nodes(name)
+    assert f"<think>\n{THOUGHT}\n</think>\n\nIt is 8." in served.tokenizer.decode(prompt.tolist())
 
 
 @pytest.mark.parametrize("stream", [False, True])

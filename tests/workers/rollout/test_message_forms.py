@@ -1,5 +1,6 @@
 """Histories whose messages come in other forms than before: they extend a turn only if the prompt says the same."""
 
+from contextlib import suppress
 from itertools import product
 from typing import Any
 
@@ -90,3 +91,26 @@ def test_keys_of_a_message_count_if_the_template_reads_them(template: str, match
     renderer = renderer_of(template)
     others = history("tool", "3", name="max", tool_call_id="another")
     assert extends(renderer, history("tool", "3"), others) is matches
+
+
+@pytest.mark.drawn(12, always=["qwen2_5", "qwen3", "gptoss", "glm4moe"])
+@pytest.mark.parametrize("template", stock_templates.NAMES)
+def test_thoughts_of_a_client_reach_the_prompt_under_each_name_or_are_named(
+    template: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Some templates show them beside calls alone, which names nothing: they read the key."""
+    rendered = dict[str, list[str]]()
+    for key in ("reasoning_content", "reasoning", "thinking"):
+        prompts, caplog.records[:] = PromptRenderer(renderer_of(template)), []
+        rendered[key] = []
+        for said in ({"content": "four"}, {"content": "", "tool_calls": [CALL]}):
+            opened = Opened(Session("s", max_turns=9), None, 0, {}, 0)  # type: ignore[arg-type]
+            answer = [{"role": "tool", "tool_call_id": CALL["id"], "content": "3"}] if "tool_calls" in said else []
+            messages = [USER, {"role": "assistant", key: "I add."} | said, *answer]
+            with suppress(DataError):  # a template without calls
+                ids = prompts.read(opened, prompts.messages(messages), {})[1].ids
+                rendered[key].append(stock_templates.tokenizer(template).decode(ids.tolist()))
+        named = [record.getMessage() for record in caplog.records]
+        is_named = any("never reads the key" in words for words in named)
+        assert any("I add." in text for text in rendered[key]) is not is_named
+    assert rendered["reasoning"] == rendered["reasoning_content"] == rendered["thinking"]
