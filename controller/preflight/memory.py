@@ -40,7 +40,7 @@ LAYERS = (3, 4)
 """Layers of the measured model. With two, none is gathered ahead. From three on, each adds the same."""
 TIMEOUT_S = 600
 ASLEEP_GIB, ASLEEP_EAGER_GIB = 1.0, 0.25
-"""Of a sleeping engine on each GPU, with CUDA graphs and without: estimates, not measured."""
+"""Of a sleeping engine on each GPU, with CUDA graphs and without: estimates, see docs/placement.md."""
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 WORKERS = Path(__file__).parents[2] / "workers"
 
@@ -283,7 +283,7 @@ def host_memory(config: Config, memory: Memory, ranks: int) -> Parts:
         parts["checkpoint"] = 12 * sum(size["trained"] for size in sizes.values()) * share / GIB + ranks
     if config.rollout.weight_sync == "delta":  # rank 0's copy, whole weights and deltas in the object store
         parts["weights for engines"] = 6 * sizes["policy"]["parameters"] / GIB
-    if config.rollout_placement == "colocated":  # vLLM pins it anew at every sleep, also at level 2
+    if config.rollout_placement == "colocated":  # in pinned memory, also at level 2
         parts["sleeping engines"] = ranks * (ASLEEP_EAGER_GIB if config.rollout.enforce_eager else ASLEEP_GIB)
     if config.model.activation_offload:
         policy = sizes["policy"]
