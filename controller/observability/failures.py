@@ -5,13 +5,13 @@ add(kind, ["prompt 3, sample 1: ...", ...]) --once a step--> take() --> "KIND: C
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from workers.rollout.requests import SampleResult
 
-MOST_CAUSES = 5  # of a kind that have a line each. Further ones share a line
+MOST_CAUSES = 8  # of a kind that have a line each. Further ones share a line
 FURTHER = "further causes"
 DIFFERENT = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
 
@@ -38,11 +38,11 @@ class FailureCounts:
         """Count failures, each a text of its place and cause."""
         by_cause = self._by_kind.setdefault(kind, {})
         for text in failures:
-            cause = cause_of(text)
+            cause, of_kind = cause_of(text), kind
             if cause not in by_cause and len(by_cause) >= MOST_CAUSES:
-                cause = FURTHER
-            before = by_cause.get(cause, Failures(kind, 0, text))
-            by_cause[cause] = Failures(kind, before.count + 1, before.first)
+                cause, of_kind = FURTHER, f"{kind}, {FURTHER}"
+            before = by_cause.get(cause, Failures(of_kind, 0, text.rstrip(".")))
+            by_cause[cause] = replace(before, count=before.count + 1)
 
     def take(self) -> list[Failures]:
         by_kind, self._by_kind = self._by_kind, {}

@@ -37,6 +37,7 @@ from controller.preflight.arguments import Command, parse_arguments
 from controller.preflight.cluster import check_machine
 from controller.preflight.describe import describe
 from controller.preflight.offline_checks import check_offline
+from workers.errors import check_together
 
 if TYPE_CHECKING:
     from controller.observability.console import Console
@@ -67,8 +68,7 @@ def prepare_command(command: Command, arguments: Sequence[str] | None) -> Callab
     if not request.dry_run:
         return prepare(config)
     check_offline(config)
-    check_machine(config, dry_run=True)
-    check_models(config)
+    check_together(lambda: check_machine(config, dry_run=True), lambda: check_models(config))
     dry_run(config, everything=request.everything)
     return None
 

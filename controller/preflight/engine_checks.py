@@ -1,6 +1,8 @@
 """Check turns and lengths of samples, for training and sampling."""
 
 import os
+from collections.abc import Mapping
+from functools import partial
 
 from controller.config import Config
 from controller.config.functions import check_command, check_function, check_source
@@ -120,17 +122,13 @@ def samplings(config: Config) -> dict[str, SamplingConfig]:
 def check_turns(config: Config) -> None:
     """Raise ConfigError for a missing environment, tools or agent, unknown parsers, or turns longer than an episode."""
     rollout = config.rollout
-    given = {f"rollout.{name}": getattr(rollout, name) for name in PLAYERS if getattr(rollout, name)}
-    if not given:
+    players = {f"rollout.{name}": getattr(rollout, name) for name in PLAYERS if getattr(rollout, name)}
+    if not players:
         return
-    key, name = next(iter(given.items()))
-    for other in list(given)[1:]:
-        raise ConfigError(
-            f"{key}={name}: {other}={given[other]} plays the same episodes. Remove one of the two. Tools can be called "
-            "in the environment or the agent."
-        )
+    key = next(iter(players))
     check_together(
-        lambda: _check_player(key, name),
+        lambda: _check_one_player(players),
+        lambda: check_together(*(partial(_check_player, *player) for player in players.items())),
         lambda: _check_whole_turns(config, key),
         lambda: _check_agent(config, key) if rollout.runs_agent else None,
         lambda: _check_parser("tool_parser", rollout.tool_parser),
@@ -138,6 +136,15 @@ def check_turns(config: Config) -> None:
         lambda: _check_history(config),
         lambda: _check_longest_turn(config),
     )
+
+
+def _check_one_player(players: Mapping[str, str]) -> None:
+    (key, name), *others = players.items()
+    for other, value in others:
+        raise ConfigError(
+            f"{key}={name}: {other}={value} plays the same episodes. Remove one of the two. Tools can be called in the "
+            "environment or the agent."
+        )
 
 
 def _check_player(key: str, name: str) -> None:

@@ -8,6 +8,7 @@ AgentPool.run --fork--> Runner: run(record, base_url, api_key), or a command lin
 import asyncio
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -15,6 +16,8 @@ import tempfile
 from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import dropwhile
+from pathlib import Path
 from threading import Thread
 from typing import IO, Any
 from urllib.parse import urlsplit
@@ -159,8 +162,8 @@ def command(line: str) -> Callable[..., Any]:
             reader.join(EXIT_SECONDS)  # longer only if a process that it left behind holds the stream
         if code:
             end = str(subprocess.CalledProcessError(code, line)).rstrip(".")
-            reason = hide_session_keys(_error_in(list(last_errors)))
-            raise EpisodeError(f"{end}: {reason[:LONGEST_QUOTE]}" if reason else f"{end}.")
+            error = hide_session_keys(_error_in(list(last_errors)))[:LONGEST_QUOTE]
+            raise EpisodeError((f"{end}: {error}" if error else end) + _shadowing_file(line, error))
         reward = b"".join(last_line)
         if len(reward) > LONGEST_ANSWER:
             raise EpisodeError(f"the last line of its output, its reward, has more than {LONGEST_ANSWER:,} bytes")
@@ -198,10 +201,21 @@ def _error_in(lines: list[str]) -> str:
     """Return the error of the last traceback, whose text may have further lines, or else the last line."""
     lines = [line for line in lines if line.strip()]
     starts = [number for number, line in enumerate(lines) if line.startswith("Traceback (")]
-    if starts:
-        raised = [line for line in lines[starts[-1] + 1 :] if not line[0].isspace()]
-        return raised[0].strip() if raised else ""
-    return lines[-1].strip() if lines else ""
+    if not starts:
+        return lines[-1].strip() if lines else ""
+    error = dropwhile(lambda line: line[0].isspace(), lines[starts[-1] + 1 :])  # behind the lines of code
+    return " ".join(" ".join(error).split())
+
+
+def _shadowing_file(line: str, error: str) -> str:
+    """Name a file beside the command's script that stands in the place of the module of an import error."""
+    match = re.search(r"(?:module|from) '(\w+)[.\w]*'", error)
+    module = match[1] if match else ""
+    for script in [Path(word) for word in shlex.split(line) if word.endswith(".py")]:
+        file = script.with_name(f"{module}.py")
+        if module and file.is_file() and file != script:
+            return f" ({file} shadows the package {module}. Rename it)"
+    return ""
 
 
 def as_json(record: dict[str, Any]) -> str:

@@ -24,4 +24,4 @@ def test_many_causes_share_a_line_and_all_are_counted() -> None:
     lines = counts.take()
     assert len(lines) == MOST_CAUSES + 1
     assert sum(failures.count for failures in lines) == 20
-    assert lines[-1].count == 20 - MOST_CAUSES
+    assert (lines[-1].kind, lines[-1].count) == (f"{KIND}, further causes", 20 - MOST_CAUSES)

@@ -56,6 +56,11 @@ FAULTS = {
         "data.continue_last_message=true",
         "rollout.max_episode_tokens=8",
     ),
+    "players": (
+        "rollout.environment=none.py:Game rollout.max_turns=2 rollout.max_episode_tokens=96",  # and tools play it too
+        "rollout.tools=gone.py",
+        "reward.function=lost.py:reward",
+    ),
     "agent": (
         "rollout.agent_command=nowhere",
         "rollout.history=template rollout.max_turns=2",

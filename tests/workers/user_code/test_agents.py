@@ -140,17 +140,18 @@ def test_a_command_reads_the_record_and_prints_the_reward_last(
 
 
 ENDS = {
-    "sys.exit(3)": "exit status 3.",
+    "sys.exit(3)": "exit status 3",
     "sys.exit('no such price')": "exit status 1: no such price",
-    "raise ValueError('no answer\\nin two lines')": "exit status 1: ValueError: no answer",
-    "import openai": "exit status 1: ModuleNotFoundError: No module named 'openai.gone'",
-    "os.kill(os.getpid(), 9)": "SIGKILL: 9>.",
+    "raise ValueError('no answer\\nin two lines')": "exit status 1: ValueError: no answer in two lines",
+    "import openai": "openai.py shadows the package openai. Rename it)",
+    "import openai.gone": "openai.py shadows the package openai. Rename it)",
+    "os.kill(os.getpid(), 9)": "SIGKILL: 9>",
     "sys.exit(os.environ['OPENAI_API_KEY'])": "exit status 1: session-key-...",
 }
 
 
 def test_a_command_that_fails_says_why(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "openai.py").write_text("import openai.gone")  # a file of the user in the place of a package
+    (tmp_path / "openai.py").write_text("from openai import OpenAI")  # a file of the user in the place of a package
     (tmp_path / "agent.py").write_text("import json, os, sys\nexec(json.load(sys.stdin)['do'])")
     variables = session_variables("http://127.0.0.1:1/s/a/v1", "http://127.0.0.1:1/s/a", new_session_key())
     found = played(f"{sys.executable} '{tmp_path}/agent.py'", *({"do": do} for do in ENDS), variables=variables)
