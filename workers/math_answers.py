@@ -12,6 +12,7 @@ from numbers import Number
 from typing import Any
 
 from workers.errors import DataError, clause, quoted
+from workers.math_texts import choice_in, plain_text, squeezed
 
 THOUGHT = r"(?:think|thinking|thought|seed:think)"
 END_OF_THOUGHT = re.compile(rf"</{THOUGHT}>|\[/THINK\]|◁/think▷")
@@ -27,16 +28,21 @@ FACTORS = r"percent|pct|dozen|hundred|thousand|million|billion|trillion"
 COUNTED_THINGS = re.compile(rf"(-?[\d.,]*\d)\s+(?!{FACTORS})[A-Za-z]{{3,}}(?:\s+[A-Za-z]+)*\.?")
 WORDS = re.compile(r"(?:\\text\s*\{)?\s*([A-Za-z]{4,}|[A-Za-z]+(?: [A-Za-z]+)+)\s*\}?")
 WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
+ONLY_WORDS = re.compile(r"[A-Za-z]+(?: [A-Za-z]+)*")
+TAGGED = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>\s*$", re.DOTALL)
+SAYS = re.compile(r"(?:answer\s*(?:is|:)|答案\s*(?:是|：|:))[\s:*]*([^\n:：]+)$", re.IGNORECASE)
+"""A last sentence that names the answer. What stands there is read as an answer if it is a choice or one word."""
 FINAL = "####"  # of GSM8K
 FINAL_SENTENCE = "final answer is"  # of Minerva's prompts, which boxes of intermediate results may precede
 
 
 @dataclass(frozen=True)
 class MathAnswer:
-    """An answer. expressions: of math-verify, SymPy's and texts. text: without white space."""
+    """An answer. expressions: of math-verify, SymPy's and texts. text: without blanks. choice: its letter or empty."""
 
     expressions: Sequence[Any]
     text: str
+    choice: str = ""
 
     @property
     def is_mathematics(self) -> bool:
@@ -47,11 +53,16 @@ class MathAnswer:
         """Whether `other`, of a response, is this record's answer."""
         from math_verify import verify
 
+        if self.choice and other.choice:
+            return self.choice == other.choice
         same_text = bool(self.text) and self.text == other.text
-        return same_text or bool(verify(list(self.expressions), list(other.expressions)))
+        if same_text or verify(list(self.expressions), list(other.expressions), allow_set_relation_comp=True):
+            return True
+        # math-verify lets 10% answer 10, and not 12.5% answer 12.5.
+        return other.text.endswith("%") and "%" not in self.text and self.text == other.text.rstrip("\\%")
 
     def __str__(self) -> str:
-        return str(self.expressions[0]) if self.expressions else ""
+        return self.choice or (str(self.expressions[0]) if self.expressions else "")
 
 
 def read_expected(answer: Any) -> MathAnswer:
@@ -77,8 +88,23 @@ def examine_answers(answers: Sequence[Any]) -> dict[str, list[Any]]:
 def read_response(response: str) -> MathAnswer:
     """Read what a response answers outside of its thoughts."""
     text = without_thoughts(response)
+    tagged = TAGGED.search(text)
+    text = tagged[1].strip() if tagged else text
+    if bare := _named_by_words(text):
+        return _read_bare(bare)
     # A sentence is not one expression: math-verify looks for the last one in it.
     return _read_marked(text) or (_read_prose(text) if WORD.search(text) or "\n" in text else _read_bare(text))
+
+
+def _named_by_words(text: str) -> str:
+    """Return a choice or words that are the whole text, or that its last sentence names as the answer, or ""."""
+    if BOX.search(text) or FINAL in text:
+        return ""
+    whole, sentence = plain_text(text), SAYS.search(text)
+    named = plain_text(sentence[1].rstrip("*")) if sentence else ""
+    if choice_in(named)[0] or re.fullmatch(r"[A-Za-z]+|-?[\d.,]+", named):
+        return named
+    return whole if choice_in(whole)[0] or ONLY_WORDS.fullmatch(whole) else ""
 
 
 def without_thoughts(response: str) -> str:
@@ -109,26 +135,30 @@ def _read_marked(text: str) -> MathAnswer | None:
         after = parse(rest) if FINAL_SENTENCE in rest.lower() else []
         return MathAnswer(after, "") if after else _read_bare(contents)
     if MARKED_MATHEMATICS.search(text):
-        return MathAnswer(parse(text), _squeezed(text))
+        return MathAnswer(parse(text), squeezed(text))
     return _read_bare(text.rpartition(FINAL)[2]) if FINAL in text else None
 
 
 def _read_prose(text: str) -> MathAnswer:
     from math_verify import parse
 
-    return MathAnswer(parse(text), _squeezed(text))
+    return MathAnswer(parse(text), squeezed(text))
 
 
 def _read_bare(text: str) -> MathAnswer:
     """Read a text that is all mathematics, as in a box, or words."""
     from math_verify import parse
 
-    text = text.strip()
+    text = plain_text(text)
+    letter, behind = choice_in(text)
+    if letter:
+        rest = _read_bare(behind) if behind else MathAnswer(parse(f"\\boxed{{{letter}}}"), letter)
+        return MathAnswer(rest.expressions, rest.text, letter)
     if words := WORDS.fullmatch(text):  # as mathematics, ABCD is a product and equals ABDC
-        return MathAnswer(parse(f"\\boxed{{\\text{{{words[1]}}}}}"), _squeezed(words[1]).lower())
+        return MathAnswer(parse(f"\\boxed{{\\text{{{words[1]}}}}}"), squeezed(words[1]).lower())
     counted = COUNTED_THINGS.fullmatch(text)
-    expression = counted[1] if counted else text.replace("°", r"^\circ")
-    return MathAnswer(parse(f"\\boxed{{{expression}}}") if expression else [], _squeezed(text))
+    expression = counted[1] if counted else text
+    return MathAnswer(parse(f"\\boxed{{{expression}}}") if expression else [], squeezed(text))
 
 
 def last_boxes(text: str) -> tuple[str, str]:
@@ -167,7 +197,3 @@ def _closing_brace(text: str, start: int) -> int:
         if not depth:
             return start + brace.start()
     return len(text)
-
-
-def _squeezed(text: str) -> str:
-    return "".join(text.split()).strip("$")

@@ -135,11 +135,7 @@ PAIRS = [
 DISAGREE = {
     ("3:2", "The ratio is 3:2."),
     ("n=3k", "so n = 3k"),
-    ("A", "The answer is A"),
-    (r"(3,\infty)", r"\boxed{x>3}"),
     ("2 pi", r"\boxed{2\pi}"),
-    ("1e3", r"\boxed{1000}"),
-    ("1 1/2", r"\boxed{1.5}"),
     ("3 million", r"\boxed{3000000}"),
     (r"0.\overline{3}", r"\boxed{\frac{1}{3}}"),
 }
@@ -155,6 +151,48 @@ def test_the_verdict_is_right_but_for_the_listed_pairs(place: int) -> None:
 def test_no_other_grader_is_right_more_often() -> None:
     rights = [sum(int(verdicts[grader]) == right for _, _, right, verdicts in PAIRS) for grader in range(4)]
     assert len(PAIRS) - len(DISAGREE) > max(rights)
+
+
+KINDS = {
+    "signs": [("-5", "\\boxed{–5}"), ("€45", "\\boxed{45}"), ("½", r"\boxed{\frac12}"), ("x²", r"\boxed{x^2}")],
+    "roots": [("√2", r"\boxed{\sqrt{2}}"), ("3√(10)", r"\boxed{3\sqrt{10}}"), ("60˚", r"\boxed{60}")],
+    "thousands": [("12345", r"\boxed{12\,345}"), ("12345", r"\boxed{12\ 345}"), ("1000000", r"\boxed{1{,}000{,}000}")],
+    "numbers": [("2 1/2", r"\boxed{2\frac{1}{2}}"), ("1.5e-3", r"\boxed{0.0015}"), ("12.5", r"\boxed{12.5\%}")],
+    "ends": [("7", r"\boxed{7.}"), ("**7**", r"\boxed{7}"), ("7.", r"\boxed{7}")],
+    "tags": [("7", "<think>a</think><answer>7</answer>"), ("7", "答案：7")],
+    "texts": [("10 cm^2", r"\boxed{10\text{ cm}^2}"), ("June 5", r"\boxed{\text{June }5}"), ("Yes", "Yes.")],
+    "sets": [
+        (r"(-\infty, 3]", r"\boxed{x \le 3}"),
+        ("(1,3)", r"\boxed{1<x<3}"),
+        (r"\emptyset", r"\boxed{\varnothing}"),
+    ],
+    "choices": [("C", r"\boxed{C. 5}"), ("(C) 5", r"\boxed{C}"), (r"\textbf{(D)}\ 12", r"\boxed{12}")],
+    "choices in sentences": [("D", "The answer is (D)."), ("D", "**D**"), ("D", "D."), ("A", "The answer is A")],
+}
+"""Right answers in notations that math-verify does not read, or takes for something else."""
+WRONG = [
+    ("C", r"\boxed{D. 5}"),
+    ("(C) 5", r"\boxed{(D) 5}"),
+    ("A", "The answer is B. A is wrong."),
+    (r"(A) \cup (B)", r"\boxed{(A) \cup (C)}"),
+    ("½", r"\boxed{2}"),
+    ("√2", r"\boxed{2}"),
+    ("12345", r"\boxed{12,\,345}"),
+    ("1.5e-3", r"\boxed{1.5}"),
+    (r"(-\infty, 3]", r"\boxed{x < 3}"),
+    ("June 5", r"\boxed{\text{July }5}"),
+    ("7", "<answer>8</answer>"),
+]
+
+
+@pytest.mark.parametrize(("answer", "response"), [pair for pairs in KINDS.values() for pair in pairs])
+def test_usual_notations_are_right(answer: str, response: str) -> None:
+    assert math(response, answer)["reward"] == 1
+
+
+@pytest.mark.parametrize(("answer", "response"), WRONG)
+def test_notations_do_not_hide_a_wrong_answer(answer: str, response: str) -> None:
+    assert math(response, answer)["reward"] == 0
 
 
 @pytest.mark.parametrize(
