@@ -48,7 +48,8 @@ def messages_in(value: Any) -> Any:
 
 def _message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise DataError(f"{where} has a malformed chat message. Give it a role and a content.")
+        keys = f" with the keys {', '.join(map(repr, message))!s:.80}" if isinstance(message, dict) else ""
+        raise DataError(f"{where} has a malformed chat message{keys}. Give it a role and a content.")
     found = {name: value for name, value in message.items() if value is not None}
     if "function_call" in found:
         found = _with_calls(found, where)

@@ -17,6 +17,16 @@ from controller.config.model_files import about_copy
 from workers.errors import DataError
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow")
+UNREAD = (".gz", ".zst", ".bz2", ".xz", ".csv", ".tsv", ".ndjson")
+"""Of files that hold records too, and that would be missed beside others."""
+BEGINNINGS = {
+    b"version https://git-lfs": "is a pointer of Git LFS. Fetch the data with `git lfs pull`",
+    b"\x1f\x8b": "is compressed by gzip. Unpack it",
+    b"(\xb5/\xfd": "is compressed by zstd. Unpack it",
+    b"\xff\xfe": "is in UTF-16. Save it in UTF-8",
+    b"\xfe\xff": "is in UTF-16. Save it in UTF-8",
+}
+"""How files begin whose name says another form, and what to say."""
 METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 """Files that `datasets` writes next to the records."""
 SPLIT_WORDS = {
@@ -68,6 +78,8 @@ def _folder_and_split(path: str) -> tuple[Path, str]:
 
 
 def _file(path: Path) -> Path:
+    if re.match(r"[a-z0-9]+:/", str(path)):  # Path makes one stroke of two
+        raise DataError(f"{path} is an address, and files of this machine are read. Download it and give its path.")
     if not path.exists():
         raise DataError(
             f"there is no file {path} (relative paths start at the working directory){about_copy(str(path))}."
@@ -80,7 +92,14 @@ def _file(path: Path) -> Path:
 
 def _below(folder: Path) -> dict[Path, str]:
     """Return the data files below a folder, each with its split."""
-    files = sorted(file for file in folder.rglob("*") if _is_data(file))
+    names = sorted(folder.rglob("*"))
+    files = list(filter(_is_data, names))
+    unread = [name for name in names if name.suffix.lower() in UNREAD or _is_in_capitals(name)]
+    if unread and files:
+        raise DataError(
+            f"{folder} holds {unread[0].name}, which would not be read beside {files[0].name}. Convert it to one of "
+            f"{', '.join(SUFFIXES)}, or give a pattern that leaves it out, such as {folder}/*{files[0].suffix}."
+        )
     if not files:
         raise DataError(f"{folder} holds no data file ({', '.join(SUFFIXES)}).")
     _check_regular(files)
@@ -91,6 +110,10 @@ def _below(folder: Path) -> dict[Path, str]:
         inner = file.relative_to(folder)
         splits[file] = inner.parts[0] if inner.parts[0] in listed else _split_of(inner)
     return splits
+
+
+def _is_in_capitals(file: Path) -> bool:
+    return file.suffix not in SUFFIXES and file.suffix.lower() in SUFFIXES
 
 
 def _matching(pattern: str) -> dict[Path, str]:
@@ -118,6 +141,15 @@ def _check_regular(files: Iterable[Path]) -> None:
             raise DataError(
                 f"{file} is not a regular file, such as a pipe that is read once. Write the records to a file."
             )
+
+
+def check_beginning(file: Path) -> None:
+    """Raise DataError for a file whose first bytes are of another form than its name says."""
+    with file.open("rb") as content:
+        first = content.read(32)
+    for beginning, problem in BEGINNINGS.items():
+        if first.startswith(beginning):
+            raise DataError(f"{file} {problem}.")
 
 
 def _listed_splits(folder: Path) -> list[str]:

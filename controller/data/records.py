@@ -7,6 +7,7 @@ A folder comes from `datasets.save_to_disk` or a hub repository. Its files are r
 nothing.
 """
 
+import codecs
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, cast
 
-from controller.data.data_files import data_files
+from controller.data.data_files import check_beginning, data_files
 from controller.data.hub import hub_dataset, hub_records
 from controller.observability.shown_text import shortened
 from controller.observability.slow_work import Log, count_if_slow
@@ -25,6 +26,7 @@ from workers.template_forms import without_nulls
 from workers.user_code.task_sources import package_of, task_records
 
 Record = dict[str, Any]
+BOM = codecs.BOM_UTF8
 DEEPEST = 100  # levels of lists and objects in a line
 
 
@@ -81,6 +83,7 @@ def iter_records(path: str, prompt_key: str = "", image_key: str = "") -> Iterat
         raise DataError(f"{shortened(path, 80)} cannot be read: {error.strerror or error}.") from None
     for file in files:
         try:
+            check_beginning(file)
             for where, record in READERS[file.suffix](file):
                 yield _checked(record, where, prompt_key, image_key)
         except OSError as error:
@@ -110,7 +113,10 @@ def _json_lines(file: Path) -> Iterator[tuple[str, Any]]:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                yield f"{file}:{number}", _parsed(line, f"{file}:{number}")
+                record = _parsed(line, f"{file}:{number}")
+                if isinstance(record, list):
+                    raise DataError(f"{file}:{number} is a list in place of a record a line. Rename the file to .json.")
+                yield f"{file}:{number}", record
 
 
 def _json(file: Path) -> Iterator[tuple[str, Any]]:
@@ -127,6 +133,7 @@ def _json(file: Path) -> Iterator[tuple[str, Any]]:
 def _holds_a_record_a_line(file: Path) -> bool:
     """Whether the first line is a whole record and another follows. `Dataset.to_json` and pandas write it so."""
     with file.open("rb") as lines:
+        lines.seek(len(BOM) if lines.read(len(BOM)) == BOM else 0)
         texts = filter(None, map(bytes.strip, lines))
         first = next(texts, b"")
         try:

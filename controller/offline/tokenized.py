@@ -110,7 +110,10 @@ def preference_examples(record: Record, keys: tuple[str, str, str], where: str) 
         elif isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
     elif prompt is None:
-        raise DataError(f"{where} has no prompt. Set data.prompt_key to its column.")
+        raise DataError(
+            f"{where} has no prompt in {prompt_key!r}. Set data.prompt_key to its column, or give the chosen and the "
+            "rejected conversation as chat messages, which hold it."
+        )
     return _example(prompt, chosen, where), _example(prompt, rejected, where)
 
 

@@ -1,5 +1,6 @@
 """Each layout of a data set on disk is read one split at a time, whichever program wrote it."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -93,7 +94,53 @@ def test_a_pattern_names_several_files(tmp_path: Path) -> None:
     assert _prompts(f"{tmp_path}/[x].jsonl") == ["its name is no pattern"]
 
 
-@pytest.mark.parametrize("text", ['{"prompt": "a"}\n{"prompt": "b"}', '\n{"prompt": "a"}\r\n\n{"prompt": "b"}\n'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"prompt": "a"}\n{"prompt": "b"}',
+        '\ufeff{"prompt": "a"}\n{"prompt": "b"}',
+        '\n{"prompt": "a"}\r\n\n{"prompt": "b"}\n',
+    ],
+)
 def test_a_json_file_may_hold_one_record_a_line(text: str, tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text(text)
     assert _prompts(str(tmp_path / "x.json")) == ["a", "b"]
+
+
+@pytest.mark.parametrize("name", ["b.jsonl.gz", "b.csv", "b.ndjson", "b.JSONL", "inner/b.jsonl.zst"])
+def test_files_of_a_folder_that_nothing_reads_are_not_missed(name: str, tmp_path: Path) -> None:
+    _write_files(tmp_path, ["a.jsonl"])
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_bytes(b"x")
+    with refused(Path(name).name, DataError):
+        read_records(str(tmp_path), "prompt")
+    assert _prompts(f"{tmp_path}/*.jsonl") == ["a.jsonl"]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", ".arrow"])
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\n", "Git LFS"),
+        (gzip.compress(b"{}"), "gzip"),
+        ('{"prompt": "a"}'.encode("utf-16"), "UTF-16"),
+    ],
+)
+def test_a_file_of_another_form_than_its_name_says_is_named(
+    suffix: str, content: bytes, words: str, tmp_path: Path
+) -> None:
+    (tmp_path / f"x{suffix}").write_bytes(content)
+    with refused(words, DataError):
+        read_records(f"{tmp_path}/x{suffix}", "prompt")
+
+
+@pytest.mark.parametrize("address", ["s3://b/x.parquet", "https://x.y/z.jsonl", "hf://datasets/a/b/x.jsonl"])
+def test_an_address_is_no_missing_file(address: str) -> None:
+    with refused("address", DataError):
+        read_records(address, "prompt")
+
+
+def test_a_list_of_records_with_the_name_of_lines_is_named(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('[{"prompt": "a"}]')
+    with refused("list", DataError):
+        read_records(f"{tmp_path}/x.jsonl", "prompt")
