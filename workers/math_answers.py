@@ -30,7 +30,7 @@ WORDS = re.compile(r"(?:\\text\s*\{)?\s*([A-Za-z]{4,}|[A-Za-z]+(?: [A-Za-z]+)+)\
 WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
 ONLY_WORDS = re.compile(r"[A-Za-z]+(?: [A-Za-z]+)*")
 TAGGED = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>\s*$", re.DOTALL)
-SAYS = re.compile(r"(?:answer\s*(?:is|:)|答案\s*(?:是|：|:))[\s:*]*([^\n:：]+)$", re.IGNORECASE)
+SAYS = re.compile(r"(?:answer\s*(?:is|:)|答案\s*(?:是|：|:))[\s:*]*+([^\n:：]{1,80})$", re.IGNORECASE)
 """A last sentence that names the answer. What stands there is read as an answer if it is a choice or one word."""
 FINAL = "####"  # of GSM8K
 FINAL_SENTENCE = "final answer is"  # of Minerva's prompts, which boxes of intermediate results may precede

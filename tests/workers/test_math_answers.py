@@ -227,7 +227,7 @@ def test_boxes_in_thoughts_do_not_answer(opens: str, closes: str) -> None:
     assert math(rf"{thought} the answer is 5", "5")["reward"] == 1
 
 
-@pytest.mark.parametrize("between", [" ", "$", ", ", ",\\quad ", "{", "a "])
+@pytest.mark.parametrize("between", ["answer is ", "<answer>", " ", "$", ", ", ",\\quad ", "{", "a "])
 def test_long_texts_between_boxes_are_read_in_linear_time(between: str) -> None:
     response = rf"\boxed{{3}},{between * 30_000}. \boxed{{4}}"  # above a minute where it is tried anew at each place
     assert math(response, "4")["reward"] == 1
