@@ -81,7 +81,12 @@ def _fits_gpu(config: TrainingConfig, shape: ModelShape, layout: Layout, needs: 
     if isinstance(config, Config) and config.engines:
         rollout, placement = config.rollout, config.rollout_placement
         share = rollout.gpu_share(placement) * gib
-        layout = replace(layout, engine_gib=share, engine_tp=rollout.tensor_parallel, placement=placement)
+        layout = replace(
+            layout,
+            engine_gib=share,
+            engine_tp=rollout.tensor_parallel,
+            placement=placement,  # type: ignore[arg-type]
+        )
         if not engine_holds(shape, layout, needs):
             return False
     return fullest_gib(shape, layout, needs) <= USABLE_SHARE * gib
