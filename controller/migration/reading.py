@@ -23,6 +23,7 @@ from controller.migration.shell import ShellScript
 from workers.errors import ConfigError, clause
 
 OVERRIDE = re.compile(r"[+~]{0,2}([A-Za-z_]\w*(?:[./@]\w+)+)=(.*)", re.DOTALL)
+UNDOTTED = re.compile(r"[+]{0,2}([a-z]\w*)=(.*)", re.DOTALL)
 FLAG = re.compile(r"--([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
 CALLS = re.compile(r"\w*(Config|Trainer|Arguments)")
 MOST_PARENTS = 8
@@ -229,9 +230,26 @@ def _of_script(text: str) -> Recipe:
         words = list(script.words())
     except ValueError as error:
         raise ConfigError(f"the command cannot be read: {error}.") from None
-    overrides = {match[1]: typed(match[2]) for word in words if (match := OVERRIDE.fullmatch(word))}
+    overrides = dict(_overrides(words))
     names = (word for word in words if word != "\n" and "=" not in word and not FLAG.fullmatch(word))
     return Recipe(overrides or _flags(words), " ".join(names), script.notes)
+
+
+def _overrides(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Yield key.sub=value, and key=value behind the program of a command that has such words."""
+    command: list[tuple[str, Any]] = []
+    is_behind_program = False
+    for word in [*words, "\n"]:
+        match = OVERRIDE.fullmatch(word) or (is_behind_program and UNDOTTED.fullmatch(word))
+        if match:
+            command.append((match[1], typed(match[2])))
+        elif word == "\n":
+            if any("." in key for key, _ in command):
+                yield from command
+            command = []
+            is_behind_program = False
+        elif "=" not in word:
+            is_behind_program = is_behind_program or word in ("-m", "--") or word.endswith(".py")
 
 
 def _flags(words: Sequence[str]) -> dict[str, Any]:
