@@ -6,7 +6,7 @@ A program's name decides, then keys that only one trainer has, then the number o
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -49,32 +49,32 @@ REFUSED = (
     r"|trl kto\b|(?:online_dpo\w*|sdpo|kto|orpo|bco|gkd|cpo)\.py|train_k(?:to|d)\b"
 )
 PROGRAMS = (
-    ("verl", SFT, r"verl\.trainer\.\w*sft_trainer\w*"),
-    ("OpenRLHF", SFT, r"openrlhf\.cli\.train_sft"),
-    ("OpenRLHF", PREFERENCES, r"openrlhf\.cli\.train_dpo"),
-    ("OpenRLHF", REWARD_MODEL, r"openrlhf\.cli\.train_rm"),
-    ("TRL", SFT, r"trl sft\b|\w*SFT(?:Config|Trainer)\b|\bsft(?:_\w+)?\.py"),
-    ("TRL", PREFERENCES, r"trl dpo\b|\w*DPO(?:Config|Trainer)\b|\bdpo(?:_\w+)?\.py"),
-    ("TRL", REWARD_MODEL, r"trl reward\b|\w*(?:Reward|PRM)(?:Config|Trainer)\b|\b(?:reward_modeling|prm)\.py"),
-)
-"""System, command, and the names of programs and classes."""
-
-NOT_TRANSLATED = (
-    ("SkyRL", SFT, r"\S*main_sft\w*", ()),
-    ("NeMo-RL", SFT, r"run_(?:vlm_)?sft\.py", ("sft.",)),
-    ("NeMo-RL", PREFERENCES, r"run_dpo\.py", ("dpo.",)),
-    ("NeMo-RL", REWARD_MODEL, r"run_rm\.py", ("rm.",)),
-    ("NeMo-RL", DISTILLATION, r"run_\w*distillation\.py", ("distillation.",)),
-    ("NeMo-RL", PPO, r"run_ppo\.py", ("ppo.", "policy.model_name")),
-    ("NeMo-RL", EVALUATION, r"run_eval\.py", ("eval.metric",)),
+    ("SkyRL", SFT, r"\S*main_sft\w*", ("train_datasets", "optimizer_config.")),
+    ("NeMo-RL", SFT, r"run_(?:vlm_)?sft\.py", ("sft.", "policy.")),
+    ("NeMo-RL", PREFERENCES, r"run_dpo\.py", ("dpo.", "policy.")),
+    ("NeMo-RL", REWARD_MODEL, r"run_rm\.py", ("rm.", "policy.")),
     ("ROLL", SFT, r"start_sft_pipeline", ("sft_train.",)),
     ("ROLL", PREFERENCES, r"start_dpo_pipeline", ("chosen_key", "actor_train.")),
-    ("ROLL", DISTILLATION, r"start_distill(?:_vl)?_pipeline", ("student_pretrain", "teacher_pretrain")),
     ("AReaL", SFT, r"(?:gsm8k|clevr_count_70k)_sft\.py", ("train_dataset.type=sft",)),
     ("AReaL", PREFERENCES, r"hhrlhf_dpo\.py", ("train_dataset.type=dpo",)),
     ("AReaL", REWARD_MODEL, r"hhrlhf_rw\.py", ("train_dataset.type=rw",)),
     ("slime", SFT, r"slime\.rollout\.sft_rollout\S*|miles\.rollout\.sft_rollout\S*|sft_loss", ()),
     ("prime-rl", SFT, r"\buv run sft\b", ("data.seq_len",)),
+    ("verl", SFT, r"verl\.trainer\.\w*sft_trainer\w*", ()),
+    ("OpenRLHF", SFT, r"openrlhf\.cli\.train_sft", ()),
+    ("OpenRLHF", PREFERENCES, r"openrlhf\.cli\.train_dpo", ()),
+    ("OpenRLHF", REWARD_MODEL, r"openrlhf\.cli\.train_rm", ()),
+    ("TRL", SFT, r"trl sft\b|\w*SFT(?:Config|Trainer)\b|\bsft(?:_\w+)?\.py", ()),
+    ("TRL", PREFERENCES, r"trl dpo\b|\w*DPO(?:Config|Trainer)\b|\bdpo(?:_\w+)?\.py", ()),
+    ("TRL", REWARD_MODEL, r"trl reward\b|\w*(?:Reward|PRM)(?:Config|Trainer)\b|\b(?:reward_modeling|prm)\.py", ()),
+)
+"""System, command, the names of programs and classes, and beginnings of key=value that a recipe of it has all of."""
+
+NOT_TRANSLATED = (
+    ("NeMo-RL", DISTILLATION, r"run_\w*distillation\.py", ("distillation.",)),
+    ("NeMo-RL", PPO, r"run_ppo\.py", ("ppo.", "policy.model_name")),
+    ("NeMo-RL", EVALUATION, r"run_eval\.py", ("eval.metric",)),
+    ("ROLL", DISTILLATION, r"start_distill(?:_vl)?_pipeline", ("student_pretrain", "teacher_pretrain")),
 )
 """System, command, program, and beginnings of key=value: a recipe that has all of them is refused."""
 
@@ -121,23 +121,28 @@ def recognise_offline(recipe: Mapping[str, Any]) -> Recognition | None:
             f"`python -m {FIT.module}`. Start from their --settings."
         )
     _refuse(recipe, program)
-    for system, command, pattern in PROGRAMS:
-        if match := re.search(pattern, program):
-            return Recognition(system, command, match[0])
+    for system, command, pattern, beginnings in PROGRAMS:
+        if telling := _evidence(recipe, program, pattern, beginnings):
+            return Recognition(system, command, telling)
     return _by_keys(recipe)
 
 
 def _refuse(recipe: Mapping[str, Any], program: str) -> None:
-    pairs = [f"{key}={value}" for key, value in recipe.items()]
     for system, command, pattern, beginnings in NOT_TRANSLATED:
-        match = re.search(pattern, program)
-        hits = [next((pair for pair in pairs if pair.startswith(one)), "") for one in beginnings]
-        if match or (hits and all(hits)):
-            telling = match[0] if match else ", ".join(hits)
+        if telling := _evidence(recipe, program, pattern, beginnings):
             raise ConfigError(
                 f"{telling}: {system}'s recipe for {command.title}, which migrate does not "
                 f"translate. Write a configuration of `python -m {command.module}`, whose --settings lists its keys."
             )
+
+
+def _evidence(recipe: Mapping[str, Any], program: str, pattern: str, beginnings: Sequence[str]) -> str:
+    """Return the program's name, or the keys with these beginnings if there is one for each, or ""."""
+    if match := re.search(pattern, program):
+        return match[0]
+    pairs = [f"{key}={value}" for key, value in recipe.items()]
+    hits = [next((pair for pair in pairs if pair.startswith(beginning)), "") for beginning in beginnings]
+    return ", ".join(hits) if all(hits) else ""
 
 
 def _by_keys(recipe: Mapping[str, Any]) -> Recognition | None:

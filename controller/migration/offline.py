@@ -1,16 +1,19 @@
 """Tables, defaults and derived settings of recipes for SFT, preferences and reward models."""
 
 from collections.abc import Mapping, MutableMapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 from controller.migration.commands import PREFERENCES, REWARD_MODEL, SFT, Command
-from controller.migration.rules import above_0, decay_all
+from controller.migration.offline_systems import OFFLINE_SYSTEMS
+from controller.migration.rules import above_0, count, decay_all
 from controller.migration.systems.trl import PROCESSES, apply_switches, choose_modules, name_data
 
 TABLES = {
     "verl": "verl's sft_trainer",
     "TRL": "TRL's SFTTrainer and DPOTrainer",
     "OpenRLHF": "OpenRLHF's train_sft, train_dpo and train_rm",
+    **{name: system.table for name, system in OFFLINE_SYSTEMS.items()},
 }
 """The table that comes before the one of the system itself."""
 
@@ -83,6 +86,8 @@ def renamed(system: str, recipe: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys by their present names."""
     if system == "TRL":
         return apply_switches(recipe)
+    if system in OFFLINE_SYSTEMS:
+        return OFFLINE_SYSTEMS[system].prepare(recipe)
     if system != "OpenRLHF":
         return dict(recipe)
     return {OLD_FLAGS.get(key.replace("-", "_"), key): value for key, value in recipe.items()}
@@ -90,10 +95,20 @@ def renamed(system: str, recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 def defaults(system: str, command: Command, recipe: Mapping[str, Any]) -> dict[str, Any]:
     """Return the trainer's defaults of the keys that `recipe` leaves out."""
-    values = dict(DEFAULTS.get((system, command.module), {}))
+    if system in OFFLINE_SYSTEMS:
+        offline = OFFLINE_SYSTEMS[system]
+        values = {**offline.defaults, **offline.of_commands.get(command, {})}
+    else:
+        values = dict(DEFAULTS.get((system, command.module), {}))
     if system == "verl":
         values |= VERL_FSDP if "model.partial_pretrain" in recipe else VERL_ENGINE
     return {key: value for key, value in values.items() if key not in recipe}
+
+
+def is_derived(system: str, key: str) -> bool:
+    """Whether `key` becomes a setting by `derive_offline` alone."""
+    keys = OFFLINE_SYSTEMS[system].keys if system in OFFLINE_SYSTEMS else (PER_DEVICE, ACCUMULATION)
+    return any(fnmatchcase(key, pattern) for pattern in keys)
 
 
 def derive_offline(
@@ -104,6 +119,11 @@ def derive_offline(
         _size_of_trl(command, theirs, ours, to_decide)
         name_data(theirs, ours)
         _tell_trl(command, theirs, ours, to_decide)
+    elif system in OFFLINE_SYSTEMS:
+        offline = OFFLINE_SYSTEMS[system]
+        if offline.size in theirs:
+            ours[command.size] = count(theirs, offline.size, command.known[command.size].default, to_decide)
+        offline.derive(command, theirs, ours, to_decide)
     elif size := theirs.get("train.batch_size", theirs.get("data.train_batch_size")):
         ours[command.size] = size
     if system == "verl" and theirs.get("engine") != "megatron":

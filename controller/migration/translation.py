@@ -17,8 +17,8 @@ from controller.config import Config, load_as
 from controller.config.aliases import Counterpart, counterparts
 from controller.config.file import Options, Setting, is_of_type
 from controller.config.offline import OfflineConfig
-from controller.migration.commands import FIT, Command, Recognition, recognise_offline
-from controller.migration.offline import ACCUMULATION, PER_DEVICE, TABLES, defaults, derive_offline, renamed
+from controller.migration.commands import FIT, SFT, Command, Recognition, recognise_offline
+from controller.migration.offline import TABLES, defaults, derive_offline, is_derived, renamed
 from controller.migration.reading import typed
 from controller.migration.rules import PLACES_OF_EPISODES
 from controller.migration.systems import derive, keys_of, prepare
@@ -146,13 +146,15 @@ def _migrate_offline(recipe: Mapping[str, Any], recognition: Recognition) -> Mig
     migration = Migration(system, command, recognition.evidence)
     migration.open += notes
     tables = (TABLES[system], system)
-    table = [row for name in tables for row in counterparts() if row.system == name and row.is_of(command.known)]
+    of_system = [row for name in tables for row in counterparts() if row.system == name]
+    of_system = [replace(row, here=(command.size,)) if row.here == (SFT.size,) else row for row in of_system]
+    table = [row for row in of_system if row.is_of(command.known)]
     rows = _rows([replace(row, default="") for row in table], recipe, migration)
     missing = defaults(system, command, recipe)
     default_rows = _rows(table, missing, Migration(system))
     rows = [(key, value, row, False) for key, value, row, is_given in default_rows if is_given] + rows
     for theirs, value, row, is_given in rows:
-        if row.key not in (PER_DEVICE, ACCUMULATION) and command.size not in row.here:
+        if not is_derived(system, theirs) and command.size not in row.here:
             _apply(migration, row, theirs, value, is_given=is_given)
     derive_offline(system, command, {**missing, **recipe}, migration.settings, migration.open)
     for key in ("model.path", "data.train"):

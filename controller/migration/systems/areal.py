@@ -55,7 +55,7 @@ def prepare(recipe: Recipe, to_decide: list[str]) -> Mapping[str, Any]:
 def derive(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
     _advantage(recipe, settings, to_decide)
     _rejection(recipe, settings, to_decide)
-    _ranks(recipe, settings, to_decide)
+    set_ranks(recipe, settings, to_decide)
     ask_for_steps(recipe.get("total_train_epochs", 1), settings, to_decide)
     for key, split in (("data.train", "train"), ("data.validation", "test")):
         if settings.get(key) == "openai/gsm8k":  # dataset/gsm8k.py names the configuration, the examples the splits
@@ -113,7 +113,7 @@ def _rejection(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None
         settings.setdefault(f"{CORRECTION}rejection_low", 1e-6)
 
 
-def _ranks(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
+def set_ranks(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
     """Read `fsdp:d4p1t1`: ranks by way of parallelism."""
     policy = _of_backend(recipe.get("actor.backend"))
     if policy:

@@ -63,11 +63,11 @@ def prepare(recipe: Recipe, to_decide: list[str]) -> Mapping[str, Any]:
 
 def derive(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
     add_mini_batches(recipe, settings, to_decide, *SIZES)
-    _optimizer(recipe, settings, to_decide)
+    set_optimizer(recipe, settings, to_decide)
     _advantage(recipe, settings, to_decide)
     _loss(recipe, settings, to_decide)
     _shaping(recipe, settings)
-    _ranks(recipe, settings)
+    set_ranks(recipe, settings)
     if "grpo.max_num_epochs" in recipe and not is_on(recipe, "grpo.async_grpo.enabled"):
         to_decide.append(
             f"run.steps={settings.get('run.steps', 100)}: fewer there, if {recipe['grpo.max_num_epochs']} x the number "
@@ -75,7 +75,7 @@ def derive(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
         )
 
 
-def _optimizer(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
+def set_optimizer(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
     if is_on(recipe, f"{MEGATRON}enabled"):
         steps_to_updates(settings, "policy.optimizer.warmup_steps", "policy.optimizer.total_steps")
         least = number(recipe, f"{MEGATRON}optimizer.min_lr", 0.0)
@@ -133,7 +133,7 @@ def _shaping(recipe: Recipe, settings: Settings) -> None:
         settings["reward.overlong_penalty"] = number(recipe, f"{SHAPING}overlong_buffer_penalty", 1.0) * tokens / buffer
 
 
-def _ranks(recipe: Recipe, settings: Settings) -> None:
+def set_ranks(recipe: Recipe, settings: Settings) -> None:
     if GPUS[1] not in recipe:
         return
     gpus = _product(recipe, GPUS)

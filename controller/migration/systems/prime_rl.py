@@ -68,7 +68,7 @@ def derive(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
     derive_environment(recipe, settings, to_decide)
     _prompts_of_samples(recipe, settings, to_decide)
     _add_gpus(recipe, settings)
-    _add_schedule(recipe, settings)
+    add_schedule(recipe, settings)
     if settings.get("policy.optimizer.weight_decay"):
         settings["policy.optimizer.weight_decay_on"] = "all"
     for source in _sources(recipe, EVALUATION)[:1]:
@@ -152,7 +152,7 @@ def _add_gpus(recipe: Recipe, settings: Settings) -> None:
             settings[key] = max(1, gpus // (above_0(of_one) or 1))
 
 
-def _add_schedule(recipe: Recipe, settings: Settings) -> None:
+def add_schedule(recipe: Recipe, settings: Settings) -> None:
     """`linear` there is constant, and falls in the last `decay_steps`."""
     kind = recipe.get(f"{SCHEDULER}.type", "constant")
     if kind not in ("linear", "cosine"):

@@ -70,7 +70,7 @@ def derive(recipe: Recipe, settings: Settings, to_decide: list[str]) -> None:
         settings.setdefault("model.lora.alpha", 2.0 * settings["model.lora.rank"])
     if not str(recipe.get(f"{TRAIN}strategy_args.strategy_name", "")).startswith("megatron"):
         decay_all(settings)
-    _ranks(recipe, settings)
+    set_ranks(recipe, settings)
     _mini_batches(recipe, settings, to_decide)
 
 
@@ -131,7 +131,7 @@ def _loss(recipe: Recipe, settings: Settings) -> None:
         settings["algorithm.loss.dual_clip"] = 1 + 2 * number(recipe, "pg_clip", 0.2)
 
 
-def _ranks(recipe: Recipe, settings: Settings) -> None:
+def set_ranks(recipe: Recipe, settings: Settings) -> None:
     ratio = recipe.get("async_generation_ratio")
     if isinstance(ratio, int | float) and math.isfinite(ratio):
         settings["rollout.max_staleness"] = math.ceil(ratio)

@@ -209,9 +209,9 @@ def test_files_are_for_the_command_that_their_names_tell(tmp_path: Path, name: s
 @pytest.mark.parametrize(
     ("recipe", "named"),
     [
-        ({"sft.max_num_steps": 60, "policy.model_name": "m"}, "controller.sft"),
-        ({"dpo.reference_policy_kl_penalty": 0.1, "policy.model_name": "m"}, "controller.preferences"),
-        ({"sft_train.training_args.learning_rate": 1e-5, "pretrain": "m"}, "controller.sft"),
+        ({"distillation.num_prompts_per_step": 60, "policy.model_name": "m"}, "controller.fit"),
+        ({"ppo.num_prompts_per_step": 60, "policy.model_name": "m"}, "controller.fit"),
+        ({"student_pretrain": "m", "teacher_pretrain": "n"}, "controller.fit"),
         ({"data.chosen_key": "chosen", "adam.lr": 1e-6}, "controller.reward_model"),
     ],
 )
