@@ -6,10 +6,11 @@ Nothing is run.
 """
 
 import ast
+import operator
 import re
 import shlex
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,6 +28,13 @@ UNDOTTED = re.compile(r"[+]{0,2}([a-z]\w*)=(.*)", re.DOTALL)
 FLAG = re.compile(r"--([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
 CALLS = re.compile(r"\w*(Config|Trainer|Arguments)")
 MOST_PARENTS = 8
+ARITHMETIC: Mapping[str, Callable[..., Any]] = {
+    "add": operator.add,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "max": lambda first, second: max(first, second),  # OmegaConf reads a signature, which the builtin lacks
+}
+"""Resolvers of NeMo-RL's recipes."""
 LORA = {"r": "lora_r", "target_modules": "lora_target_modules"}  # LoraConfig's names, as TRL's commands have them
 OF_FUNCTIONS = ("reward_funcs", "tools")  # arguments of trainers whose values are functions of the script
 OF_DATA = ("train_dataset", "eval_dataset")  # arguments whose values are data sets of the hub
@@ -89,6 +97,8 @@ def _of_file(path: Path) -> Recipe:
 
 def _of_yaml(path: Path) -> dict[str, Any]:
     """Return resolved values. One that only its own program can resolve stays as it is written."""
+    for name, compute in ARITHMETIC.items():
+        OmegaConf.register_resolver(name, compute, replace=True)
     content = _with_parents(path, MOST_PARENTS)
     written = OmegaConf.to_container(content)
     if not isinstance(written, Mapping):

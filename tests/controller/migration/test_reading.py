@@ -141,3 +141,10 @@ def test_a_data_set_of_the_hub_is_named(code: str, wanted: str, tmp_path: Path) 
         f"data = load_dataset('trl-lib/tldr', split='test')\nGRPOTrainer(model='m', train_dataset={code})\n"
     )
     assert read_recipe([str(tmp_path / "train.py")])["train_dataset"] == wanted
+
+
+@pytest.mark.parametrize(("formula", "value"), [("mul", 8192), ("add", 4098), ("div", 2048.0), ("max", 4096)])
+def test_arithmetic_of_a_yaml_is_computed(tmp_path: Path, formula: str, value: float) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(f'policy: {{length: 4096, tokens: "${{{formula}:${{policy.length}}, 2}}"}}')
+    assert read_recipe([str(path)])["policy.tokens"] == value
