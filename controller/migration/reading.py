@@ -37,7 +37,8 @@ ARITHMETIC: Mapping[str, Callable[..., Any]] = {
 """Resolvers of NeMo-RL's recipes."""
 LORA = {"r": "lora_r", "target_modules": "lora_target_modules"}  # LoraConfig's names, as TRL's commands have them
 OF_FUNCTIONS = ("reward_funcs", "tools")  # arguments of trainers whose values are functions of the script
-OF_DATA = ("train_dataset", "eval_dataset")  # arguments whose values are data sets of the hub
+OF_DATA = ("train_dataset", "eval_dataset")  # arguments whose values are data sets of the hub, or files
+FORMATS_OF_FILES = ("json", "parquet")  # of load_dataset, with one file of records that Ballast reads too
 ARRAY = re.compile(r"\$\{?(\w+\[[@*]\]|@|\*)\}?")  # words that are listed elsewhere, not a value
 PROGRAM_IN_COMMENT = re.compile(r"^\s*#.*?\b(trl \w+)", re.M)
 ENDS = ("\n", "--", ")", "&&", "||", "|", "&", ">", "2>&1")
@@ -182,23 +183,34 @@ def _of_python(tree: ast.AST, functions: Mapping[str, str]) -> Iterator[tuple[st
 
 
 def _data_set(node: ast.expr, assigned: Mapping[str, ast.expr]) -> str:
-    """Return `NAME:CONFIGURATION@SPLIT` of a call of load_dataset, of its variable or of a split of it, or ""."""
+    """Return `NAME:CONFIGURATION@SPLIT` of a call of load_dataset, its file, or "". Also of a variable or a split."""
     if isinstance(node, ast.Name) and node.id in assigned:
         others = {name: value for name, value in assigned.items() if name != node.id}
         return _data_set(assigned[node.id], others)
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
         whole = _data_set(node.value, assigned)
         split = str(node.slice.value)
+        if whole.endswith((".json", ".jsonl", ".parquet")):
+            return whole if split == "train" else ""  # the only split of a file
         return f"{whole}@{split}" if whole and "@" not in whole else ""
     if not isinstance(node, ast.Call) or _called(node) != "load_dataset":
         return ""
     values = dict(zip(("path", "name"), node.args, strict=False))
     values |= {keyword.arg or "**": keyword.value for keyword in node.keywords}
     parts = {name: str(value.value) for name, value in values.items() if isinstance(value, ast.Constant)}
+    if parts.keys() == values.keys() and _is_one_file(parts):
+        return parts["data_files"]
     if len(node.args) > 2 or parts.keys() != values.keys() or not parts.keys() <= {"path", "name", "split"}:
         return ""
     marks = (("", "path"), (":", "name"), ("@", "split"))
     return "".join(f"{mark}{parts[name]}" for mark, name in marks if name in parts)
+
+
+def _is_one_file(arguments: Mapping[str, str]) -> bool:
+    """Whether load_dataset reads all records of one file."""
+    file = arguments.get("data_files", "")
+    is_of_records = arguments.get("path") in FORMATS_OF_FILES and arguments.keys() <= {"path", "data_files", "split"}
+    return is_of_records and arguments.get("split", "train") == "train" and bool(file) and "*" not in file
 
 
 def _value_in_python(node: ast.expr, functions: Mapping[str, str]) -> Any:
@@ -217,8 +229,10 @@ def _of_python_file(tree: ast.Module, path: Path) -> Recipe:
     """Return the arguments of trainers, or else the flags that a launcher writes into texts."""
     program = " ".join(map(_called, ast.walk(tree)))
     arguments = dict(_of_python(tree, _functions_by_name(tree, path)))
+    if "LoraConfig" in program:
+        arguments.pop("peft_config", None)  # its own arguments are read
     if arguments:
-        return Recipe(arguments, program)
+        return Recipe(arguments, program, _notes_on_import(tree, path, arguments))
     text = flags_in_texts(tree)
     if not text:
         return Recipe({})
@@ -227,6 +241,20 @@ def _of_python_file(tree: ast.Module, path: Path) -> Recipe:
         f"flags in texts of {path.name}: conditions of Python were not followed, the last value counts."
     )
     return recipe
+
+
+def _notes_on_import(tree: ast.Module, path: Path, arguments: Mapping[str, Any]) -> list[str]:
+    """Say that the script trains when it is imported, if functions in it are named."""
+    functions = [str(name) for key in OF_FUNCTIONS for name in _as_names(arguments.get(key))]
+    at_import = [node for node in tree.body if isinstance(node, ast.Expr | ast.Assign)]
+    trains = any(_called(node.value) == "train" for node in at_import)
+    if not trains or not any(name.startswith(f"{path}:") for name in functions):
+        return []
+    return [f"reward.functions: {path.name} trains when it is imported. Move the functions into a file of their own."]
+
+
+def _as_names(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def _called(node: ast.AST) -> str:

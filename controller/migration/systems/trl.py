@@ -64,7 +64,6 @@ def apply_switches(recipe: Recipe) -> dict[str, Any]:
     if isinstance(warmup, float) and 0 < warmup < 1:
         keys["warmup_ratio"] = keys.pop("warmup_steps")
     if "LoraConfig" in getattr(recipe, "program", ""):
-        keys.pop("peft_config", None)
         return {"lora_r": 8, "lora_alpha": 8} | keys
     if keys.pop("use_peft", False) is True:
         return {"lora_r": 16, "lora_alpha": 32} | keys

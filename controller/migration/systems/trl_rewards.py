@@ -40,7 +40,8 @@ def add_rewards(theirs: Mapping[str, Any], ours: MutableMapping[str, Any], to_de
     elif functions:
         ours["reward.functions"] = functions
     for reference in functions:
-        closest = CLOSEST.get(reference.rpartition(":")[2])
+        module, _, name = reference.rpartition(":")
+        closest = CLOSEST.get(name) if module.startswith("trl.") else None  # a script may define the same name
         change = f"Closest is {closest}" if closest else "Take `responses`, texts, in place of TRL's `completions`"
         to_decide.append(f"reward.functions: {reference}. {change}.")
 

@@ -7,6 +7,7 @@ import pytest
 
 from ballast.commands import main
 from controller.migration.reading import read_recipe, typed
+from controller.migration.translation import migrate
 
 CONDITION = """backend=megatron
 if {condition}; then
@@ -133,7 +134,15 @@ def test_a_comment_tells_the_program(tmp_path: Path) -> None:
         ("data", "trl-lib/tldr@test"),
         ("data.map(prepare)", "${data.map(prepare)}"),
         ("load_dataset(NAME)", "${load_dataset(NAME)}"),
-        ("load_dataset('json', data_files='a.jsonl')", "${load_dataset('json', data_files='a.jsonl')}"),
+        ("load_dataset('json', data_files='a.jsonl')", "a.jsonl"),
+        ("load_dataset('json', data_files='a.jsonl', split='train')", "a.jsonl"),
+        ("load_dataset('parquet', data_files='a.parquet')['train']", "a.parquet"),
+        ("load_dataset('csv', data_files='a.csv')", "${load_dataset('csv', data_files='a.csv')}"),
+        ("load_dataset('json', data_files='*.jsonl')", "${load_dataset('json', data_files='*.jsonl')}"),
+        (
+            "load_dataset('json', data_files='a.jsonl', split='train[:9]')",
+            "${load_dataset('json', data_files='a.jsonl', split='train[:9]')}",
+        ),
     ],
 )
 def test_a_data_set_of_the_hub_is_named(code: str, wanted: str, tmp_path: Path) -> None:
@@ -148,3 +157,31 @@ def test_arithmetic_of_a_yaml_is_computed(tmp_path: Path, formula: str, value: f
     path = tmp_path / "a.yaml"
     path.write_text(f'policy: {{length: 4096, tokens: "${{{formula}:${{policy.length}}, 2}}"}}')
     assert read_recipe([str(path)])["policy.tokens"] == value
+
+
+SCRIPT = """
+def accuracy_reward(completions): ...
+trainer = GRPOTrainer(model='m', reward_funcs={functions}, peft_config=LoraConfig(r=16), args=GRPOConfig(seed=3))
+{end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("functions", "end", "notes"),
+    [
+        ("[accuracy_reward]", "trainer.train()", 1),
+        ("accuracy_reward", "result = trainer.train()", 1),
+        ("[accuracy_reward]", "if __name__ == '__main__':\n    trainer.train()", 0),
+        ("['my.lib.brief']", "trainer.train()", 0),
+    ],
+)
+def test_a_script_that_trains_when_it_is_imported_is_named(
+    functions: str, end: str, notes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(SCRIPT.format(functions=functions, end=end))
+    migration = migrate(read_recipe(["train.py"]))
+    assert sum("trains when it is imported" in line for line in migration.open) == notes
+    assert not any("workers.reward_functions:math" in line for line in migration.open)  # the function is the user's
+    assert not any("peft_config" in line for line in migration.without)
+    assert migration.settings["model.lora.rank"] == 16
