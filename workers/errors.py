@@ -96,8 +96,8 @@ def quoted(value: object) -> str:
 
 def clause(error: BaseException) -> str:
     """An error's text in one line without its full stop. A library may say in the second line what is wrong."""
-    text = without_control(" ".join(str(error).split())) or type(error).__name__
-    return (text if len(text) <= LONGEST_QUOTE else f"{text[:LONGEST_QUOTE]}...").rstrip(".")
+    text = without_control(" ".join(str(error).split())).rstrip(".") or type(error).__name__
+    return text if len(text) <= LONGEST_QUOTE else f"{text[:LONGEST_QUOTE]} ... (cut)"
 
 
 def why_not_json(error: Exception) -> str:

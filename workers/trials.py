@@ -49,15 +49,26 @@ def try_loss(
         try:
             (part,) = prepare(loss, [part], denominators)
             row = pack(with_work(part))
-            log_probs = -torch.ones(len(row.loss_positions)).requires_grad_()
+            log_probs = (-torch.ones(len(row.loss_positions))).requires_grad_()
             hidden = (log_probs[:, None].expand(-1, 8),) if config.hidden_states else ()
             value, statistics = loss(Predictions.gather((log_probs, log_probs**2, *hidden), part, row), denominators)
-            value.backward()
+            _take_gradient(value, log_probs)
             to_metrics([statistics])
         except BallastError as error:
             raise ConfigError(f"{key}={name!r}, tried on {what}: {clause(error)}.") from None
         except RAISED as error:
             raise ConfigError(f"{key}={name!r}, tried on {what}, raised {named(error)}.") from None
+
+
+def _take_gradient(value: Any, log_probs: Any) -> None:
+    """Raise DataError unless a loss has a finite gradient. Log-probs of -1 give none a reason to overflow."""
+    if not value.requires_grad:
+        raise DataError("the losses have no gradient. Compute them from predictions.log_probs.")
+    value.backward()
+    if not math.isfinite(value.item()):
+        raise DataError(f"the loss is {value.item()}. Return finite losses.")
+    if log_probs.grad is not None and not log_probs.grad.isfinite().all():
+        raise DataError("the gradient of the loss is not finite.")
 
 
 def try_optimizer(key: str, name: str, config: OptimizerConfig, total_steps: int) -> None:

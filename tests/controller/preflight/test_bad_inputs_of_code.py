@@ -35,7 +35,12 @@ def template(text: str) -> Callable[[Path], object]:
 
 def loss(what: str, body: str, words: str) -> BadInput:
     """A custom loss of the predictions `p`, where `L` is REINFORCE's."""
-    lines = ("from workers.model.losses import policy_loss", "", "", "@policy_loss('mine', aggregation='token_mean')")
+    lines = (
+        "from workers.model.losses import mean, policy_loss",
+        "",
+        "",
+        "@policy_loss('mine', aggregation='token_mean')",
+    )
     lines += ("def mine(p, config):", "    L = -p['advantages'] * p.log_probs", f"    {body}", "")
     overrides = [
         "algorithm.loss.name=custom",
@@ -141,9 +146,19 @@ LOSSES = (
         "with a tensor as statistic", "return L, {'kl': L.mean()}", "gave the statistic 'kl' as Tensor. Wrap it by mean"
     ),
     loss("with a number as statistic", "return L, {'kl': 1.0}", "gave the statistic 'kl' as float"),
-    loss("without statistics", "return L", "tried on two sequences, raised ValueError"),
+    loss("without statistics", "return L", "the loss returned a Tensor. Return"),
+    loss("without a result", "pass", "the loss returned None. Return"),
+    loss("with statistics in a list", "return L, [1]", "the loss returned a pair of Tensor and list"),
+    loss("in NumPy", "return L.detach().numpy(), {}", "the loss returned a pair of ndarray and dict"),
+    loss("of three values", "return L, {}, 1", "the loss returned a tuple"),
+    loss("with a statistic of a reserved name", "return L, {'loss': mean(L)}", "gave the statistic 'loss'"),
+    loss("with a statistic of the optimiser's name", "return L, {'grad_norm': mean(L)}", "the statistic 'grad_norm'"),
+    loss("with a number as a statistic's name", "return L, {1: mean(L)}", "gave a statistic named 1"),
+    loss("that is not finite", "return L / 0, {}", "tried on two sequences: the loss is"),
+    loss("whose gradient is not finite", "return (p.log_probs + 1) ** 0.5, {}", "the gradient of the loss"),
+    loss("of a misspelt column", "return L * p['advantage'], {}", "Did you mean 'advantages'?"),
     loss("of another shape", "return L.mean(), {}", "gave losses of shape () for 5 tokens"),
-    loss("without gradient", "return L.detach(), {}", "tried on two sequences, raised RuntimeError"),
+    loss("without gradient", "return L.detach(), {}", "tried on two sequences: the losses have no gradient"),
     loss("of no sequence", "return L / L.max(), {}", "tried on no sequence, raised RuntimeError"),
     loss("of a column that is not there", "return L * p['old_entropies'], {}", "needs the column 'old_entropies'"),
     loss(

@@ -8,6 +8,7 @@ N predicted tokens (those with `loss_mask`), B sequences of the micro-batch.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -47,7 +48,9 @@ class PackedTokens:
                 f"the column {name!r} holds no numbers. The loss finds it in predictions.objects[{name!r}]."
             )
         if name not in self.columns:
-            raise DataError(f"the loss needs the column {name!r}. The batch has {sorted(self.columns)}.")
+            similar = get_close_matches(str(name), self.columns, n=1)
+            hint = f"Did you mean {similar[0]!r}? " if similar else ""
+            raise DataError(f"the loss needs the column {name!r}. {hint}The batch has {sorted(self.columns)}.")
         return self.columns[name]
 
     def __len__(self) -> int:

@@ -6,7 +6,7 @@ A custom loss is decorated with `policy_loss`, and with `per_sequence_loss` to s
 Ratios are r_t = pi(y_t) / pi_old(y_t).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,13 +17,18 @@ from torch import Tensor
 
 from workers.config import LossConfig
 from workers.dataproto import CONTEXT_DEGREE, DataProto
-from workers.errors import ConfigError, DataError
+from workers.errors import ConfigError, DataError, quoted
 from workers.loss_config import DistillationConfig, check_policy_loss, undecorated
 from workers.model.losses.aggregation import Denominators, aggregate
 from workers.model.losses.correction import correction_weights, rollout_mismatch
 from workers.model.losses.kl import bounded_exp, kl_estimate, kl_of_loss
 from workers.model.losses.predictions import Predictions, Statistic, Statistics, joined, mean, total
 from workers.user_code.functions import load
+
+OPTIMIZER_METRICS = ("grad_norm", "learning_rate", "skipped_steps")
+CONFIGURED_STATISTICS = ("loss", "entropy", "reference_kl", "teacher_divergence")
+RESERVED_STATISTICS = (*CONFIGURED_STATISTICS, *OPTIMIZER_METRICS)
+"""Metrics of every policy. A loss's statistic of the same name would replace them, or be replaced."""
 
 
 def log_ratio_to_old(predictions: Predictions) -> Tensor:
@@ -93,7 +98,7 @@ def per_sequence_loss(function: TokenLosses) -> TokenLosses:
     def packed(predictions: Predictions, config: LossConfig) -> tuple[Tensor, Statistics]:
         losses, statistics = [predictions.log_probs[:0]], []
         for sequence in predictions.sequences():
-            loss, parts = function(sequence, config)
+            loss, parts = _losses_and_statistics(function(sequence, config))
             losses.append(loss.expand(len(sequence)))
             statistics.append(parts)
         return torch.cat(losses), joined(statistics)
@@ -147,18 +152,8 @@ class PolicyObjective:
 
     def __call__(self, predictions: Predictions, denominators: Denominators) -> tuple[Tensor, Statistics]:
         config = self.config
-        losses, statistics = self.loss.function(predictions, config)
-        if losses.shape != predictions.log_probs.shape:
-            raise DataError(
-                f"policy loss {config.function or config.name} gave losses of shape {tuple(losses.shape)} for "
-                f"{len(predictions)} tokens. It must give one a token."
-            )
-        for name, statistic in statistics.items():
-            if not isinstance(statistic, Statistic):
-                raise DataError(
-                    f"policy loss {config.function or config.name} gave the statistic {name!r} as "
-                    f"{type(statistic).__name__}. Wrap it by mean(values) or total(value) of workers.model.losses."
-                )
+        losses, statistics = _losses_and_statistics(self.loss.function(predictions, config))
+        _check_result(losses, statistics, predictions, config.function or config.name)
         statistics = statistics | {"entropy": mean(predictions.entropy), **rollout_mismatch(predictions)}
         taught = config.distillation
         if taught.coefficient and taught.over == "token":
@@ -181,6 +176,37 @@ class PolicyObjective:
             statistics["teacher_divergence"] = mean(predictions.divergence)
         loss = aggregate(losses, predictions, denominators, self.aggregation, config.constant_length)
         return loss, {"loss": total(loss), **statistics, **corrections}
+
+
+def _losses_and_statistics(result: object) -> tuple[Tensor, Statistics]:
+    """Raise DataError unless a loss returned a tensor and a dictionary."""
+    match result:
+        case (Tensor() as losses, Mapping() as statistics):
+            return losses, dict(statistics)
+        case (first, second):
+            text = f"a pair of {type(first).__name__} and {type(second).__name__}"
+        case _:
+            text = f"a {type(result).__name__}" if result is not None else "None"
+    raise DataError(f"the loss returned {text}. Return a tensor of losses and a dictionary of statistics.")
+
+
+def _check_result(losses: Tensor, statistics: Statistics, predictions: Predictions, name: str) -> None:
+    """Raise DataError unless there is a loss for each token, and a statistic under each name."""
+    if losses.shape != predictions.log_probs.shape:
+        raise DataError(
+            f"policy loss {name} gave losses of shape {tuple(losses.shape)} for {len(predictions)} tokens. "
+            "It must give one a token."
+        )
+    for key, statistic in statistics.items():
+        if not isinstance(statistic, Statistic):
+            raise DataError(
+                f"policy loss {name} gave the statistic {quoted(key)} as {type(statistic).__name__}. "
+                "Wrap it by mean(values) or total(value) of workers.model.losses."
+            )
+        if key in RESERVED_STATISTICS:
+            raise DataError(f"policy loss {name} gave the statistic {key!r}, a metric of every policy. Rename it.")
+        if not isinstance(key, str):
+            raise DataError(f"policy loss {name} gave a statistic named {quoted(key)}. Name it by a text.")
 
 
 def prepare(
