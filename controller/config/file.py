@@ -175,7 +175,9 @@ _PROBLEMS = {
 
 def _read_file(path: Path) -> DictConfig:
     if not path.is_file():
-        raise ConfigError(f"--config: there is no file {path}.")
+        exists = path.exists()
+        problem = f"{path} is a folder, a pipe or a device. Name a file" if exists else f"there is no file {path}"
+        raise ConfigError(f"--config: {problem}.")
     try:
         _check_scalars(path.read_text(encoding="utf-8"), str(path))
         content = OmegaConf.load(path)

@@ -23,7 +23,7 @@ def load_recorded(path: Path) -> TrainingConfig:
     Raises ConfigError as `load` does.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""  # a pipe would be waited for
         deque(yaml_events(text), maxlen=0)  # refuses what is nested too deeply for PyYAML
         read = yaml.safe_load(text)
         sections, data = set(read), set(read.get("data") or ())

@@ -1,4 +1,6 @@
+import os
 import re
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -7,6 +9,7 @@ import pytest
 from controller.config import Config, load, load_as, to_yaml
 from controller.config.file import Setting, settings, value_of
 from controller.config.offline import SftConfig
+from controller.config.recorded import load_recorded
 from tests.controller.config_workspace import write_workspace
 from tests.refusals import refused
 from workers.errors import ConfigError
@@ -23,6 +26,16 @@ def test_an_override_replaces_the_file_and_the_file_replaces_the_default(tmp_pat
     assert config.policy.optimizer.learning_rate == 1e-4
     assert config.policy.optimizer.schedule == "constant"
     assert isinstance(config, Config)
+
+
+@pytest.mark.parametrize("read", [load, load_recorded])
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_a_folder_and_a_pipe_are_no_configuration(
+    make: Callable[[Path], None], read: Callable[[Path], object], tmp_path: Path
+) -> None:
+    make(tmp_path / "odd.yaml")
+    with refused("odd.yaml is a folder, a pipe or a device"):
+        read(tmp_path / "odd.yaml")
 
 
 def test_files_lie_one_over_the_other_and_the_last_names_the_run(tmp_path: Path) -> None:

@@ -102,8 +102,11 @@ def _digest(content: dict[str, Any]) -> str:
 
 def read_manifest(path: Path) -> Manifest:
     """Return the manifest. Raises CheckpointError unless `path` holds its files in full size. See `verify_files`."""
+    file = path / MANIFEST
+    if file.exists() and not file.is_file():  # a pipe would be waited for
+        raise CheckpointError(f"{path} is not a checkpoint: its {MANIFEST} is not a file.")
     try:
-        content = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
         if content.pop("format") != FORMAT:
             raise CheckpointError(f"{path} is not a checkpoint of this version: {MANIFEST} does not say {FORMAT!r}.")
         digest = content.pop("sha256", None)

@@ -331,3 +331,10 @@ def wait_for(condition: Callable[[], bool], process: multiprocessing.process.Bas
     while not condition():
         assert process.is_alive(), f"the process that saves ended with {process.exitcode}"
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_a_folder_and_a_pipe_are_no_manifest(make, tmp_path):
+    make(tmp_path / MANIFEST)
+    with pytest.raises(CheckpointError, match="is not a file"):
+        read_manifest(tmp_path)
