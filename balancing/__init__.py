@@ -24,10 +24,10 @@ from balancing.context_degrees import ContextDegrees
 from balancing.cost_model import CostFit, CostModel
 from balancing.errors import BalancingError
 from balancing.mini_batch import RankMiniBatch, RankPlan
-from balancing.packing import pack
-from balancing.partition import partition
-from balancing.pipeline import Pipeline
+from balancing.pipelines.pipeline import Pipeline
 from balancing.plan import Plan, plan_batch
+from balancing.search.packing import pack
+from balancing.search.partition import partition
 
 __all__ = [
     "BalancingError",

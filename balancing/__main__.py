@@ -28,7 +28,7 @@ from balancing.analysis.statistics import time_grids
 from balancing.context_degrees import ContextDegrees
 from balancing.cost_model import SEVEN_BILLION, CostModel, exchange_share
 from balancing.errors import BalancingError, LengthFileError, OptionError
-from balancing.pipeline import Pipeline
+from balancing.pipelines.pipeline import Pipeline
 from balancing.plan import plan_batch
 
 RANKS, MINI_BATCHES = 8, 4

@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from balancing.assignment import Schedule
+from balancing.basics.grouping import Floats, Integers
+from balancing.basics.image_patches import Images
+from balancing.basics.validation import positive_integer
 from balancing.cost_model import CostModel
 from balancing.errors import CountError, OptionError
-from balancing.grouping import Floats, Integers
-from balancing.image_patches import Images
-from balancing.validation import positive_integer
+from balancing.search.assignment import Schedule
 
 PLANNED = 4
 """At most so many cuts are planned, of the least estimated time."""

@@ -22,12 +22,12 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
+from balancing.basics.grouping import Floats
+from balancing.basics.image_patches import Images
+from balancing.basics.validation import one_of, weight_array, whole_numbers
 from balancing.errors import CostModelError
-from balancing.grouping import Floats
-from balancing.image_patches import Images
 from balancing.model_counts import count_layers, forward_flops
 from balancing.model_fields import Fields
-from balancing.validation import one_of, weight_array, whole_numbers
 
 FEWEST_MEASUREMENTS = 4
 """Three terms need a fourth measurement to estimate the error."""

@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from balancing.assignment import Start
-from balancing.grouping import Floats, Grouping, Integers
-from balancing.packing import Layout
+from balancing.basics.grouping import Floats, Grouping, Integers
+from balancing.search.assignment import Start
+from balancing.search.packing import Layout
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,25 +22,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from balancing.alignment import round_up
-from balancing.assignment import Order, Request, Schedule, computed_weights
-from balancing.baselines import PUBLISHED, schedule_rank_locally
-from balancing.context_degrees import Classes, ContextDegrees, Part, fastest_parts
-from balancing.cost_model import CostModel
-from balancing.errors import OptionError
-from balancing.grouping import Caps, Floats, Integers
-from balancing.image_patches import Images, ImagesOf
-from balancing.lower_bounds import fewest_bins
-from balancing.mini_batch import MiniBatch, RankMiniBatch, RankPlan, degree_of
-from balancing.packing import CountRule, Layout
-from balancing.patch_cap import MORE_STEPS, spread_patches
-from balancing.pipeline import Pipeline
-from balancing.pipeline_plan import Work, schedule_on_pipeline
-from balancing.pipeline_time import makespan
-from balancing.prefix_packing import schedule_with_prefixes
-from balancing.prefixes import SharedPrefixes, checked_prefixes
-from balancing.schedule import arranged, schedule_evenly, schedule_in_order
-from balancing.validation import (
+from balancing.basics.alignment import round_up
+from balancing.basics.grouping import Caps, Floats, Integers
+from balancing.basics.image_patches import Images, ImagesOf
+from balancing.basics.validation import (
     check_fits,
     check_patches,
     group_names,
@@ -50,6 +35,21 @@ from balancing.validation import (
     positive_integer,
     sequence_lengths,
 )
+from balancing.context_degrees import Classes, ContextDegrees, Part, fastest_parts
+from balancing.cost_model import CostModel
+from balancing.errors import OptionError
+from balancing.mini_batch import MiniBatch, RankMiniBatch, RankPlan, degree_of
+from balancing.pipelines.pipeline import Pipeline
+from balancing.pipelines.pipeline_plan import Work, schedule_on_pipeline
+from balancing.pipelines.pipeline_time import makespan
+from balancing.prefixes.groups import SharedPrefixes, checked_prefixes
+from balancing.prefixes.packing import schedule_with_prefixes
+from balancing.prefixes.patch_cap import MORE_STEPS, spread_patches
+from balancing.search.assignment import Order, Request, Schedule, computed_weights
+from balancing.search.baselines import PUBLISHED, schedule_rank_locally
+from balancing.search.lower_bounds import fewest_bins
+from balancing.search.packing import CountRule, Layout
+from balancing.search.schedule import arranged, schedule_evenly, schedule_in_order
 
 PlanAlgorithm = Literal["karmarkar_karp", "load_balance", "none", "verl", "roll", "mindspeed_rl"]
 """`load_balance` is an alias of `karmarkar_karp`."""

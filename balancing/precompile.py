@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from balancing.packing import pack
-from balancing.partition import partition
-from balancing.pipeline import Pipeline
+from balancing.pipelines.pipeline import Pipeline
 from balancing.plan import plan_batch
+from balancing.search.packing import pack
+from balancing.search.partition import partition
 
 SEQUENCES, RANKS, GROUP, LONGEST = 128, 4, 8, 200
 

@@ -11,5 +11,6 @@ def check_controller() -> None:
     spec = find_spec("controller")
     places = [] if spec is None else [*(spec.submodule_search_locations or [str(spec.origin)])]
     for place in places:
-        if Path(place).resolve() != OURS:
+        resolved = Path(place).resolve()
+        if OURS not in (resolved, resolved.parent):  # `controller/moved` is on its path too
             raise ImportError(f"{place} hides Ballast's package controller. Rename it, or run from another folder")

@@ -1,4 +1,6 @@
-"""`controller.evaluate` and `controller.generate` as functions: settings in, an Evaluation or a samples file out."""
+"""`ballast evaluate` and `ballast generate` as functions: settings in, an
+Evaluation or a samples file out.
+"""
 
 import json
 from collections.abc import Mapping
@@ -7,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from ballast.records import Records, data_file
+from ballast.sampling_commands.evaluate import METRICS
+from ballast.sampling_commands.evaluate import finish as finish_evaluation
+from ballast.sampling_commands.generate import finish as finish_generation
 from ballast.settings import Values, as_overrides, check_type, known_keys, load_settings
 from ballast.training import Settings
 from controller.algorithm.validation_metrics import Interval
 from controller.config.python_rewards import Reward
 from controller.config.sampler import EvaluateConfig, GenerateConfig, SamplerConfig
 from controller.config.sections import BaseRunConfig
-from controller.evaluate import METRICS
-from controller.evaluate import finish as finish_evaluation
-from controller.generate import finish as finish_generation
 from controller.lifecycle.interrupts import handlers_kept
 from controller.sampling.jobs import JobRequest
 from controller.sampling.output import SAMPLES
@@ -55,7 +57,7 @@ def evaluate(
     data: Records | None = None,
     trust_run: bool = False,
 ) -> Evaluation:
-    """Measure a model on data.validation without training, as `python -m controller.evaluate` does.
+    """Measure a model on data.validation without training, as `python -m ballast evaluate` does.
 
     config: a training configuration as for `fit`, None for `model`'s run. model: a folder, hub name, run, or checkpoint
     of a run, empty for model.path. output: a folder, whose existing samples are kept, None for a folder in the model's
@@ -77,7 +79,7 @@ def generate(
     trust_run: bool = False,
     prompts: int = 0,
 ) -> Path:
-    """Sample with token ids and log-probs, as `python -m controller.generate`, and return the file, a line per sample.
+    """Sample with token ids and log-probs, as `python -m ballast generate`, and return the file, a line per sample.
 
     data: records instead of data.train. prompts: use only the first this many, or all if 0. The rest is as in
     `evaluate`, but a reward is optional.

@@ -23,7 +23,7 @@ from controller.lifecycle.interrupts import handlers_kept
 from controller.observability.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from controller.open_run import OpenRun
+    from ballast.loop.open_run import OpenRun
     from controller.training_loop import Callback, Step
 
 Settings = str | Path | Mapping[str, Any] | None
@@ -107,11 +107,11 @@ def open(
     train: Records | None = None,
     validation: Records | None = None,
 ) -> "Iterator[OpenRun]":
-    """Start the roles of a run for a loop of one's own, see `controller.open_run` and docs/primitives.md.
+    """Start the roles of a run for a loop of one's own, see `ballast.loop.open_run` and docs/primitives.md.
 
     Neither data nor a reward is needed. Arguments and exceptions are as in `fit`.
     """
-    from controller.open_run import prepared
+    from ballast.loop.open_run import prepared
 
     settings = load_settings(Config, config, overrides)
     _give_data(settings, train, validation)

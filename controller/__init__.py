@@ -1,6 +1,6 @@
 """The single controller: the algorithm as plain Python on the driver, and everything around it.
 
-    fit                    command line in, exit code out (`replay`, `report` and `timeline` are commands too)
+    fit                    command line in, exit code out
      |--> config/          what a user can set
      |--> preflight/       checks and the pages of `--dry-run`, before anything starts
      |--> lifecycle/       inputs, Ray, signals: the start and the end
@@ -16,6 +16,9 @@
 Read `step` first. `[tool.importlinter]` in pyproject.toml defines the allowed imports.
 """
 
+from pathlib import Path
+
 from controller.packages import check_packages
 
 check_packages()
+__path__.append(str(Path(__file__).parent / "moved"))  # earlier names of commands

@@ -1,4 +1,4 @@
-"""The calls that every training loop is made of, the configured ones' too. See `controller.open_run` for one's own.
+"""The calls that every training loop is made of, the configured ones' too. See `ballast.loop.open_run` for one's own.
 
 plan --forward_backward, once or several times--> gradients --optimizer_step--> weights --publish--> engines
 """
@@ -14,11 +14,11 @@ import numpy as np
 from balancing import Plan
 from controller.planning.planner import with_loss_counts
 from controller.rollout.samples import RolloutBatch
-from workers.dataproto import DataProto, object_column
+from workers.batch.dataproto import DataProto, object_column
+from workers.batch.metrics import Metric, Metrics, merge
+from workers.batch.remote_batch import RemoteBatch, places
+from workers.engine.prefix_hashes import prefix_hashes
 from workers.errors import DataError
-from workers.metrics import Metric, Metrics, merge
-from workers.remote_batch import RemoteBatch, places
-from workers.rollout.prefix_hashes import prefix_hashes
 
 if TYPE_CHECKING:
     from controller.actors.worker_group import WorkerGroup

@@ -23,8 +23,8 @@ from controller.rollout.replay_buffer import ReplayBuffer
 from controller.rollout.sample_files import write_step
 from controller.rollout.samples import RolloutBatch
 from controller.training_loop import TrainingRun
+from workers.engine.requests import VALIDATION_STEP
 from workers.errors import ConfigError
-from workers.rollout.requests import VALIDATION_STEP
 
 
 class Run(TrainingRun[Config]):

@@ -7,7 +7,8 @@ With rollout.max_staleness, samples are made ahead during training, and `collect
 `collect` makes them. With batch.replay.share, it adds good samples of earlier steps.
 
 Each part takes the run and a batch, and returns the batch with more columns, or an update's metrics. The driver handles
-lengths, ids and rewards. Tokens stay in the object store (see `workers.remote_batch`). `run.record` only observes.
+lengths, ids and rewards. Tokens stay in the object store (see `workers.batch.remote_batch`). `run.record` only
+observes.
 
 B sequences.
 """
@@ -27,11 +28,11 @@ from controller.algorithm.logprob_check import AtEqualWeights
 from controller.planning.planner import with_loss_counts
 from controller.primitives import learn as learn_mini_batches
 from controller.rollout.samples import learned, newly_sampled, sample_numbers, taught_by
-from workers.config import LossConfig, ValueLossConfig
-from workers.metrics import Metric, Metrics, merge, prefixed, results
+from workers.batch.metrics import Metric, Metrics, merge, prefixed, results
+from workers.batch.remote_batch import RemoteBatch
+from workers.config.roles import LossConfig, ValueLossConfig
+from workers.engine.requests import NUMERICS_CHECK_STEP
 from workers.model.losses.returns import KlPenalty
-from workers.remote_batch import RemoteBatch
-from workers.rollout.requests import NUMERICS_CHECK_STEP
 
 if TYPE_CHECKING:
     from controller.actors.worker_group import WorkerGroup

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from balancing import CostModel
-from balancing.compiled import telling_of_compilation
+from balancing.basics.compiled import telling_of_compilation
 from controller.checkpoints.checkpoint_writer import CheckpointWriter
 from controller.checkpoints.progress import Progress
 from controller.config import Config
@@ -26,8 +26,8 @@ from controller.lifecycle.model_card import write_card
 from controller.lifecycle.session import Session
 from controller.planning.cost_model_fitting import CostModelFitter, over_stages, seconds_of_stages
 from controller.planning.planner import Planner
+from workers.batch.metrics import prefixed
 from workers.errors import ConfigError
-from workers.metrics import prefixed
 
 Settings = TypeVar("Settings", bound=Config | OfflineConfig)
 

@@ -1,6 +1,6 @@
 """Which faults would the tests of a room miss: draw small faults, and run the tests that should see them.
 
-    python -m tests.mutate balancing/packing.py workers/model/losses --mutants 60 --seed 0
+    python -m tests.mutate balancing/search/packing.py workers/model/losses --mutants 60 --seed 0
 
 mutants of a file --mirrored tests--> died, or --other tests that import the file--> died, or survived
 

@@ -14,7 +14,7 @@ REPOSITORY = Path(__file__).parents[1]
 def test_the_drawing_of_the_rooms_is_the_rule_that_is_checked() -> None:
     """CONTRIBUTING.md shows the layers of controller in pyproject.toml: the same modules, from top to bottom."""
     text = (REPOSITORY / "CONTRIBUTING.md").read_text()
-    drawing = re.search(r"```text\n(doctor.*?)```", text, re.S).group(1)
+    drawing = re.search(r"```text\n(fit sft.*?)```", text, re.S).group(1)
     lines = [line.partition("|") for line in drawing.splitlines()]
     drawn: list[set[str]] = []
     for names, bar, _ in lines:
@@ -42,7 +42,7 @@ def test_the_dependency_rule_holds() -> None:
         ("ballast", ("controller", "workers", "balancing", "numpy")),
         ("ballast.training", ("torch", "ray", "vllm", "transformers", "tensordict")),
         ("balancing", ("torch", "ray", "vllm", "transformers", "tensordict")),
-        ("workers.config", ("torch", "ray", "vllm", "transformers", "tensordict", "numpy")),
+        ("workers.config.roles", ("torch", "ray", "vllm", "transformers", "tensordict", "numpy")),
         ("workers.errors", ("torch", "ray", "vllm", "transformers", "tensordict", "numpy")),
         ("workers.rollout.engine_actor", ("torch", "vllm", "transformers", "numba")),
         ("controller.config", ("torch", "ray", "vllm", "transformers", "tensordict")),

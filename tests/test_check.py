@@ -10,8 +10,8 @@ from tests.check import files_to_run
 @pytest.mark.parametrize(
     ("file", "test"),
     [
-        ("balancing/packing.py", "tests/balancing/test_packing.py"),
-        ("controller/migration/rules.py", "tests/controller/migration/test_odd_values.py"),
+        ("balancing/search/packing.py", "tests/balancing/search/test_packing.py"),
+        ("ballast/migrate/rules.py", "tests/ballast/migrate/test_odd_values.py"),
         ("tests/test_check.py", "tests/test_check.py"),
     ],
 )

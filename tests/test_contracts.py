@@ -56,7 +56,8 @@ def flash_attn_varlen_func(
 @cache
 def tables(folder: str) -> Tables:
     """Of what class the objects are that a folder's modules call."""
-    rooms = {"workers/rollout": _rollout_tables, "workers/model": _model_tables}
+    rooms = dict.fromkeys(("workers/rollout", "workers/engine", "workers/agents"), _rollout_tables)
+    rooms["workers/model"] = _model_tables
     return next((table() for room, table in rooms.items() if folder.startswith(room)), Tables())
 
 
@@ -218,7 +219,7 @@ def test_classes_that_extend_a_librarys_take_what_it_calls_them_with() -> None:
 def test_our_client_is_what_the_trainers_side_of_vllm_expects() -> None:
     from vllm.distributed.weight_transfer import VLLMWeightSyncClient
 
-    from workers.rollout.gpu_transfer import EngineClient
+    from workers.engine.weights.gpu_transfer import EngineClient
 
     wanted = [name for name in vars(VLLMWeightSyncClient) if not name.startswith("_")]
     assert len(wanted) == 4
@@ -253,7 +254,7 @@ def test_an_engine_in_a_thread_answers_all_that_vllm_asks_of_its_client() -> Non
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from tests.library_calls import has
-    from workers.rollout.engine_thread import EngineThread
+    from workers.engine.engine_thread import EngineThread
 
     prefix = "vllm.v1.engine.async_llm.AsyncLLM."
     used = {target.removeprefix(prefix) for target in all_bound() if target.startswith(prefix)} - ON_GPUS_ALONE
@@ -293,9 +294,9 @@ def test_engine_arguments_of_every_placement_can_be_made(placement: str, tensor_
     """Those that come from a `**mapping` are not in the source by name."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
-    from workers.config import ModelConfig, RolloutConfig
-    from workers.rollout.vllm_interface import engine_arguments
-    from workers.rollout.weight_transfer import register
+    from workers.config.roles import ModelConfig, RolloutConfig
+    from workers.engine.vllm_interface import engine_arguments
+    from workers.engine.weights.weight_transfer import register
 
     register()
     config = RolloutConfig(tensor_parallel=tensor_parallel)

@@ -35,6 +35,6 @@ def test_mutants_change_operators_bounds_masks_and_names(tmp_path: Path) -> None
 
 
 def test_mirrored_tests_stand_where_the_file_stands() -> None:
-    mirrored, others = files_that_test(Path("balancing/packing.py"), Path.cwd())
-    assert "tests/balancing/test_packing.py" in mirrored
+    mirrored, others = files_that_test(Path("balancing/search/packing.py"), Path.cwd())
+    assert "tests/balancing/search/test_packing.py" in mirrored
     assert not set(mirrored) & set(others)

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from controller import evaluate, generate
+from ballast.replay.__main__ import settings
+from ballast.sampling_commands import evaluate, generate
 from controller.config import load, to_yaml
-from controller.replay import settings
 from controller.rollout.sample_files import read_samples, read_step
 from tests.controller.config_workspace import write_workspace
 from tests.workers.model.tiny import save_tiny_model
-from workers.config import ModelConfig
+from workers.config.roles import ModelConfig
 from workers.errors import ConfigError, DataError
 from workers.model.model import load_model, load_tokenizer
 
@@ -48,7 +48,7 @@ EXECUTING = {
 ALLOWED = {
     ("workers/user_code/rewards.py", "cloudpickle.loads"),
     ("workers/user_code/functions.py", "cloudpickle.loads"),
-    ("workers/user_code/agents.py", "cloudpickle.loads"),
+    ("workers/agents/processes.py", "cloudpickle.loads"),
     ("workers/user_code/environments.py", "cloudpickle.loads"),
     ("workers/user_code/tools.py", "cloudpickle.loads"),
     ("workers/user_code/process.py", "pickle.loads"),

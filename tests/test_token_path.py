@@ -12,16 +12,16 @@ import torch
 from balancing import plan_batch
 from controller.rollout.samples import assemble
 from tests.workers.model.tiny import save_tiny_model
-from workers.config import LossConfig, ModelConfig, OptimizerConfig
-from workers.dispatch import DispatchMode, Join, RankCoordinates, Split, join_tokens, split_arguments
+from workers.batch.dispatch import DispatchMode, Join, RankCoordinates, Split, join_tokens, split_arguments
+from workers.batch.score import Score
+from workers.config.roles import LossConfig, ModelConfig, OptimizerConfig
+from workers.engine.requests import SampleRequest
+from workers.engine.vllm_interface import as_response
+from workers.episodes.episode import Episode
 from workers.model.layout import RowLayout
 from workers.model.losses import Predictions
 from workers.roles.policy import PolicyWorker
-from workers.rollout.episode import Episode
-from workers.rollout.requests import SampleRequest
 from workers.rollout.results import finished, flush
-from workers.rollout.vllm_interface import as_response
-from workers.score import Score
 
 ROOT = Path(__file__).parents[1]
 ROWS = re.findall(r"^\| (`.*) \| (`.*) \| .* \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)

@@ -17,9 +17,9 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from workers.batch.score import is_finite
 from workers.errors import DataError, quoted
-from workers.images import url_of
-from workers.score import is_finite
+from workers.images.images import url_of
 
 Text = str | list[dict[str, Any]]
 """A text, or chat messages where the prompt is a list of these."""

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 
 from workers.errors import ConfigError, DataError, named
-from workers.images import Image, url_of
+from workers.images.images import Image, url_of
+from workers.images.placeholders import Placed, Placeholders
 from workers.json_file import read_json
-from workers.placeholders import Placed, Placeholders
 from workers.template_forms import (
     IMAGE_PART,
     ROLES,

@@ -10,11 +10,11 @@ from functools import partial
 from inspect import isfunction
 from typing import Any
 
-from workers.config import LossConfig, OptimizerConfig
+from workers.config.loss import DistillationConfig, undecorated
+from workers.config.roles import LossConfig, OptimizerConfig
+from workers.episodes.template_findings import template_findings
 from workers.errors import BallastError, ConfigError, DataError, clause, named
-from workers.loss_config import DistillationConfig, undecorated
 from workers.rendering import Messages, Options, check_read, check_size, variables_of
-from workers.template_findings import template_findings
 from workers.template_forms import try_forms
 from workers.user_code.functions import load, load_module, packed_text
 from workers.user_code.process import RAISED
@@ -33,7 +33,7 @@ def try_loss(
         raise undecorated(name)
     import torch
 
-    from workers.dataproto import DataProto
+    from workers.batch.dataproto import DataProto
     from workers.model.losses import Denominators, Predictions, make_policy_loss, prepare, to_metrics
     from workers.model.rows.packing import pack, with_work
 
@@ -77,7 +77,7 @@ def try_optimizer(key: str, name: str, config: OptimizerConfig, total_steps: int
     import torch
     from torch.distributed.tensor import distribute_tensor
 
-    from workers.model.optimizer import make_optimizer, make_schedule
+    from workers.model.optimizer.optimizer import make_optimizer, make_schedule
     from workers.model.sharding.parallel import make_parallel
 
     mesh = make_parallel(torch.device("cpu")).sharding

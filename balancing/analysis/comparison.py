@@ -16,15 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from balancing.alignment import round_up
 from balancing.analysis.statistics import micro_batch_tokens, padding_share, plan_statistics, step_time, time_grids
-from balancing.baselines import PADDED, Published, Steps, published_steps
+from balancing.basics.alignment import round_up
+from balancing.basics.grouping import Floats, Integers
+from balancing.basics.image_patches import Images
 from balancing.context_degrees import ContextDegrees
-from balancing.grouping import Floats, Integers
-from balancing.image_patches import Images
 from balancing.mini_batch import MiniBatch
-from balancing.pipeline import Pipeline
+from balancing.pipelines.pipeline import Pipeline
 from balancing.plan import Plan, Settings, plan_batch
+from balancing.search.baselines import PADDED, Published, Steps, published_steps
 
 GIVEN, SMALL_ENDS, OURS, SHARED = "given order", "small ends", "Ballast", "Ballast, shared"
 PUBLISHED_TITLES: dict[str, Published] = {"verl": "verl", "ROLL": "roll", "MindSpeed-RL": "mindspeed_rl"}

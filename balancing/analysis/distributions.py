@@ -10,7 +10,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from balancing.validation import one_of, positive_integer
+from balancing.basics.validation import one_of, positive_integer
 
 DEFAULT_CAP = 65_536
 

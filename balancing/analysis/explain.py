@@ -18,11 +18,11 @@ from balancing.analysis.statistics import (
     predicted_grids,
     step_time,
 )
+from balancing.basics.grouping import Caps, Floats
 from balancing.errors import BalancingError
-from balancing.grouping import Caps, Floats
 from balancing.mini_batch import MicroStep
-from balancing.packing import fewest_micro_batches
 from balancing.plan import Plan, plan_batch
+from balancing.search.packing import fewest_micro_batches
 
 EVEN = 1e-6
 """No rank waits in a micro-step whose heaviest rank is within this share of the mean."""

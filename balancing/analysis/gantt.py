@@ -22,9 +22,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from balancing.analysis.statistics import bubble, ideal_time, step_time
-from balancing.grouping import Floats
-from balancing.pipeline import Pipeline
-from balancing.pipeline_time import timeline
+from balancing.basics.grouping import Floats
+from balancing.pipelines.pipeline import Pipeline
+from balancing.pipelines.pipeline_time import timeline
 from balancing.plan import Plan
 
 MINI_BATCH_COLOURS = ("#2f6690", "#3a9679", "#e3a857", "#b4656f", "#6d5a8d", "#7d8491")

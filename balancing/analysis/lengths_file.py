@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from balancing.basics.validation import whole_numbers
 from balancing.context_degrees import ContextDegrees
 from balancing.cost_model import CostModel
 from balancing.errors import LengthFileError
-from balancing.pipeline import Pipeline
+from balancing.pipelines.pipeline import Pipeline
 from balancing.plan import Plan, Settings
-from balancing.validation import whole_numbers
 
 log = logging.getLogger(__name__)
 

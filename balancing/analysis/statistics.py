@@ -4,19 +4,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from balancing.alignment import round_up
-from balancing.assignment import karmarkar_karp_twice
-from balancing.grouping import Caps, Floats, Integers
-from balancing.lower_bounds import minimum_step_times, step_time_bound
-from balancing.micro_step_targets import least_makespan
+from balancing.basics.alignment import round_up
+from balancing.basics.grouping import Caps, Floats, Integers
 from balancing.mini_batch import MiniBatch, degree_of
-from balancing.orders import small_ends
-from balancing.padded import take_in_order
-from balancing.pipeline import Pipeline
-from balancing.pipeline_plan import most_in_a_step
-from balancing.pipeline_time import makespan
+from balancing.pipelines.micro_step_targets import least_makespan
+from balancing.pipelines.pipeline import Pipeline
+from balancing.pipelines.pipeline_plan import most_in_a_step
+from balancing.pipelines.pipeline_time import makespan
 from balancing.plan import Plan
-from balancing.prefix_bounds import prefix_step_time_bound
+from balancing.prefixes.bounds import prefix_step_time_bound
+from balancing.search.assignment import karmarkar_karp_twice
+from balancing.search.lower_bounds import minimum_step_times, step_time_bound
+from balancing.search.orders import small_ends
+from balancing.search.padded import take_in_order
 
 # A grid is float64 [steps, ranks] of one mini-batch: a sum over each micro-batch, 0 for an empty one.
 Rows = list[list[Integers]]

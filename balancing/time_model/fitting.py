@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from balancing.basics.grouping import Floats
 from balancing.cost_model import non_negative_least_squares
-from balancing.grouping import Floats
 from balancing.time_model.generation import batches, engine_step, prefill_flops, slots_of
 from balancing.time_model.inputs import Layout, ModelShape, Workload
 from balancing.time_model.machine import Efficiency, Machine

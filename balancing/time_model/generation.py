@@ -13,7 +13,7 @@ from heapq import heapify, heapreplace
 
 import numpy as np
 
-from balancing.grouping import Floats
+from balancing.basics.grouping import Floats
 from balancing.time_model.inputs import Layout, ModelShape, Workload
 from balancing.time_model.machine import Efficiency, Machine
 

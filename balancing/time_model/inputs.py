@@ -7,10 +7,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from balancing.grouping import Floats, Integers
+from balancing.basics.grouping import Floats, Integers
+from balancing.basics.validation import whole_numbers
 from balancing.model_counts import count_layers, forward_flops, key_value_heads
 from balancing.model_fields import Fields
-from balancing.validation import whole_numbers
 
 Placement = Literal["colocated", "apart", "shared_memory"]
 

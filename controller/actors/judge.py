@@ -23,11 +23,11 @@ from controller.engines.engine_calls import POLL_SECONDS
 from controller.engines.engine_pool import EnginePool
 from controller.engines.router import Key
 from controller.observability.failures import place_of
+from workers.batch.score import Score
+from workers.config.judge import POLICY, JudgeConfig
+from workers.engine.requests import JUDGE_STEP, SampleRequest, SampleResult, sample_seed
 from workers.errors import BallastError, DataError, quoted
-from workers.judge_config import POLICY, JudgeConfig
 from workers.rendering import Renderer
-from workers.rollout.requests import JUDGE_STEP, SampleRequest, SampleResult, sample_seed
-from workers.score import Score
 
 TIE = 0.5
 LONGEST_QUOTE = 60

@@ -31,11 +31,14 @@ from controller.engines.engine_pool import EnginePool
 from controller.engines.fleet import RestartBudget
 from controller.observability.console import Console
 from controller.observability.live_metrics import LiveMetrics
-from workers.config import GATEWAY_KEY, HTTP, RolloutConfig
+from workers.agents.front import SessionFront
+from workers.batch.metrics import results
+from workers.config.model import checkpointing_words
+from workers.config.roles import GATEWAY_KEY, HTTP, RolloutConfig
+from workers.engine.placement import ranks_of_engine
+from workers.engine.requests import WeightLoad
 from workers.errors import BallastError, LostError, WorkerError
-from workers.metrics import results
 from workers.model.timing import MicroStepTime
-from workers.model_config import checkpointing_words
 from workers.rendering import Renderer
 from workers.roles.base import Worker
 from workers.roles.critic import CriticWorker
@@ -43,9 +46,6 @@ from workers.roles.model_worker import ReferenceWorker, TeacherWorker
 from workers.roles.policy import OfflinePolicyWorker, PolicyWorker
 from workers.roles.reward_model import RewardModelTrainer, RewardModelWorker
 from workers.rollout.engine_actor import VllmEngineActor
-from workers.rollout.front import SessionFront
-from workers.rollout.placement import ranks_of_engine
-from workers.rollout.requests import WeightLoad
 from workers.user_code.rewards import RewardFunction
 
 ANSWER_SECONDS = 5.0  # wait for facts that are only recorded

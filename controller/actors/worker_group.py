@@ -18,7 +18,7 @@ from ray.exceptions import ObjectLostError, RayError, RayTaskError
 
 from controller.actors.resources import Reservation
 from controller.engines.engine_calls import cause_of
-from workers.dispatch import (
+from workers.batch.dispatch import (
     DISPATCH_ATTRIBUTE,
     DispatchMode,
     Join,
@@ -28,8 +28,8 @@ from workers.dispatch import (
     leaders,
     split_arguments,
 )
+from workers.batch.metrics import merge
 from workers.errors import BallastError, LostError, WorkerError
-from workers.metrics import merge
 from workers.roles.base import Worker
 
 LOST_SECONDS = 3.0  # time in which Ray reports a lost actor, after its peers noticed

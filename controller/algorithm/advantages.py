@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 
 from controller.config.sections import AlgorithmConfig
-from workers.config import KlInRewardConfig
+from workers.batch.metrics import Metrics, results
+from workers.batch.remote_batch import RemoteBatch
+from workers.config.roles import KlInRewardConfig
 from workers.errors import ConfigError, DataError
-from workers.metrics import Metrics, results
 from workers.model.losses import explained_variance
-from workers.remote_batch import RemoteBatch
 
 LARGEST_KL_ERROR = 0.2  # errors are clipped here, so that one outlier step does not derail the weight
 EPSILON = 1e-6  # keeps the advantages of a group with equal rewards at 0

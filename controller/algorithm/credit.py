@@ -10,7 +10,7 @@
 All that belongs to the whole sample lies on its last turn: reward functions, a reward model, reward.overlong_tokens, a
 group's baseline, and a KL by sequence. A KL by token stays at its token.
 
-An agent's session may also have rewards of single responses, see `workers.rollout.session`:
+An agent's session may also have rewards of single responses, see `workers.agents.session`:
 
     rewards of sessions, offsets of turns --A + offset s--> column `by_turn` --> tokens, on ranks
 
@@ -24,9 +24,9 @@ import numpy as np
 
 from controller.algorithm.advantages import grpo, samples_of, sequence_advantages, sequence_slopes
 from controller.config.sections import AlgorithmConfig
-from workers.dataproto import object_column
+from workers.batch.dataproto import object_column
+from workers.batch.remote_batch import RemoteBatch
 from workers.model.losses.returns import discounted_returns
-from workers.remote_batch import RemoteBatch
 
 
 def by_turn(algorithm: AlgorithmConfig, batch: RemoteBatch, rewards: np.ndarray) -> np.ndarray:

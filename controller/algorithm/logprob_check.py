@@ -17,8 +17,8 @@ from enum import Enum
 import numpy as np
 
 from controller.config import Config
+from workers.batch.metrics import TOLERANCE, Metric, results
 from workers.errors import MismatchError
-from workers.metrics import TOLERANCE, Metric, results
 
 MEAN, LARGEST = "rollout_mismatch_mean", "rollout_mismatch_max"
 COARSER = ("quantization", "kv_cache_dtype")
@@ -104,11 +104,11 @@ def beyond(mean: float, largest: float, limit: float, dtype: str, equal_weights:
     if equal_weights is not AtEqualWeights.NONE and mean > TOLERANCE[dtype]:
         return (
             f"{told} {equal_weights.value}, which is more than rounding in {dtype} ({TOLERANCE[dtype]:g}): the engine "
-            "does not compute what the trainer does. `python -m controller.doctor` compares them with a tiny model."
+            "does not compute what the trainer does. `python -m ballast doctor` compares them with a tiny model."
         )
     if mean > limit:
         return (
-            f"{told}, above policy.max_mismatch={limit:g}. `python -m controller.doctor` compares them at equal "
+            f"{told}, above policy.max_mismatch={limit:g}. `python -m ballast doctor` compares them at equal "
             "weights. Raise policy.max_mismatch if samples are older than the weights, or if "
             "rollout.sampling changes the distribution."
         )

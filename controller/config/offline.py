@@ -18,7 +18,14 @@ from controller.config.sections import (
     TrackingConfig,
 )
 from controller.config.training import Limits, TrainingConfig, counted
-from workers.config import ModelConfig, OptimizerConfig, PolicyConfig, ReferenceConfig, SupervisedLossConfig, setting
+from workers.config.roles import (
+    ModelConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    ReferenceConfig,
+    SupervisedLossConfig,
+    setting,
+)
 
 
 @dataclass

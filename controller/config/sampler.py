@@ -13,9 +13,9 @@ from typing import Self
 
 from controller.config.schema import Config
 from controller.config.sections import VALIDATED_ALIKE, AlgorithmConfig, BatchConfig, DataConfig
-from workers.config import SamplingConfig
+from workers.config.roles import SamplingConfig
+from workers.engine.requests import GENERATION_STEP, VALIDATION_STEP
 from workers.errors import ConfigError
-from workers.rollout.requests import GENERATION_STEP, VALIDATION_STEP
 
 TRAINING_KEYS = """
     run.steps run.save_every run.checkpoint_every run.keep_checkpoints run.resume run.on_data_change
@@ -82,7 +82,7 @@ class SamplerConfig(Config):
 
 @dataclass
 class EvaluateConfig(SamplerConfig):
-    """Settings of `controller.evaluate`: a validation as in training."""
+    """Settings of `ballast.sampling_commands.evaluate`: a validation as in training."""
 
     command = "evaluate"
     does = "Validation metrics of a model on data.validation, with confidence intervals."
@@ -112,7 +112,7 @@ class EvaluateConfig(SamplerConfig):
 
 @dataclass
 class GenerateConfig(SamplerConfig):
-    """Settings of `controller.generate`: samples as in training."""
+    """Settings of `ballast.sampling_commands.generate`: samples as in training."""
 
     command = "generate"
     does = "Sample responses, with token ids and log-probs, into a file."

@@ -2,7 +2,8 @@
 
     FILE, key.sub=value --load--> Config --preflight.checks--> a run, or one line that says what to change
 
-`controller.config.sections` and `workers.config` declare the keys. Values that follow from several keys are properties.
+`controller.config.sections` and `workers.config.roles` declare the keys. Values that follow from several keys are
+properties.
 """
 
 import itertools
@@ -28,7 +29,8 @@ from controller.config.sections import (
     ValidationConfig,
 )
 from controller.config.training import TrainingConfig, counted
-from workers.config import (
+from workers.config.judge import POLICY
+from workers.config.roles import (
     CriticConfig,
     LossConfig,
     ModelConfig,
@@ -37,7 +39,6 @@ from workers.config import (
     RolloutConfig,
     TeacherConfig,
 )
-from workers.judge_config import POLICY
 
 Schema = TypeVar("Schema", bound=TrainingConfig)
 

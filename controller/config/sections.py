@@ -1,10 +1,10 @@
-"""Sections of a configuration for the whole run. `workers.config` holds the sections of the roles."""
+"""Sections of a configuration for the whole run. `workers.config.roles` holds the sections of the roles."""
 
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
 
-from workers.config import GaeConfig, KlInRewardConfig, LossConfig, RewardModelConfig, SamplingConfig, setting
-from workers.judge_config import JudgeConfig
+from workers.config.judge import JudgeConfig
+from workers.config.roles import GaeConfig, KlInRewardConfig, LossConfig, RewardModelConfig, SamplingConfig, setting
 
 
 @dataclass
@@ -65,7 +65,7 @@ class RunConfig(BaseRunConfig):
     record_samples: bool = setting(
         False,
         "Keep every step's samples in runs/NAME/samples: tokens, log-probs, weight versions and rewards. `python -m "
-        "controller.replay runs/NAME --step 3` trains a step again from them.",
+        "ballast replay runs/NAME --step 3` trains a step again from them.",
     )
     step: str = setting(
         "",
@@ -478,7 +478,7 @@ class TrackingConfig:
         False, "Show imbalances and log-prob mismatch at every step, as -v does. By default only bad values are shown."
     )
     tensorboard: bool = setting(True, "Write TensorBoard events next to metrics.jsonl.")
-    timeline: bool = setting(True, "Write timeline.jsonl, for `python -m controller.timeline runs/NAME`.")
+    timeline: bool = setting(True, "Write timeline.jsonl, for `python -m ballast timeline runs/NAME`.")
     wandb: bool = setting(
         False, "Log to Weights & Biases, configured by its environment variables (WANDB_MODE, WANDB_API_KEY, ...)."
     )

@@ -15,7 +15,7 @@ from controller.config.conditions import CONDITIONS
 from controller.config.file import value_of
 from controller.config.model_files import read_model_files
 from controller.config.sections import BalanceConfig, BaseRunConfig, ResourcesConfig, TrackingConfig
-from workers.config import ModelConfig, PolicyConfig, ReferenceConfig
+from workers.config.roles import ModelConfig, PolicyConfig, ReferenceConfig
 
 
 def counted(number: int, noun: str) -> str:
@@ -214,7 +214,7 @@ class TrainingConfig:
 
     def _multiple(self, of_kernels: int) -> int:
         # A late import, because balancing loads slowly and a mistyped key should fail at once.
-        from balancing.alignment import length_multiple
+        from balancing.basics.alignment import length_multiple
 
         parallel = self.policy.parallel
         return math.lcm(of_kernels, length_multiple(parallel.context_parallel, parallel.tensor_parallel))

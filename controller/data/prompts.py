@@ -15,8 +15,8 @@ from controller.data.data_files import data_folder
 from controller.data.records import Record
 from controller.observability.slow_work import Log, count_if_slow
 from workers.errors import DataError
-from workers.images import Image, ImageError, ImageSource, name_of
-from workers.placeholders import Placed
+from workers.images.images import Image, ImageError, ImageSource, name_of
+from workers.images.placeholders import Placed
 from workers.rendering import Options, Renderer, options_of
 
 DATA_ORDER = 0  # separates this random stream from others with the same seed

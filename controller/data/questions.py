@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from controller.observability.shown_text import shown_prompt
+from workers.config.judge import JudgeConfig
 from workers.errors import ConfigError, named
-from workers.judge_config import JudgeConfig
 from workers.rendering import read_template
 
 TAG = r"<(?=\s*/?\s*(?:prompt|response))"

@@ -16,10 +16,10 @@ import numpy as np
 
 from controller.config.functions import OF_SAMPLES
 from controller.data.records import Record
-from workers.dataproto import object_column, record_column
+from workers.batch.dataproto import object_column, record_column
+from workers.batch.remote_batch import RemoteBatch
+from workers.batch.score import Score
 from workers.errors import DataError, quoted
-from workers.remote_batch import RemoteBatch
-from workers.score import Score
 from workers.user_code.functions import IsolatedFunction
 
 Columns = Mapping[str, np.ndarray]

@@ -20,7 +20,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from controller.engines.fleet import FRUITLESS_DEATHS, UP, Fleet, State
-from workers.config import RolloutConfig
+from workers.config.roles import RolloutConfig
 from workers.errors import ConfigError, LostError, RolloutError
 
 MakeActor = Callable[[int, int], Any]

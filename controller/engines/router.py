@@ -15,9 +15,9 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 
+from workers.agents.session import SessionRecord
+from workers.engine.requests import Response, SampleRequest, SampleResult
 from workers.errors import DataError
-from workers.rollout.requests import Response, SampleRequest, SampleResult
-from workers.rollout.session import SessionRecord
 
 Key = tuple[str, int]
 

@@ -58,13 +58,13 @@ from controller.observability.slow_work import Log, log_if_slow
 from controller.planning.planner import counted_costs
 from controller.preflight.algorithm_checks import check_keep_best
 from controller.preflight.training_checks import check_caps
-from workers.config import HTTP
+from workers.batch.score import Score
+from workers.config.roles import HTTP
 from workers.environment import as_text
+from workers.episodes.parser_names import known_parsers, parsers_of
 from workers.errors import ConfigError, DataError, Problems
-from workers.images import Pictures
+from workers.images.images import Pictures
 from workers.rendering import Messages, Options, Renderer, template_of
-from workers.rollout.parser_names import known_parsers, parsers_of
-from workers.score import Score
 from workers.user_code.environments import Answered, try_environment
 from workers.user_code.functions import Tools, find_class, find_tools
 from workers.user_code.rewards import MESSAGES, RAW, RewardFunction, try_rewards
@@ -324,7 +324,7 @@ def tokenized(config: Config, tried: Tried, log: Log = print) -> Inputs:
             "renders. Remove it, or write them as chat messages."
         )
     if config.rollout.plays_episodes and chats and not config.rollout.runs_agent:
-        from workers.rollout.conversation import check_template
+        from workers.episodes.conversation import check_template
 
         options = _run_options(config, tried.tools)
         if config.rollout.tools:
@@ -603,7 +603,7 @@ def try_template(
 def load_renderer(config: TrainingConfig, log: Log = print) -> Renderer:
     with log_if_slow(log, f"loading torch, and the tokenizer of model.path={config.model.path}"):
         from workers.model.model import load_tokenizer
-        from workers.model.processor import load_placeholders
+        from workers.model.vision.processor import load_placeholders
 
         tokenizer, placeholders = load_tokenizer(config.model.path), load_placeholders(config.model.path)
     vocabulary = config.vocabulary

@@ -17,9 +17,9 @@ from controller.config.model_files import positions, read_model_files, weight_by
 from controller.config.sampler import SamplerConfig
 from controller.config.training import LEARNING, path_setting
 from controller.preflight.engine_checks import response_limit, samplings
-from workers.config import ModelConfig
+from workers.config.loss import DistillationConfig
+from workers.config.roles import ModelConfig
 from workers.errors import BallastError, ConfigError
-from workers.loss_config import DistillationConfig
 from workers.user_code.functions import check_optimizer
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ MOST_BYTES = 2 * GIB
 SHARE_OF_MEMORY = 1 / 6  # weights in bfloat16 take twice their files in float32, and as much again while they are read
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of heads that vLLM's attention on CPUs has kernels for. With others an engine dies in its first step."""
-KV_BLOCK_TOKENS = 32  # for an engine on CPU, see workers.rollout.vllm_interface
+KV_BLOCK_TOKENS = 32  # for an engine on CPU, see workers.engine.vllm_interface
 
 
 @dataclass(frozen=True)

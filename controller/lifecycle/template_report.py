@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from controller.config.model_files import ModelFiles, special_tokens
+from workers.episodes.template_findings import TURNS, TemplateFindings
 from workers.json_file import read_json
 from workers.rendering import Messages, Options, Template, render_isolated
-from workers.template_findings import TURNS, TemplateFindings
 
 WIDTH = 80
 TITLES = {"plain": "plain", "reasoning": "reasoning", "calls": "calls", "both": "reasoning + calls"}

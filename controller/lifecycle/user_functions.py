@@ -21,9 +21,9 @@ from controller.data.records import Record
 from controller.data.sample_functions import FORMS, OFFERED, Functions, SampleFunction
 from controller.observability.slow_work import Log, log_if_slow
 from controller.preflight.data_checks import RESERVED
-from workers.dataproto import object_column, record_column
+from workers.batch.dataproto import object_column, record_column
+from workers.engine.requests import COUNTS
 from workers.errors import ConfigError, DataError
-from workers.rollout.requests import COUNTS
 from workers.user_code.functions import TIMEOUT_SETTING, IsolatedFunction, UserFunction, check_loss, find_function
 
 Records = dict[str, list[Record]]

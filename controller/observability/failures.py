@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from workers.rollout.requests import SampleResult
+    from workers.engine.requests import SampleResult
 
 MOST_CAUSES = 8  # of a kind that have a line each. Further ones share a line
 FURTHER = "further causes"

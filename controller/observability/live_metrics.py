@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from balancing import CostModel
-from workers.remote_batch import RemoteBatch
+from workers.batch.remote_batch import RemoteBatch
 
 if TYPE_CHECKING:
     from workers.model.timing import MicroStepTime

@@ -378,7 +378,9 @@ def expected_answer(row: Row) -> str:
 
 
 def _sessions(run: RunFolder) -> list[tuple[str, list[Entry]]]:
-    """Return (summary, tree) of the last step's recorded samples of several turns, as `controller.show` draws them."""
+    """Return (summary, tree) of the last step's recorded samples of several turns, as `ballast.pages.show`
+    draws them.
+    """
     last = max((row["step"] for row in run.samples), default=0)
     rows = enumerate((row for row in run.samples if row["step"] == last and is_whole(row)), start=1)
     return [

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from balancing.analysis.lengths_file import check_lengths, has_step, json_records
 from workers.errors import ConfigError, DataError, OutputError
-from workers.images import PlacedImage, png_of
+from workers.images.images import PlacedImage, png_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -164,7 +164,7 @@ class RunWriter:
         self._failures.write({"step": step, "kind": kind, "count": count, "first": first}, ensure_ascii=False)
 
     def timeline(self, step: int, record: Mapping[str, Any]) -> None:
-        """Record times of phases, samples and micro-steps, for `python -m controller.timeline runs/NAME`."""
+        """Record times of phases, samples and micro-steps, for `python -m ballast timeline runs/NAME`."""
         if self._timeline is not None:
             self._timeline.write({"step": step, **record}, separators=(",", ":"))
 

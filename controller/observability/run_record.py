@@ -27,7 +27,7 @@ from controller.observability.health import Health
 from controller.observability.live_metrics import LiveMetrics
 from controller.observability.run_folder import RunWriter
 from controller.observability.timeline import TimelineRecorder
-from workers.remote_batch import RemoteBatch
+from workers.batch.remote_batch import RemoteBatch
 
 if TYPE_CHECKING:
     from workers.model.timing import MicroStepTime

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from workers.remote_batch import RemoteBatch
+from workers.batch.remote_batch import RemoteBatch
 
 
 def staleness(

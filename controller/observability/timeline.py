@@ -36,9 +36,9 @@ from balancing.analysis.lengths_file import has_step, json_records
 from workers.errors import DataError
 
 if TYPE_CHECKING:
+    from workers.batch.score import Score
+    from workers.engine.requests import SampleResult, WeightLoad
     from workers.model.timing import MicroStepTime
-    from workers.rollout.requests import SampleResult, WeightLoad
-    from workers.score import Score
 
 RECORD = "timeline.jsonl"
 Event = dict[str, Any]

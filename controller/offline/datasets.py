@@ -9,11 +9,11 @@ from controller.config.offline import LearnedDataConfig, OfflineDataConfig
 from controller.data.prompts import epoch_order, left_out
 from controller.observability.slow_work import Log, count_if_slow
 from controller.offline.tokenized import Example, Row, example_row, expanded, scored_row
-from workers.dataproto import DataProto, object_column
+from workers.batch.dataproto import DataProto, object_column
+from workers.batch.remote_batch import IMAGES, RemoteBatch, stored
 from workers.errors import DataError
-from workers.images import ImageError, keys
-from workers.placeholders import Placed
-from workers.remote_batch import IMAGES, RemoteBatch, stored
+from workers.images.images import ImageError, keys
+from workers.images.placeholders import Placed
 from workers.rendering import Renderer
 
 Item = tuple[tuple[Row, Placed], ...]

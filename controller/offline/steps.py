@@ -19,9 +19,9 @@ from controller.offline.datasets import SequenceDataset
 from controller.offline.preference_losses import PairLoss, bradley_terry, pair_loss
 from controller.primitives import learn
 from controller.training_loop import Step, TrainingRun, prefixed
-from workers.loss_config import WeightedLossConfig
-from workers.metrics import results
-from workers.remote_batch import RemoteBatch
+from workers.batch.metrics import results
+from workers.batch.remote_batch import RemoteBatch
+from workers.config.loss import WeightedLossConfig
 
 Settings = TypeVar("Settings", bound=OfflineConfig)
 

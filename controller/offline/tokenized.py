@@ -22,8 +22,8 @@ from controller.config.offline import RewardDataConfig
 from controller.data.records import Record
 from workers.chat_messages import check_not_blank, cleaned, messages_in
 from workers.errors import DataError
-from workers.images import ImageSource
-from workers.placeholders import Placed, spread
+from workers.images.images import ImageSource
+from workers.images.placeholders import Placed, spread
 from workers.rendering import Messages, Options, Renderer, options_of, with_images
 
 Row = dict[str, np.ndarray]

@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from balancing import ContextDegrees, CostModel, Plan, plan_batch
-from balancing.alignment import group_cap
+from balancing.basics.alignment import group_cap
 from balancing.cost_model import TRAINING_FACTOR, exchange_share
 from balancing.errors import CostModelError, CountError
-from balancing.pipeline import Pipeline
+from balancing.pipelines.pipeline import Pipeline
 from controller.config import TrainingConfig
 from workers.errors import ConfigError
 
 if TYPE_CHECKING:
-    from workers.remote_batch import RemoteBatch
-from balancing.prefixes import fewest_worth_sharing
-from workers.model_config import RECOMPUTED
-from workers.rollout.prefix_hashes import hashed_places
+    from workers.batch.remote_batch import RemoteBatch
+from balancing.prefixes.groups import fewest_worth_sharing
+from workers.config.model import RECOMPUTED
+from workers.engine.prefix_hashes import hashed_places
 
 Integers = np.ndarray
 
@@ -39,7 +39,7 @@ def prefix_columns(
     """Return the arguments of `plan_batch` for shared prefixes of B samples, int64 [B] each.
 
     prompts: int64 [B], equal for equal prompts. prompt_tokens, lengths: int64 [B], of prompt and whole sample. hashes:
-    objects [B], bytes from `workers.rollout.prefix_hashes`. minimum: `model.min_shared_tokens`.
+    objects [B], bytes from `workers.engine.prefix_hashes`. minimum: `model.min_shared_tokens`.
     """
     own = lengths - prompt_tokens
     fewest = np.maximum(fewest_worth_sharing(own), minimum)

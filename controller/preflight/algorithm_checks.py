@@ -8,8 +8,8 @@ from controller.config import Config
 from controller.config.functions import check_function
 from controller.preflight.data_checks import check_column_names
 from controller.preflight.training_checks import OPTIMIZER_STEPS, check_optimizer
+from workers.config.loss import check_policy_loss
 from workers.errors import ConfigError, check_together
-from workers.loss_config import check_policy_loss
 
 
 def check_advantage(config: Config) -> None:

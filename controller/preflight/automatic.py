@@ -8,7 +8,7 @@ from typing import Any
 
 from controller.config import TrainingConfig
 from controller.config.file import settings
-from workers.loss_config import automatic_aggregation
+from workers.config.loss import automatic_aggregation
 from workers.model.rules.families import KERNEL_FEATURES, features_of_file
 from workers.model.rules.model_rules import compiles, kernel_problem
 

@@ -43,10 +43,10 @@ from controller.preflight.training_checks import (
     check_run,
     check_writable,
 )
-from workers.config import RewardModelConfig
+from workers.config.roles import RewardModelConfig
+from workers.engine.engine_options import check_engine_options
+from workers.engine.placement import fits_device
 from workers.errors import ConfigError, Problems, check_together
-from workers.rollout.engine_options import check_engine_options
-from workers.rollout.placement import fits_device
 
 
 def check(config: Config, given: GivenFunctions = NONE_GIVEN, *, needs_data: bool = True) -> None:

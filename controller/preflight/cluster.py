@@ -21,8 +21,8 @@ from controller.actors.placement import bundle_of_rank, groups_on_several_nodes
 from controller.config import Config, TrainingConfig
 from controller.config.file import settings, value_of
 from controller.observability.shown_text import shortened
+from workers.engine.placement import ranks_of_engine
 from workers.errors import ConfigError, ResourceError
-from workers.rollout.placement import ranks_of_engine
 
 FORM = "nodes=8,gpus=8,gpu=H100,cpus=96,memory_gib=1024"
 CPUS_OF_GPU = 12

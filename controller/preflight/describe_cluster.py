@@ -17,8 +17,8 @@ from controller.preflight.memory import (
     memory_lines,
     memory_totals,
 )
+from workers.config.model import checkpointing_words
 from workers.errors import ConfigError
-from workers.model_config import checkpointing_words
 
 
 def print_cluster(config: Config, cluster: Cluster, *, measured: bool = True) -> None:

@@ -7,10 +7,10 @@ from functools import partial
 from controller.config import Config
 from controller.config.functions import check_command, check_function, check_source
 from controller.preflight.training_checks import check_caps
-from workers.config import GATEWAY_KEY, HTTP, SamplingConfig
+from workers.config.roles import GATEWAY_KEY, HTTP, SamplingConfig
+from workers.engine.engine_options import LORA_RANKS
+from workers.episodes.parser_names import known_parsers
 from workers.errors import ConfigError, Problems, check_together, raise_all
-from workers.rollout.engine_options import LORA_RANKS
-from workers.rollout.parser_names import known_parsers
 from workers.user_code.task_sources import package_of
 
 PLAYERS = ("environment", "tools", "agent", "agent_command")

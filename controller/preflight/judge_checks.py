@@ -6,8 +6,8 @@ from controller.config import Config
 from controller.config.functions import check_function
 from controller.config.model_files import positions, read_model_files
 from controller.config.sampler import SamplerConfig
+from workers.engine.engine_options import check_engine_options
 from workers.errors import ConfigError, raise_all
-from workers.rollout.engine_options import check_engine_options
 
 
 def check_judge(config: Config) -> None:
@@ -28,7 +28,7 @@ def check_judge(config: Config) -> None:
         f"min_grade={judge.min_grade:g}": judge.min_grade >= judge.max_grade and "set it below reward.judge.max_grade",
         "form=pairwise": pairwise
         and (single or config.algorithm.advantage == "remax")
-        and "controller.evaluate, controller.generate and algorithm.advantage=remax score single samples. Set score",
+        and "`ballast evaluate`, `ballast generate` and algorithm.advantage=remax score single samples. Set score",
         f"opponents={judge.opponents}": pairwise
         and judge.opponents > others
         and f"a response has {others} others of its prompt. Lower it, or raise rollout.samples_per_prompt",

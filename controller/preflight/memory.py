@@ -1,6 +1,6 @@
 """Measure the GPU memory of a run without a GPU, and compare it with a described cluster.
 
-    Config --request--> workers.model.memory_trace, in a separate process, or the user's cache --> Memory
+    Config --request--> workers.model.memory.memory_trace, in a separate process, or the user's cache --> Memory
     Memory, Cluster --memory_lines, check_memory--> lines of the page, or ConfigError
 
 Roles compute in turn: during a pass, a GPU holds the pass and all roles' states. While engines sample, it holds what
@@ -29,9 +29,9 @@ from controller.config.model_files import ModelFiles, read_model_files
 from controller.config.training import LEARNING, path_setting
 from controller.observability.slow_work import log_if_slow
 from controller.preflight.cluster import Cluster
-from workers.config import LossConfig
+from workers.config.model import ATTENTION_KEPT, LIGHTER
+from workers.config.roles import LossConfig
 from workers.errors import ConfigError
-from workers.model_config import ATTENTION_KEPT, LIGHTER
 
 Checked = TypeVar("Checked", bound=TrainingConfig)
 GIB = 2**30
@@ -52,7 +52,7 @@ Parts = dict[str, float]
 class Memory:
     """Measured memory of all training roles.
 
-    roles: by role, as `workers.model.memory_trace.trace` returns. problem: why measurements are missing.
+    roles: by role, as `workers.model.memory.memory_trace.trace` returns. problem: why measurements are missing.
     """
 
     roles: dict[str, dict[str, Any]]
@@ -149,7 +149,7 @@ def _measure(config: TrainingConfig, layers: tuple[int, ...]) -> Memory:
 
 
 def request(config: TrainingConfig, layers: tuple[int, ...] = LAYERS) -> dict[str, Any]:
-    """Build the request for `workers.model.memory_trace.trace`. layers: the numbers of layers that are built."""
+    """Build the request for `workers.model.memory.memory_trace.trace`. layers: the numbers of layers that are built."""
     loss = config.algorithm.loss if isinstance(config, Config) else LossConfig()
     return {
         "ranks": config.training_workers,
@@ -252,7 +252,7 @@ def _keep(file: Path, text: str) -> None:
 def _measured(asked: Mapping[str, Any]) -> Memory:
     try:
         process = subprocess.run(
-            [sys.executable, "-m", "workers.model.memory_trace"],
+            [sys.executable, "-m", "workers.model.memory.memory_trace"],
             input=json.dumps(asked),
             env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TOKENIZERS_PARALLELISM": "false"},
             text=True,

@@ -15,8 +15,8 @@ from controller.preflight.training_checks import (
     check_parallel,
     check_run,
 )
+from workers.config.loss import check_constant_length
 from workers.errors import ConfigError, Problems, check_together
-from workers.loss_config import check_constant_length
 
 
 def check_offline(config: OfflineConfig) -> None:

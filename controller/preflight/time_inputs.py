@@ -18,8 +18,8 @@ from controller.config import Config, TrainingConfig
 from controller.config.training import LEARNING
 from controller.observability.run_folder import RunFolder
 from controller.preflight.cluster import FIGURES, Cluster
+from workers.config.model import ATTENTION_KEPT, RECOMPUTED
 from workers.errors import ConfigError
-from workers.model_config import ATTENTION_KEPT, RECOMPUTED
 
 DRAWS = "lognormal:1500,0.9 (median, sigma), fixed:1500 or uniform:100,2000"
 LONGEST = 10**9

@@ -29,10 +29,10 @@ from controller.planning.planner import Planner
 from controller.rollout.buffer import RolloutBuffer, sample_requests
 from controller.rollout.sample_files import FinishedSample, StoredSamples, read_samples, write_samples
 from controller.rollout.samples import RolloutBatch, assemble
-from workers.dataproto import DataProto
+from workers.batch.dataproto import DataProto
+from workers.batch.score import Score
+from workers.engine.requests import SampleResult
 from workers.errors import DataError, RolloutError
-from workers.rollout.requests import SampleResult
-from workers.score import Score
 
 
 @dataclass

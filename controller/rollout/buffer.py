@@ -37,10 +37,10 @@ from controller.rollout.samples import (
     sample_numbers,
     with_record_columns,
 )
-from workers.config import SamplingConfig
-from workers.remote_batch import RemoteBatch, stored
-from workers.rollout.requests import EpisodeStart, SampleRequest, SampleResult, sample_seed
-from workers.score import Score
+from workers.batch.remote_batch import RemoteBatch, stored
+from workers.batch.score import Score
+from workers.config.roles import SamplingConfig
+from workers.engine.requests import EpisodeStart, SampleRequest, SampleResult, sample_seed
 
 
 class RolloutBuffer:

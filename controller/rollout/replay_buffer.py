@@ -18,8 +18,8 @@ from controller.data.sample_functions import SampleFunction
 from controller.observability.run_record import RunRecord
 from controller.rollout.sample_files import read_rows, write_rows
 from controller.rollout.samples import KEPT_ADVANTAGES, SAMPLED_COLUMNS, learned, sample_numbers
+from workers.batch.remote_batch import RemoteBatch
 from workers.errors import DataError
-from workers.remote_batch import RemoteBatch
 
 DRAWS = 2  # separates this random stream from others with the same seed
 OF_TURNS = ("credit", "offsets")

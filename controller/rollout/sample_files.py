@@ -2,7 +2,7 @@
 
     checkpoint   StoredSamples <--read_samples, write_samples--> step-30.npz
     checkpoint   rows of a RemoteBatch <--read_rows, write_rows--> replay/step-30.npz
-    step         RolloutBatch <--read_step, write_step--> runs/NAME/samples/step-3.npz, which `controller.replay` trains
+    step         RolloutBatch <--read_step, write_step--> runs/NAME/samples/step-3.npz, which `ballast.replay` trains
 
 Compressed arrays: rows of tokens with offsets, each image once, results and scores as JSON. They are read without
 pickle.
@@ -23,16 +23,16 @@ import ray
 
 from controller.observability.run_folder import writing
 from controller.rollout.samples import SAMPLED_COLUMNS, RolloutBatch
-from workers.dataproto import ROUTED_EXPERTS, DataProto, object_column
+from workers.agents.session import Node, SessionRecord
+from workers.batch.dataproto import ROUTED_EXPERTS, DataProto, object_column
+from workers.batch.remote_batch import IMAGES, RemoteBatch, fetched, places
+from workers.batch.score import Score
+from workers.engine.prefix_hashes import prefix_hashes
+from workers.engine.requests import Response, SampleResult
+from workers.episodes.episode import branches_of
 from workers.errors import DataError, clause
-from workers.images import Image, PlacedImage, keys
-from workers.placeholders import Placed
-from workers.remote_batch import IMAGES, RemoteBatch, fetched, places
-from workers.rollout.episode import branches_of
-from workers.rollout.prefix_hashes import prefix_hashes
-from workers.rollout.requests import Response, SampleResult
-from workers.rollout.session import Node, SessionRecord
-from workers.score import Score
+from workers.images.images import Image, PlacedImage, keys
+from workers.images.placeholders import Placed
 
 PARTIAL = ("ids", "log_probs", "versions")
 """Kept fields of an unfinished Response."""

@@ -17,12 +17,12 @@ from controller.algorithm.validation_metrics import ScoredResponse
 from controller.observability.session_tree import as_recorded
 from controller.observability.shown_text import other_columns, shortened, shown_prompt
 from controller.observability.step_metrics import session_metrics
-from workers.dataproto import ROUTED_EXPERTS, object_column, record_column
+from workers.batch.dataproto import ROUTED_EXPERTS, object_column, record_column
+from workers.batch.remote_batch import IMAGES, RemoteBatch, places, stored
+from workers.batch.score import Score, with_texts
+from workers.engine.requests import COUNTS, LENGTH, TURNS, Branch, SampleResult
 from workers.errors import RolloutError, UnfinishedError
-from workers.remote_batch import IMAGES, RemoteBatch, places, stored
 from workers.roles.reward import LONGEST_SENT
-from workers.rollout.requests import COUNTS, LENGTH, TURNS, Branch, SampleResult
-from workers.score import Score, with_texts
 from workers.user_code.tools import TOOL_PARTS
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from controller.data.prompts import Prompt
     from controller.engines.engine_pool import Sample
     from controller.engines.router import Key
-    from workers.config import TeacherConfig
+    from workers.config.roles import TeacherConfig
 
 SHOWN_TURNS = 10  # whose rewards are metrics
 LONGEST_TEXT = 2_000  # recorded characters of a prompt or a response

@@ -1,4 +1,5 @@
-"""Sampling from a model without training it: code shared by `controller.evaluate` and `controller.generate`.
+"""Sampling from a model without training it: code shared by `ballast evaluate` and
+`ballast generate`.
 
     settings, model --jobs: check, read--> job --sampling_run: engines, rewards--> samples --output--> samples.jsonl
                           |                                                    ^

@@ -24,9 +24,9 @@ from controller.data.identity import DataIdentity
 from controller.data.prompts import Prompt
 from controller.observability.run_folder import finite, writing
 from controller.sampling.models import Model
+from workers.batch.score import Score
+from workers.engine.requests import SampleResult
 from workers.errors import ConfigError, DataError
-from workers.rollout.requests import SampleResult
-from workers.score import Score
 
 Key = tuple[str, int]
 Line = dict[str, Any]

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
     from controller.actors.launch import WorkerGroups
     from controller.observability.console import Console
-    from workers.dataproto import DataProto
-    from workers.rollout.requests import SampleRequest, SampleResult
-    from workers.score import Score
+    from workers.batch.dataproto import DataProto
+    from workers.batch.score import Score
+    from workers.engine.requests import SampleRequest, SampleResult
 
 SECONDS_BETWEEN_LINES = 10.0
 WINDOW = 4  # requests in flight, as a multiple of those that the engines process at once, so that no engine waits

@@ -14,7 +14,7 @@ from balancing.analysis.lengths_file import plan_record, recorded_arguments
 from balancing.analysis.statistics import lower_bound, predicted_grids, step_time
 from balancing.cost_model import image_flops
 from balancing.errors import CountError, LengthError, OptionError, OverCapError
-from balancing.pipeline import Pipeline
+from balancing.pipelines.pipeline import Pipeline
 
 COST = CostModel(1.0, 1e-3, "FLOP", 2.0, 1e-2, patches=4.0)
 

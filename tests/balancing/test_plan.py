@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from balancing import BalancingError, CostModel, Plan, plan_batch, plan_statistics
 from balancing.analysis.distributions import DEFAULT_CAP
 from balancing.errors import CountError, LengthError, MiniBatchError, OptionError, OverCapError
-from balancing.exchange import MANY
-from balancing.schedule import ENOUGH_OF_MANY
+from balancing.search.exchange import MANY
+from balancing.search.schedule import ENOUGH_OF_MANY
 from tests.benchmarks.balancing.plans import COST_MODEL, Batch
 
 QUADRATIC = CostModel(1000.0, 1.0)

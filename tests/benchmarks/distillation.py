@@ -111,7 +111,7 @@ def teacher_match(folder: Path) -> float:
     found = folder / "teacher_evaluation" / "metrics.json"
     if not found.exists():
         model, output = f"{folder}/teacher/model", f"{folder}/teacher_evaluation"
-        command("controller.evaluate", CONFIG, "--model", model, "--output", output)
+        command("ballast.sampling_commands.evaluate", CONFIG, "--model", model, "--output", output)
     return float(json.loads(found.read_text())["metrics"]["exact_match"]["value"])
 
 

@@ -25,10 +25,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from balancing import plan_batch
-from workers.config import ModelConfig
-from workers.dataproto import DataProto
+from workers.batch.dataproto import DataProto
+from workers.config.roles import ModelConfig
 from workers.model.attention.attention import packed_attention
-from workers.model.logprobs import linear_log_probs
+from workers.model.losses.logprobs import linear_log_probs
 from workers.model.model import PackedCausalLM, packed_causal_lm
 from workers.model.rows.packing import pack, pad
 

@@ -20,8 +20,8 @@ import ray
 
 from tests.workers.rollout import agent_model
 from tests.workers.rollout.gateway_actor import GatewayActor
-from workers.config import ModelConfig, RolloutConfig
-from workers.rollout.requests import turn_seed
+from workers.config.roles import ModelConfig, RolloutConfig
+from workers.engine.requests import turn_seed
 
 HEADER = """# Gateway benchmark
 
@@ -57,8 +57,8 @@ MEASURES = ("clock", "CPU", "event loop")
 class MeasuredActor(GatewayActor):
     async def serve_plain(self) -> str:
         """Serve vLLM's own application, with the parsers that the gateway finds."""
-        from workers.rollout.parsing import TurnParser
-        from workers.rollout.serving import application
+        from workers.agents.routes import application
+        from workers.episodes.parsing import TurnParser
 
         generate = self.engine.generate
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import ballast
+from ballast.loop.open_run import OpenRun
 from controller.algorithm.advantages import sequence_advantages
-from controller.open_run import OpenRun
 from tests.benchmarks.step_time import PROMPTS, SIZES, Setting, make_inputs
 
 WARM_UP = 2

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import ballast
+from ballast.loop.open_run import OpenRun
 from controller.algorithm.advantages import sequence_advantages
 from controller.observability.run_folder import RunFolder
-from controller.open_run import OpenRun
 from tests.benchmarks.step_time import Setting, make_inputs
 
 WARM_UP = 3

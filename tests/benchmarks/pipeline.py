@@ -22,8 +22,8 @@ from time import monotonic, sleep
 import numpy as np
 from numpy.typing import NDArray
 
-from balancing.pipeline import Action, Pipeline, actions, needs
-from balancing.pipeline_time import makespan
+from balancing.pipelines.pipeline import Action, Pipeline, actions, needs
+from balancing.pipelines.pipeline_time import makespan
 from tests.benchmarks.balancing.__main__ import machine
 from tests.benchmarks.balancing.pipelines import STAGES, plan_of
 from tests.benchmarks.balancing.table import Table

@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks.roofline [--sizes 1.5B 7B 32B 30B-A3B] [--output docs/gpu-roofline.md]
 
-The real engine runs on the simulated GPU (`workers.model.fake_gpu`) with 2 and 3 layers, and a straight line gives all
-layers. Each operator on the device that is not a view counts as one kernel:
+The real engine runs on the simulated GPU (`workers.model.memory.fake_gpu`) with 2 and 3 layers, and a straight line
+gives all layers. Each operator on the device that is not a view counts as one kernel:
 
     seconds = max(bytes read and written / bandwidth, FLOPs / peak of its kind)
 
@@ -212,7 +212,7 @@ def counting() -> Iterator[Work]:
     from torch.distributed.tensor import DTensor
     from torch.utils._pytree import tree_leaves
 
-    from workers.model.fake_gpu import DEVICE, FakeGpu
+    from workers.model.memory.fake_gpu import DEVICE, FakeGpu
 
     plain, work = FakeGpu.__torch_dispatch__, Work()
     _counted.append(work)
@@ -264,8 +264,9 @@ def compile_on_the_simulated_gpu(layers: bool) -> None:
     import torch
 
     from tests.benchmarks.fusion import backend
-    from workers.model import engine, logprobs, model
-    from workers.model.fake_gpu import FakeGpu
+    from workers.model import engine, model
+    from workers.model.losses import logprobs
+    from workers.model.memory.fake_gpu import FakeGpu
 
     def count(moved: int) -> None:
         for work in _counted:
@@ -290,11 +291,11 @@ def is_view(operator: Any, inputs: list[Any], outputs: list[Any]) -> bool:
 
 def micro_batch(layers: int, description: Description, checkpointing: str, experts: int = 1) -> Work:
     """Return the work of one more micro-batch of an update. Runs inside `fake_gpus`."""
-    from workers.config import LossConfig, ModelConfig, OptimizerConfig, ParallelConfig
-    from workers.model import memory_trace
+    from workers.config.roles import LossConfig, ModelConfig, OptimizerConfig, ParallelConfig
     from workers.model.engine import TrainingEngine
-    from workers.model.fake_gpu import DEVICE
     from workers.model.losses import Denominators, make_policy_loss
+    from workers.model.memory import memory_trace
+    from workers.model.memory.fake_gpu import DEVICE
 
     with memory_trace._folder(description, layers) as path:
         model = ModelConfig(path=path, dtype="bfloat16", gradient_checkpointing=checkpointing)
@@ -322,7 +323,7 @@ def micro_batch(layers: int, description: Description, checkpointing: str, exper
 
 def measure(description: Description, checkpointing: str, compiled: str, experts: int, answer: Any) -> None:
     """In a separate process: the work of all layers."""
-    from workers.model.fake_gpu import fake_gpus
+    from workers.model.memory.fake_gpu import fake_gpus
 
     if compiled != "nothing":
         compile_on_the_simulated_gpu(layers=compiled == "layers too")

@@ -16,17 +16,17 @@ from pathlib import Path
 import numpy as np
 
 from balancing import CostModel, Plan, plan_batch, plan_statistics
-from balancing.pipeline import Pipeline
+from balancing.pipelines.pipeline import Pipeline
 from controller.algorithm.advantages import grpo
 from controller.engines.router import Router
 from controller.lifecycle.session import rare_collections
 from controller.planning.planner import prefix_columns
 from controller.rollout.samples import assemble
 from tests.benchmarks.balancing.__main__ import machine
-from workers.dispatch import DispatchMode, Join, RankCoordinates, Split, split_arguments
-from workers.rollout.prefix_hashes import hashed_places
-from workers.rollout.requests import SampleRequest, SampleResult
-from workers.score import Score
+from workers.batch.dispatch import DispatchMode, Join, RankCoordinates, Split, split_arguments
+from workers.batch.score import Score
+from workers.engine.prefix_hashes import hashed_places
+from workers.engine.requests import SampleRequest, SampleResult
 
 COSTS = CostModel.from_model_config(
     {

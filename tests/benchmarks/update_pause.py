@@ -26,10 +26,10 @@ from pathlib import Path
 import numpy as np
 from transformers import AutoModelForCausalLM
 
-from workers.config import ModelConfig, RolloutConfig, SamplingConfig
+from workers.config.roles import ModelConfig, RolloutConfig, SamplingConfig
+from workers.engine.requests import SampleRequest, SampleResult, sample_seed
+from workers.engine.weights.weight_transfer import pack_weights
 from workers.rollout.engine_actor import VllmEngineActor
-from workers.rollout.requests import SampleRequest, SampleResult, sample_seed
-from workers.rollout.weight_transfer import pack_weights
 
 LONGEST, PROMPT_TOKENS, IN_FLIGHT = 256, 26, (32, 256)
 UPDATES = 3

@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 
 from examples.addition.reward import reward
-from workers.config import LossConfig, ModelConfig, OptimizerConfig, RolloutConfig, SamplingConfig
-from workers.dataproto import DataProto
+from workers.batch.dataproto import DataProto
+from workers.config.roles import LossConfig, ModelConfig, OptimizerConfig, RolloutConfig, SamplingConfig
+from workers.engine.requests import SampleRequest, sample_seed
+from workers.engine.weights.weight_delta import DeltaPacker, WeightFile
+from workers.engine.weights.weight_transfer import pack_weights
 from workers.rollout.engine_actor import VllmEngineActor
-from workers.rollout.requests import SampleRequest, sample_seed
-from workers.rollout.weight_delta import DeltaPacker, WeightFile
-from workers.rollout.weight_transfer import pack_weights
 
 MODEL = ModelConfig(path="examples/addition/cache/model", dtype="bfloat16")
 TRAIN = Path("examples/addition/cache/train.jsonl")

@@ -1,4 +1,5 @@
-"""What `controller.whatif` predicts from synchronous runs of one engine, beside runs with the changes, on two cores.
+"""What `ballast.planning.whatif` predicts from synchronous runs of one engine, beside runs with the changes, on two
+cores.
 
     python -m tests.benchmarks.whatif [--steps 30] [--rounds 2] [--output whatif.json]
 
@@ -17,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
+from ballast.planning.whatif import predict
 from controller.observability.run_folder import RunFolder
-from controller.whatif import predict
 from tests.benchmarks.asynchronous import SETTINGS, make_inputs
 
 CHANGES = (

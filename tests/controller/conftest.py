@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from controller.fit import Inputs
     from tests.controller.stand_ins.roles import LocalRun
     from tests.controller.stand_ins.run import StandInRun, StandIns
-    from workers.remote_batch import RemoteBatch
+    from workers.batch.remote_batch import RemoteBatch
 
 
 @pytest.fixture

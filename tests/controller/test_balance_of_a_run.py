@@ -9,8 +9,8 @@ import pytest
 from balancing import Plan, plan_batch, plan_statistics
 from balancing.__main__ import main
 from balancing.analysis.lengths_file import read_lengths, recorded_arguments, run_step
-from balancing.assignment import karmarkar_karp_twice
-from balancing.grouping import Grouping
+from balancing.basics.grouping import Grouping
+from balancing.search.assignment import karmarkar_karp_twice
 from tests.controller.stand_ins.run import StandIns
 
 Run = Callable[..., dict[str, float]]
@@ -42,7 +42,7 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         return karmarkar_karp_twice(weights, ranks, steps)
 
     monkeypatch.setattr("controller.planning.planner.plan_batch", planned)
-    monkeypatch.setattr("balancing.assignment.karmarkar_karp_twice", begun)
+    monkeypatch.setattr("balancing.search.assignment.karmarkar_karp_twice", begun)
     return counted
 
 

@@ -9,7 +9,7 @@ import torch
 
 from tests.controller.config_workspace import check_everything, refusal
 from tests.refusals import refused
-from workers.config import OptimizerConfig
+from workers.config.roles import OptimizerConfig
 from workers.trials import try_optimizer
 
 PAGE = """

@@ -17,8 +17,8 @@ from controller.lifecycle.model_checks import check_models
 from examples.addition.warm_start import create_model, tokenizer
 from tests.controller.stand_ins.run import SETTINGS, StandInRun, StandIns, write_stand_in_workspace
 from tests.workers.model.reference import divergence
+from workers.batch.remote_batch import RemoteBatch
 from workers.errors import ConfigError, DataError
-from workers.remote_batch import RemoteBatch
 
 Run = Callable[..., StandInRun]
 TAUGHT = ("teacher.path=teacher", "algorithm.loss.distillation.coefficient=0.5", "run.steps=1")

@@ -19,9 +19,9 @@ from tests.controller.sampling.test_on_gpus import generate
 from tests.controller.stand_ins.gpus import StandInReward, World
 from tests.controller.stand_ins.run import SETTINGS, StandInRun
 from tests.refusals import refused
+from workers.batch.remote_batch import RemoteBatch
+from workers.batch.score import Score
 from workers.errors import WorkerError
-from workers.remote_batch import RemoteBatch
-from workers.score import Score
 
 CHARACTERS = tokenizer()
 Run = Callable[..., StandInRun]

@@ -5,8 +5,8 @@ import psutil
 import ray
 
 from balancing import Plan, plan_batch
-from workers.dataproto import DataProto
-from workers.remote_batch import RemoteBatch
+from workers.batch.dataproto import DataProto
+from workers.batch.remote_batch import RemoteBatch
 
 COLUMNS = {"input_ids": np.int32, "loss_mask": np.bool_, "rollout_log_probs": np.float32}
 

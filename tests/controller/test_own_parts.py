@@ -9,22 +9,22 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ballast.replay.__main__ import prepared, replay, settings, start_before
 from controller import step
 from controller.checkpoints.progress import checkpoints_at
 from controller.config import Config
 from controller.fit import Inputs, read_inputs
 from controller.observability.console import Console
-from controller.replay import prepared, replay, settings, start_before
 from controller.run import Run
 from tests.controller.bad_inputs import BadInput, check_refused, rows
 from tests.controller.stand_ins.gpus import StandInReward
 from tests.controller.stand_ins.run import StandInRun, StandIns
 from tests.documentation.blocks import ROOT, blocks_of
 from tests.documentation.workspace import own_parts
+from workers.batch.remote_batch import RemoteBatch
+from workers.batch.score import Score
 from workers.errors import LostError
 from workers.model.checkpoint.checkpoint_folder import read_manifest
-from workers.remote_batch import RemoteBatch
-from workers.score import Score
 
 OwnRun = Callable[..., StandInRun]
 PARTS = own_parts()

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 import ballast
+from ballast.loop.open_run import OpenRun
 from controller.observability.run_folder import RunFolder
-from controller.open_run import OpenRun
 from tests.benchmarks.own_loop import grpo
 from tests.controller.stand_ins.run import StandIns
 from tests.documentation.blocks import ROOT, blocks_of

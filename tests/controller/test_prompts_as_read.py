@@ -12,7 +12,8 @@ import pyarrow.parquet
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from controller import evaluate, fit, generate, preferences, reward_model, sft
+from ballast.sampling_commands import evaluate, generate
+from controller import fit, preferences, reward_model, sft
 from controller.config import Config, load, load_as, to_yaml
 from controller.config.offline import PreferencesConfig, RewardTrainingConfig, SftConfig
 from controller.data.records import read_records

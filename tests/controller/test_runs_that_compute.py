@@ -14,6 +14,8 @@ import torch
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from ballast.replay.__main__ import Start, prepared, replay, start_before
+from ballast.replay.__main__ import settings as settings_of
 from controller.actors.launch import worker_arguments
 from controller.algorithm.advantages import sequence_advantages
 from controller.data.records import read_records
@@ -21,17 +23,15 @@ from controller.lifecycle.user_functions import loss_trial
 from controller.observability.console import Console
 from controller.planning.planner import draw_mini_batches
 from controller.preflight.data_checks import RESERVED
-from controller.replay import Start, prepared, replay, start_before
-from controller.replay import settings as settings_of
 from examples.addition.warm_start import tokenizer
 from tests.controller.stand_ins.run import StandInRun, StandIns, write_stand_in_workspace
 from tests.workers.model.tiny import files_beside, tiny_config, unpacked_log_probs
 from tests.workers.rollout import stock_templates
-from workers.dataproto import DataProto
+from workers.batch.dataproto import DataProto
+from workers.batch.remote_batch import RemoteBatch
+from workers.engine.requests import sample_seed
 from workers.errors import DataError, NonFiniteError, RolloutError
 from workers.model.engine import TrainingEngine
-from workers.remote_batch import RemoteBatch
-from workers.rollout.requests import sample_seed
 
 Run = Callable[..., StandInRun]
 
@@ -266,7 +266,7 @@ def test_a_thinking_budget_inserts_an_end_that_is_counted_and_not_trained(
 ) -> None:
     stand_ins.compute()
     stand_ins.world.answer = lambda seed: (9, "length")
-    monkeypatch.setattr("workers.rollout.thinking.MARKS", ("=", "+"))  # prompts end with `=`
+    monkeypatch.setattr("workers.episodes.thinking.MARKS", ("=", "+"))  # prompts end with `=`
     settings = ("rollout.sampling.max_thinking_tokens=5", "rollout.sampling.end_of_thinking=9+")
     finished = run(*settings, "run.steps=1", "rollout.samples_per_prompt=8", "policy.max_tokens_per_micro_batch=256")
     (batch,) = batches

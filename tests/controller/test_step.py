@@ -8,15 +8,15 @@ import numba
 import pytest
 
 from balancing import Plan
+from ballast.pages.show import main as show
 from controller import step as parts
 from controller.checkpoints.progress import Progress, checkpoints_at
-from controller.show import main as show
 from controller.training_loop import RunView, as_metric, takes_run
 from tests.controller.observability.recorded_sessions import FORKED
 from tests.controller.stand_ins.roles import LocalRun, Method
 from tests.refusals import refused
+from workers.batch.score import Score
 from workers.errors import MismatchError
-from workers.score import Score
 
 Run = Callable[..., LocalRun]
 UNPROVEN = "rollout.engine={quantization: fp8}"  # sampler and trainer differ: no pass is added to compare them

@@ -19,18 +19,18 @@ from tests.refusals import refused
 from tests.workers.model.exact import whole_gradients
 from tests.workers.model.tiny import compute_in_float64, relative_error
 from tests.workers.rollout.sessions import response
-from workers.dataproto import DataProto
+from workers.agents.gateway import Access
+from workers.agents.session import Asked, Node, Session
+from workers.batch.dataproto import DataProto
+from workers.batch.remote_batch import RemoteBatch
+from workers.batch.score import Score
+from workers.engine.requests import SampleRequest
+from workers.episodes.episode import branches_of
 from workers.errors import DataError
 from workers.model.engine import TrainingEngine
 from workers.model.rows.prefix_rows import pack_shared
-from workers.remote_batch import RemoteBatch
 from workers.roles import model_worker
 from workers.rollout.engine_actor import VllmEngineActor
-from workers.rollout.episode import branches_of
-from workers.rollout.gateway import Access
-from workers.rollout.requests import SampleRequest
-from workers.rollout.session import Asked, Node, Session
-from workers.score import Score
 
 # Of each turn: the turn that it extends, or -1, and its reward. 1, 2 or 4 leaves, so that means are exact in float32.
 TREES: list[list[tuple[int, float | None]]] = [

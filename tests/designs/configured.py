@@ -30,11 +30,11 @@ from tests.workers.model.exact import CountedCalls
 from tests.workers.model.ranks import RankPool
 from tests.workers.model.tiny import random_sequences, save_tiny_model
 from tests.workers.roles.updates import update
-from workers.dataproto import DataProto
-from workers.dispatch import RankCoordinates
-from workers.metrics import Metrics, merge, results
+from workers.batch.dataproto import DataProto
+from workers.batch.dispatch import RankCoordinates
+from workers.batch.metrics import Metrics, merge, results
+from workers.batch.remote_batch import RemoteBatch
 from workers.model.sharding.parallel import full_tensor
-from workers.remote_batch import RemoteBatch
 from workers.roles.policy import PolicyWorker
 
 

@@ -9,7 +9,7 @@ from tests.controller.config_workspace import refusal
 from tests.designs.configured import SMALL, compute, configuration, micro_batches, plan_of, up_to
 from tests.workers.model.ranks import RankPool
 from tests.workers.model.tiny import random_sequences, unpacked_log_probs
-from workers.dataproto import DataProto
+from workers.batch.dataproto import DataProto
 
 PUBLISHED_LENGTHS = (2, 4, 6, 1)
 CP = ("policy.parallel.context_parallel=2", "policy.parallel.context_parallel_method=ring", "policy.data_parallel=1")

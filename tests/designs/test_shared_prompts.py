@@ -11,11 +11,11 @@ from tests.controller.config_workspace import refusal
 from tests.designs.configured import SMALL, compute, configuration, light_batch, up_to
 from tests.workers.model.ranks import RankPool
 from tests.workers.model.tiny import random_sequences
-from workers.dataproto import DataProto
+from workers.batch.dataproto import DataProto
+from workers.batch.remote_batch import RemoteBatch
+from workers.engine.prefix_hashes import prefix_hashes
 from workers.model.rows.packing import pack
 from workers.model.rows.prefix_rows import pack_shared
-from workers.remote_batch import RemoteBatch
-from workers.rollout.prefix_hashes import prefix_hashes
 
 ULYSSES, TENSOR = ("policy.parallel.context_parallel=2",), ("policy.parallel.tensor_parallel=2",)
 RING = (*ULYSSES, "policy.parallel.context_parallel_method=ring")

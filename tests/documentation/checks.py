@@ -14,7 +14,8 @@ import pytest
 from balancing.__main__ import main as balance
 from ballast.commands import COMMANDS
 from ballast.commands import main as ballast
-from controller import evaluate, fit, generate, preferences, reward_model, sft
+from ballast.sampling_commands import evaluate, generate
+from controller import fit, preferences, reward_model, sft
 from tests.documentation.blocks import ROOT
 
 MAINS = {
@@ -22,8 +23,8 @@ MAINS = {
     "controller.sft": sft.main,
     "controller.preferences": preferences.main,
     "controller.reward_model": reward_model.main,
-    "controller.evaluate": evaluate.main,
-    "controller.generate": generate.main,
+    "ballast.sampling_commands.evaluate": evaluate.main,
+    "ballast.sampling_commands.generate": generate.main,
 }
 
 

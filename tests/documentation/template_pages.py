@@ -4,8 +4,8 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
+from ballast.pages.template import PLACEHOLDERS
 from controller.lifecycle.template_report import Examined, examine, page
-from controller.template import PLACEHOLDERS
 from workers.rendering import Options, Template
 
 PAGE = Path(__file__).parents[2] / "docs" / "conversations.md"

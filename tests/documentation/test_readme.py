@@ -29,12 +29,12 @@ RUN = {
         "python -m controller.reward_model",
     ],
     f"{NEWCOMER}::test_a_trained_model_is_evaluated_and_sampled_from": [
-        "python -m controller.evaluate --config mine.yaml --model runs/NAME",
-        "controller.generate",
+        "python -m ballast evaluate --config mine.yaml --model runs/NAME",
+        "python -m ballast generate",
     ],
     f"{NEWCOMER}::test_a_run_is_looked_at_afterwards": [
         "python -m balancing runs/addition",
-        "python -m controller.timeline runs/NAME",
+        "python -m ballast timeline runs/NAME",
     ],
     f"{NEWCOMER}::test_tensorboard_has_the_runs": ["tensorboard --logdir runs"],
     f"{NEWCOMER}::test_a_cluster_that_is_described_is_checked": [
@@ -51,7 +51,7 @@ RUN = {
         "ray start --head",
         "ray job submit --working-dir . -- python -m controller.fit --config mine.yaml run.dir=/shared/runs",
     ],
-    f"{NEWCOMER}::test_the_doctor_finds_this_machine_well": ["python -m controller.doctor --config mine.yaml"],
+    f"{NEWCOMER}::test_the_doctor_finds_this_machine_well": ["python -m ballast doctor --config mine.yaml"],
 }
 NOT_RUN = {
     "git clone URL ballast": "whoever reads it has an address; tests/end_to_end/checkout.py clones this repository",
@@ -64,7 +64,7 @@ NOT_RUN = {
         for split in ("train", "test")
     },
     "hf download Qwen/Qwen3-0.6B": "likewise",
-    "python -m controller.doctor --config examples/gsm8k/one_gpu.yaml": "needs a GPU",
+    "python -m ballast doctor --config examples/gsm8k/one_gpu.yaml": "needs a GPU",
     "python -m controller.fit --config examples/gsm8k/one_gpu.yaml": "needs a GPU; its dry run is above",
     "ray up": "needs machines to log in to; tests/examples/test_launch.py gives its file to Ray's own check",
 }

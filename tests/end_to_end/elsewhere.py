@@ -16,7 +16,7 @@ from controller.observability.run_folder import step_file
 from controller.rollout.sample_files import read_step
 from controller.rollout.samples import RolloutBatch
 from tests.workers.rollout import agent_model
-from workers.rollout.requests import sample_seed
+from workers.engine.requests import sample_seed
 
 KEY = "a key that agents elsewhere have"
 RETRIES = 30

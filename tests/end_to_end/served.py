@@ -23,7 +23,7 @@ class Served:
             free.bind(("127.0.0.1", 0))
             self._port = free.getsockname()[1]
         self.url, self.log = f"http://127.0.0.1:{self._port}", folder / "server.log"
-        self._command = [sys.executable, "-m", "controller.serve", "--port", str(self._port), *overrides]
+        self._command = [sys.executable, "-m", "ballast.serve.__main__", "--port", str(self._port), *overrides]
         self.start()
 
     def __enter__(self) -> "Served":

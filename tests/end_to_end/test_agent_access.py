@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from controller import generate
+from ballast.sampling_commands import generate
 from tests.end_to_end.test_agents import agent
 
 __all__ = ["agent"]

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from controller import evaluate, generate
+from ballast.pages.show import main as show
+from ballast.sampling_commands import evaluate, generate
 from controller.observability.report import write_report
-from controller.show import main as show
 from tests.end_to_end.test_whole_loop import run_loop
 from tests.workers.rollout import agent_model
 

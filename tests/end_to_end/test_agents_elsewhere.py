@@ -8,7 +8,7 @@ import pytest
 from controller.engines import engine_pool
 from tests.end_to_end import faults
 from tests.end_to_end.elsewhere import KEY, Agents, agent_settings, free_port, unaccounted
-from workers.config import GATEWAY_KEY
+from workers.config.roles import GATEWAY_KEY
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 

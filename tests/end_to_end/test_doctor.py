@@ -1,4 +1,4 @@
-"""`python -m controller.doctor` on this machine: every line, what is left of it, and that it can be stopped."""
+"""`python -m ballast doctor` on this machine: every line, what is left of it, and that it can be stopped."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.controller.doctor.test_node_checks import NODE_LINES
+from tests.ballast.doctor.test_node_checks import NODE_LINES
 from tests.end_to_end.processes import MARK, all_end, begin, marked_environment, settings_file
 
 LINES = (
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 
 def doctor(environment: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
-    return begin([sys.executable, "-m", "controller.doctor", *arguments], environment)
+    return begin([sys.executable, "-m", "ballast.doctor", *arguments], environment)
 
 
 def test_a_machine_that_runs_work_on_has_every_line_and_exit_code_0(settings: list[str], workspace: Path) -> None:

@@ -9,8 +9,8 @@ import pytest
 from tests.documentation.blocks import ROOT, blocks_of
 from tests.end_to_end.test_whole_loop import run_loop
 from tests.workers.vision_families import pictures
-from workers.images import digest_of
-from workers.remote_batch import IMAGES
+from workers.batch.remote_batch import IMAGES
+from workers.images.images import digest_of
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 REWARD = """

@@ -10,10 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 from omegaconf import OmegaConf
 
-from controller import generate
+from ballast.sampling_commands import generate
 from tests.controller.offline.local_run import run_offline
 from tests.workers.vision_families import pictures
-from workers.images import png_of
+from workers.images.images import png_of
 
 pytestmark = [pytest.mark.usefixtures("ray_session"), pytest.mark.slow]
 ASKED = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "how many?"}]}]

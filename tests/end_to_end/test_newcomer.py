@@ -129,10 +129,10 @@ def test_a_run_is_looked_at_afterwards(checkout: Checkout, addition: Said) -> No
     folder = checkout.folder / "runs" / "addition"
     for file in ("report.html", "trace.json"):
         (folder / file).unlink(missing_ok=True)
-    assert checkout.run("python -m controller.report runs/addition").lines == ["runs/addition/report.html"]
+    assert checkout.run("python -m ballast report runs/addition").lines == ["runs/addition/report.html"]
     page = (folder / "report.html").read_text()
     assert "<h1>addition" in page and not re.search(r"""(?:src|href)=["']?https?:""", page)
-    said = checkout.run("python -m controller.timeline runs/addition")
+    said = checkout.run("python -m ballast timeline runs/addition")
     assert said.out.startswith("runs/addition/trace.json: ")
     assert json.loads((folder / "trace.json").read_text())["traceEvents"]
     said = checkout.run("python -m balancing runs/addition")
@@ -252,17 +252,17 @@ def test_adapters_are_trained_and_saved_as_peft_reads_them(checkout: Checkout, q
 
 
 def test_a_trained_model_is_evaluated_and_sampled_from(checkout: Checkout, mine: str) -> None:
-    said = checkout.run(f"python -m controller.evaluate --config {mine} --model runs/addition validation.samples=2")
+    said = checkout.run(f"python -m ballast evaluate --config {mine} --model runs/addition validation.samples=2")
     folder = checkout.folder / "runs" / "addition"
     metrics = json.loads((folder / "evaluate" / "model" / "metrics.json").read_text())
     assert re.search(r"^reward +0\.\d+ +0\.\d+ to [01]\.\d+", said.out, re.M), said.out
     assert said.lines[-1] == "runs/addition/evaluate/model/metrics.json: 16 samples of 8 prompts"
     assert "pass@2" in json.dumps(metrics)
-    again = checkout.run(f"python -m controller.evaluate --config {mine} --model runs/addition validation.samples=2")
+    again = checkout.run(f"python -m ballast evaluate --config {mine} --model runs/addition validation.samples=2")
     assert "runs/addition/evaluate/model: 16 of 16 samples are there" in again.lines
     assert again.lines_with("reward") == said.lines_with("reward")
 
-    said = checkout.run(f"python -m controller.generate --config {mine} --model runs/addition --prompts 3")
+    said = checkout.run(f"python -m ballast generate --config {mine} --model runs/addition --prompts 3")
     assert said.lines[-1] == "runs/addition/generate/model/samples.jsonl: 24 samples"
     lines = (folder / "generate" / "model" / "samples.jsonl").read_text().splitlines()
     assert len(lines) == 24
@@ -302,7 +302,7 @@ def test_a_cluster_that_is_described_is_checked(checkout: Checkout) -> None:
 
 
 def test_the_doctor_finds_this_machine_well(checkout: Checkout, mine: str) -> None:
-    said = checkout.run(f"python -m controller.doctor --config {mine}")
+    said = checkout.run(f"python -m ballast doctor --config {mine}")
     assert said.lines_with("ok") and not said.lines_with("FAIL")
 
 

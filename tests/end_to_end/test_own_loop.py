@@ -5,7 +5,7 @@ import numpy as np
 import ballast
 from controller.observability.run_folder import RunFolder
 from tests.refusals import refused
-from workers.config import SamplingConfig
+from workers.config.roles import SamplingConfig
 
 CALLS = 3
 

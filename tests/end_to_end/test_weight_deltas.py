@@ -8,9 +8,9 @@ import ray
 from controller.run import Run
 from tests.end_to_end import faults
 from tests.end_to_end.faults import run_with, without_validation
-from workers.config import SamplingConfig
-from workers.rollout.requests import SampleRequest
-from workers.rollout.weight_delta import checksum
+from workers.config.roles import SamplingConfig
+from workers.engine.requests import SampleRequest
+from workers.engine.weights.weight_delta import checksum
 
 OVERRIDES = (
     "rollout.weight_sync=delta",

@@ -25,7 +25,7 @@ from controller.training_loop import Outcome, train
 from tests.controller.observability import trace_format
 from tests.controller.observability.test_metric_table import DASHBOARD, drawn
 from tests.end_to_end.prometheus import Prometheus, scraping_ray
-from workers.dataproto import DataProto
+from workers.batch.dataproto import DataProto
 
 
 @dataclass

@@ -41,8 +41,8 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
 
 from balancing import RankPlan, plan_batch
-from workers.config import LoraConfig, ModelConfig, OptimizerConfig
-from workers.dataproto import DataProto
+from workers.batch.dataproto import DataProto
+from workers.config.roles import LoraConfig, ModelConfig, OptimizerConfig
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, sft
 

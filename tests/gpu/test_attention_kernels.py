@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.gpu.conftest import NEEDS_CUDA
 from tests.workers.model.attention.reference_attention import reference_attention
-from workers.dataproto import DataProto
+from workers.batch.dataproto import DataProto
 from workers.model.attention.attention import BACKENDS, Installed, packed_attention
 from workers.model.rows.packing import PackedRow, pack
 from workers.model.rules.model_rules import kernel_problem

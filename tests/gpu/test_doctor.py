@@ -1,9 +1,9 @@
-"""The doctor on a machine with GPUs: `python -m controller.doctor` finds nothing that would not work."""
+"""The doctor on a machine with GPUs: `python -m ballast doctor` finds nothing that would not work."""
 
 import pytest
 import torch
 
-from controller import doctor
+from ballast import doctor
 
 pytestmark = [
     pytest.mark.gpu,

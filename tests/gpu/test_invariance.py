@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model, tiny_config, unpacked_log_probs
-from workers.config import LossConfig, ModelConfig, OptimizerConfig
-from workers.dataproto import DataProto
-from workers.metrics import results
+from workers.batch.dataproto import DataProto
+from workers.batch.metrics import results
+from workers.config.roles import LossConfig, ModelConfig, OptimizerConfig
 from workers.model.attention.attention import choose_backend, packed_attention
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, make_policy_loss

@@ -11,7 +11,7 @@ import torch
 from tests.gpu.test_invariance import learned
 from tests.workers.model.rows.test_prefix_rows import by_mask, computed, groups, random_inputs
 from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model
-from workers.dataproto import DataProto
+from workers.batch.dataproto import DataProto
 from workers.model.attention.shared_attention import SharedAttention
 from workers.model.rows.prefix_rows import pack_shared
 

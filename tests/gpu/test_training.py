@@ -12,11 +12,11 @@ import torch
 from tests.gpu.conftest import NEEDS_CUDA
 from tests.workers.model.test_compile import largest_error, trained
 from tests.workers.model.tiny import relative_error, save_tiny_model
-from workers.config import ModelConfig, OptimizerConfig
-from workers.dataproto import DataProto
+from workers.batch.dataproto import DataProto
+from workers.config.roles import ModelConfig, OptimizerConfig
 from workers.model.engine import TrainingEngine
-from workers.model.logprobs import linear_log_probs
 from workers.model.losses import Denominators, sft
+from workers.model.losses.logprobs import linear_log_probs
 
 GIB = 2**30
 

@@ -15,14 +15,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ballast import doctor
 from ballast.commands import COMMANDS, main_of
-from controller import doctor
-from controller.doctor.report import Report
+from ballast.doctor.report import Report
 from tests.controller.config_workspace import write_workspace
 from tests.controller.observability.recorded_run import write_run
 from tests.hostile.draws import Draw, of_arguments, of_files, of_settings, of_yaml
+from workers.batch.score import Score
 from workers.model.checkpoint.checkpoint_folder import Manifest, commit, unfinished_folder
-from workers.score import Score
 from workers.user_code.functions import Signature, UserFunction
 
 QUICK_DRAWS, SLOW_DRAWS = 24, 2000  # of each kind
@@ -86,8 +86,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     patch.setattr("controller.lifecycle.session.locked", _nothing)
     for module in ("lifecycle.session", "replay"):
         patch.setattr(f"controller.{module}.check_cluster", _nothing)
-    patch.setattr("controller.replay.run", _nothing)
-    patch.setattr("controller.doctor.examine", lambda options, _: doctor.configuration(options, Report()) and None)
+    patch.setattr("ballast.replay.__main__.run", _nothing)
+    patch.setattr("ballast.doctor.examine", lambda options, _: doctor.configuration(options, Report()) and None)
     yield folder
     patch.undo()
 

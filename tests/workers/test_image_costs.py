@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
 from balancing.cost_model import image_flops
 from tests.workers.vision_families import EXACT, PLACEHOLDERS, pictures
-from workers.config import ModelConfig, ParallelConfig
-from workers.model.memory_trace import Role, _sizes
+from workers.config.roles import ModelConfig, ParallelConfig
+from workers.model.memory.memory_trace import Role, _sizes
 
 NOT_FEATURES = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 

@@ -7,9 +7,9 @@ import pytest
 
 from tests.workers.rollout.stock_templates import NAMES, tokenizer
 from workers.chat_messages import cleaned
+from workers.episodes.template_findings import TOOL
 from workers.errors import DataError
 from workers.rendering import Renderer
-from workers.template_findings import TOOL
 from workers.template_forms import without_nulls
 
 WITHOUT_CALLS = {

@@ -23,10 +23,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from workers.config import ModelConfig, OptimizerConfig, ParallelConfig
-from workers.dataproto import CONTEXT_DEGREE, DataProto
+from workers.batch.dataproto import CONTEXT_DEGREE, DataProto
+from workers.batch.metrics import Metric, Metrics
+from workers.config.model import RECOMPUTED
+from workers.config.optimizer import StepSettings
+from workers.config.roles import ModelConfig, OptimizerConfig, ParallelConfig
 from workers.errors import ConfigError, DataError
-from workers.metrics import Metric, Metrics
 from workers.model.checkpoint.checkpoint import Checkpointer
 from workers.model.checkpoint.checkpoint_weights import CheckpointWeights, Conversion, Shard
 from workers.model.checkpoint.export import FILE_BYTES, stored_dtype, write_folder, write_model
@@ -39,7 +41,6 @@ from workers.model.checkpoint.lora import (
     without_adapters,
     write_adapters,
 )
-from workers.model.distillation import WholeLayer, as_numpy, distilled
 from workers.model.forward_backward import EnginePass, MicroBatchRunner, TokenOutputs
 from workers.model.layout import RowLayout
 from workers.model.losses import (
@@ -55,12 +56,14 @@ from workers.model.losses import (
     to_metrics,
     total,
 )
+from workers.model.losses.distillation import WholeLayer, as_numpy, distilled
 from workers.model.model import PackedModel, Read, compile_layers, compute_dtype, load_tokenizer
 from workers.model.moe.expert_parallel import share_experts
 from workers.model.moe.routing import Routing
-from workers.model.nonfinite_guard import NonfiniteGuard
 from workers.model.numerics_check import check_against_reference, make_probe, own_outputs
-from workers.model.optimizer import changed_groups, make_optimizer, make_schedule
+from workers.model.optimizer.nonfinite_guard import NonfiniteGuard
+from workers.model.optimizer.optimizer import changed_groups, make_optimizer, make_schedule
+from workers.model.optimizer.training_states import TrainingState, TrainingStates
 from workers.model.recomputation import checkpoint_layers
 from workers.model.rows.packing import (
     MicroBatch,
@@ -76,10 +79,7 @@ from workers.model.sharding.stage_layers import Part, Passing
 from workers.model.sharding.tensor_parallel import share_model
 from workers.model.stages.stage_pipeline import Stage, clip_over_stages
 from workers.model.timing import MicroStepClock
-from workers.model.training_states import TrainingState, TrainingStates
 from workers.model.value_head import LOADERS, name_pad_token
-from workers.model_config import RECOMPUTED
-from workers.optimizer_config import StepSettings
 from workers.rendering import read_template
 
 CONFIGURED = StepSettings()

@@ -3,9 +3,9 @@
     DataProto --RowLayout--> forward of one micro-batch --> finish: results, loss --> backward      one stage
     stage:  receive --> forward --> send ... receive gradient --> backward --> send                 one of several
 
-The order comes from `balancing.pipeline`. A single stage alternates forward and backward. A stage asks for a tensor
-right before the pass that reads it. Asked for one pass earlier, NCCL's kernel would wait for it on the multiprocessors
-that compute this pass.
+The order comes from `balancing.pipelines.pipeline`. A single stage alternates forward and backward. A stage asks for a
+tensor right before the pass that reads it. Asked for one pass earlier, NCCL's kernel would wait for it on the
+multiprocessors that compute this pass.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from balancing.pipeline import Action, actions
-from workers.dataproto import DataProto
+from balancing.pipelines.pipeline import Action, actions
+from workers.batch.dataproto import DataProto
 from workers.model.layout import RowLayout
 from workers.model.rows.packing import ModelInput
 from workers.model.sharding.stage_layers import Part, Passing

@@ -14,9 +14,9 @@ from dataclasses import replace
 import torch
 from torch.distributed import ProcessGroup
 
-from balancing.alignment import length_multiple
-from workers.config import ModelConfig, ParallelConfig
-from workers.dataproto import CONTEXT_DEGREE, DataProto
+from balancing.basics.alignment import length_multiple
+from workers.batch.dataproto import CONTEXT_DEGREE, DataProto
+from workers.config.roles import ModelConfig, ParallelConfig
 from workers.errors import UnsupportedModelError
 from workers.model.attention.attention import (
     PackedAttention,

@@ -37,12 +37,12 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-from workers.config import ModelConfig
+from workers.config.roles import ModelConfig
 from workers.errors import BallastError, ConfigError, UnsupportedModelError, clause, named
 from workers.model.activations import activations_on_host
 from workers.model.attention.attention import ATTENTION_NAME, ballast_packed
-from workers.model.logprobs import MOST_GRAPHS, Head, OutputLayer, log_probs_of
-from workers.model.optimizer import is_vector
+from workers.model.losses.logprobs import MOST_GRAPHS, Head, OutputLayer, log_probs_of
+from workers.model.optimizer.optimizer import is_vector
 from workers.model.rows.packing import ModelInput
 from workers.model.rules.families import (
     IMAGES_SEE_AHEAD,
@@ -56,7 +56,7 @@ from workers.model.rules.recurrent import check_mixers, find_mixers, split_by_se
 from workers.model.sharding.parallel import full_tensor
 from workers.model.sharding.stage_layers import Part, Passing, carried
 from workers.model.sharding.tensor_parallel import blocks_with_experts, find_experts, own_vocabulary
-from workers.model.vision import Vision
+from workers.model.vision.tower import Vision
 
 log = logging.getLogger(__name__)
 

@@ -24,20 +24,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from workers.config import ModelConfig, ParallelConfig
-from workers.dataproto import DataProto
+from workers.batch.dataproto import DataProto
+from workers.batch.metrics import TOLERANCE
+from workers.config.roles import ModelConfig, ParallelConfig
 from workers.errors import BallastError, ConfigError, UnsupportedModelError
-from workers.metrics import TOLERANCE
 from workers.model.attention.attention import ATTENTION_NAME
 from workers.model.forward_backward import EnginePass
-from workers.model.image_probe import Inputs, add_images
 from workers.model.layout import RowLayout
 from workers.model.model import PackedModel, described, use_attention
 from workers.model.rows.packing import ModelInput, max_positions
 from workers.model.sharding.parallel import full_tensor, reshard
 from workers.model.sharding.stage_layers import Passing
 from workers.model.value_head import HEAD, PackedValueModel
-from workers.model.vision import Vision
+from workers.model.vision.image_probe import Inputs, add_images
+from workers.model.vision.tower import Vision
 
 LENGTHS = (7, 19, 12)
 LONGEST_PREFIX = 512  # longer ones are not shared by the probe

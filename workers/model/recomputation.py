@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
-from workers.config import ModelConfig
-from workers.model_config import ATTENTION_KEPT
+from workers.config.model import ATTENTION_KEPT
+from workers.config.roles import ModelConfig
 
 PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._grouped_mm.default}
 

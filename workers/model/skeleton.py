@@ -18,7 +18,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
-from workers.config import ModelConfig
+from workers.config.roles import ModelConfig
 from workers.errors import ConfigError, UnsupportedModelError
 from workers.json_file import read_json
 from workers.model.model import LanguageModel, PackedModel, Shapes, check_complete, read_config, read_pretrained

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
-from workers.config import ModelConfig
+from workers.config.roles import ModelConfig
 from workers.errors import UnsupportedModelError
 from workers.model.model import PackedModel, Shapes, check_complete, described, load_model, read_pretrained, read_rows
 from workers.model.rows.packing import ModelInput

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from workers import allocator
-from workers.dispatch import RankCoordinates, Split, dispatch
+from workers.batch.dispatch import RankCoordinates, Split, dispatch
 from workers.errors import ConfigError
 from workers.model.sharding.parallel import process_group_backend
 from workers.network import use_rays_interface

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from balancing import RankPlan
-from workers.config import GaeConfig
-from workers.dataproto import DataProto
-from workers.dispatch import Join, Split, dispatch
-from workers.metrics import Metrics
+from workers.batch.dataproto import DataProto
+from workers.batch.dispatch import Join, Split, dispatch
+from workers.batch.metrics import Metrics
+from workers.config.roles import GaeConfig
 from workers.model.losses import make_value_loss, to_metrics, value_statistics
 from workers.model.losses.returns import KlPenalty, discounts, gae, token_rewards, whiten
 from workers.roles.model_worker import TrainedWorker, micro_batches_of, token_block, token_column

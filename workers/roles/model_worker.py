@@ -9,11 +9,14 @@ import numpy as np
 import torch
 
 from balancing import RankPlan
-from workers.config import ModelConfig, OptimizerConfig, ParallelConfig
-from workers.dataproto import ROUTED_EXPERTS, DataProto
-from workers.dispatch import Join, RankCoordinates, Split, dispatch
-from workers.metrics import Metrics
-from workers.model.distillation import (
+from workers.batch.dataproto import ROUTED_EXPERTS, DataProto
+from workers.batch.dispatch import Join, RankCoordinates, Split, dispatch
+from workers.batch.metrics import Metrics
+from workers.config.optimizer import StepSettings
+from workers.config.roles import ModelConfig, OptimizerConfig, ParallelConfig
+from workers.model.engine import CONFIGURED, TrainingEngine
+from workers.model.losses import Denominators
+from workers.model.losses.distillation import (
     TopTokens,
     WholeLayer,
     at_tokens_of,
@@ -21,13 +24,10 @@ from workers.model.distillation import (
     log_probs,
     with_teacher_prompts,
 )
-from workers.model.engine import CONFIGURED, TrainingEngine
-from workers.model.losses import Denominators
 from workers.model.losses.returns import sequence_kl
 from workers.model.model import Read
-from workers.model.optimizer import clear_state
+from workers.model.optimizer.optimizer import clear_state
 from workers.model.timing import MicroStepTime
-from workers.optimizer_config import StepSettings
 from workers.roles.base import Worker
 
 

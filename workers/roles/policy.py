@@ -8,19 +8,19 @@ import numpy as np
 import torch
 
 from balancing import RankPlan
-from workers.config import LossConfig, SupervisedLossConfig
-from workers.dataproto import DataProto
-from workers.dispatch import Join, Split, dispatch
+from workers.batch.dataproto import DataProto
+from workers.batch.dispatch import Join, Split, dispatch
+from workers.batch.metrics import Metric, Metrics
+from workers.config.loss import SumLossConfig, WeightedLossConfig
+from workers.config.roles import LossConfig, SupervisedLossConfig
+from workers.engine.placement import needs_frozen_tower
+from workers.engine.weights.weight_delta import DeltaPacker, Payload
+from workers.engine.weights.weight_transfer import pack_weights
 from workers.errors import ConfigError
-from workers.loss_config import SumLossConfig, WeightedLossConfig
-from workers.metrics import Metric, Metrics
-from workers.model.distillation import WholeLayer
 from workers.model.losses import make_policy_loss, make_sft_loss, make_sum_loss, weighted_log_probs
+from workers.model.losses.distillation import WholeLayer
 from workers.model.losses.returns import KlPenalty, discounted_returns, discounts, token_rewards, turns_of, whiten
 from workers.roles.model_worker import TeacherWorker, TrainedWorker, micro_batches_of, token_block, token_column
-from workers.rollout.placement import needs_frozen_tower
-from workers.rollout.weight_delta import DeltaPacker, Payload
-from workers.rollout.weight_transfer import pack_weights
 
 
 class PolicyWorker(TrainedWorker, TeacherWorker):
@@ -109,7 +109,7 @@ class PolicyWorker(TrainedWorker, TeacherWorker):
     @dispatch(Split.ALL)
     def connect_engines(self, engines: list[Any], placement: str, tensor_parallel: int) -> None:
         """Connect to the engines, started actors, for transfers between GPUs. placement: `colocated` or `apart`."""
-        from workers.rollout.gpu_transfer import WeightSender
+        from workers.engine.weights.gpu_transfer import WeightSender
 
         meeting = [self.address() if self.coordinates.index == 0 else ("", 0)]
         torch.distributed.broadcast_object_list(meeting)

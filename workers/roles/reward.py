@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from workers.dataproto import DataProto, object_column
-from workers.images import Pictures, PlacedImage
-from workers.remote_batch import fetched
-from workers.rollout.requests import INSERTED, NOT_SAMPLED
-from workers.score import Score
+from workers.batch.dataproto import DataProto, object_column
+from workers.batch.remote_batch import fetched
+from workers.batch.score import Score
+from workers.engine.requests import INSERTED, NOT_SAMPLED
+from workers.images.images import Pictures, PlacedImage
 from workers.user_code.rewards import RAW, Call, RewardFunction, RewardProcess
 
 LONGEST_SENT = 1_000

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from balancing import RankPlan
-from workers.dataproto import DataProto
-from workers.dispatch import Join, Split, dispatch
-from workers.loss_config import WeightedLossConfig
-from workers.metrics import Metrics
+from workers.batch.dataproto import DataProto
+from workers.batch.dispatch import Join, Split, dispatch
+from workers.batch.metrics import Metrics
+from workers.config.loss import WeightedLossConfig
 from workers.model.losses import Statistics, ValuePredictions, make_score_loss, mean, score_errors, weighted_values
 from workers.roles.model_worker import ModelWorker, TrainedWorker, micro_batches_of
 

@@ -21,27 +21,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from workers.config import ModelConfig, RolloutConfig, SamplingConfig
-from workers.dataproto import DataProto
-from workers.errors import EpisodeError, LostError, RolloutError
-from workers.images import Pictures
-from workers.model.processor import load_placeholders
-from workers.network import LOOPBACK, use_rays_interface
-from workers.rendering import Renderer, with_urls
-from workers.rollout.adapters import EngineAdapters
-from workers.rollout.conversation import Conversation
-from workers.rollout.episode import Episode, play
-from workers.rollout.front import Taken
-from workers.rollout.gateway import Access, Gateway
-from workers.rollout.image_inputs import ImageInputs, png_bytes
-from workers.rollout.kept_caches import KeptCaches
-from workers.rollout.parsing import TurnParser
-from workers.rollout.placement import check_placement
-from workers.rollout.requests import ERROR, LENGTH, Response, SampleRequest, SampleResult, WeightLoad, turn_seed
-from workers.rollout.results import Row, Sample, finished, flush, played
-from workers.rollout.session import Node, Session, SessionRecord
-from workers.rollout.thinking import Thinking
-from workers.rollout.vllm_interface import (
+from workers.agents.front import Taken
+from workers.agents.gateway import Access, Gateway
+from workers.agents.processes import AgentPool, session_variables
+from workers.agents.session import Node, Session, SessionRecord
+from workers.batch.dataproto import DataProto
+from workers.batch.score import Score
+from workers.config.roles import ModelConfig, RolloutConfig, SamplingConfig
+from workers.engine.adapters import EngineAdapters
+from workers.engine.image_inputs import ImageInputs, png_bytes
+from workers.engine.kept_caches import KeptCaches
+from workers.engine.placement import check_placement
+from workers.engine.requests import ERROR, LENGTH, Response, SampleRequest, SampleResult, WeightLoad, turn_seed
+from workers.engine.vllm_interface import (
     as_response,
     build_engine,
     check_prompt,
@@ -52,10 +44,18 @@ from workers.rollout.vllm_interface import (
     unfinished_responses,
     unfinished_tokens,
 )
-from workers.rollout.weight_delta import Payload, WeightFile
-from workers.rollout.weight_transfer import private_file
-from workers.score import Score
-from workers.user_code.agents import AgentPool, session_variables
+from workers.engine.weights.weight_delta import Payload, WeightFile
+from workers.engine.weights.weight_transfer import private_file
+from workers.episodes.conversation import Conversation
+from workers.episodes.episode import Episode, play
+from workers.episodes.parsing import TurnParser
+from workers.episodes.thinking import Thinking
+from workers.errors import EpisodeError, LostError, RolloutError
+from workers.images.images import Pictures
+from workers.model.vision.processor import load_placeholders
+from workers.network import LOOPBACK, use_rays_interface
+from workers.rendering import Renderer, with_urls
+from workers.rollout.results import Row, Sample, finished, flush, played
 from workers.user_code.environments import EnvironmentPool
 from workers.user_code.tools import ToolPool
 
@@ -86,7 +86,7 @@ class VllmEngineActor:
         front: Any = None,
         needs_reward: bool = False,
     ) -> None:
-        """placement: of `workers.rollout.placement.BACKENDS`. environment: of EnvironmentPool, ToolPool or AgentPool.
+        """placement: of `workers.engine.placement.BACKENDS`. environment: of EnvironmentPool, ToolPool or AgentPool.
 
         front: actor of SessionFront, for agents elsewhere. needs_reward: whether an agent must give the reward, because
         nothing else does.

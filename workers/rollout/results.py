@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from workers.dataproto import ROUTED_EXPERTS, DataProto
-from workers.images import keys
-from workers.rollout.conversation import Conversation
-from workers.rollout.episode import Episode, branches_of
-from workers.rollout.prefix_hashes import prefix_hashes
-from workers.rollout.requests import LENGTH, STOP, TURNS, SampleRequest, SampleResult
-from workers.rollout.session import Session
-from workers.score import Score
+from workers.agents.session import Session
+from workers.batch.dataproto import ROUTED_EXPERTS, DataProto
+from workers.batch.score import Score
+from workers.engine.prefix_hashes import prefix_hashes
+from workers.engine.requests import LENGTH, STOP, TURNS, SampleRequest, SampleResult
+from workers.episodes.conversation import Conversation
+from workers.episodes.episode import Episode, branches_of
+from workers.images.images import keys
 
 Row = dict[str, np.ndarray]
 Sample = tuple[SampleResult, list[Row]]

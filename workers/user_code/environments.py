@@ -15,9 +15,9 @@ from typing import Any
 
 import cloudpickle
 
+from workers.batch.score import check_parts
 from workers.environment import Observation, Text, Turn, as_observation, as_opening
 from workers.errors import BallastError, ConfigError, EpisodeError
-from workers.score import check_parts
 from workers.user_code.process import START_SECONDS, Fork, NoAnswerError, UserProcess
 
 PLAYER = "workers.user_code.environments:Player"

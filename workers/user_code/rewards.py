@@ -15,8 +15,8 @@ from typing import Any
 
 import cloudpickle
 
+from workers.batch.score import Score, as_score, check_parts, weighted
 from workers.errors import BallastError, ConfigError, DataError, named, quoted
-from workers.score import Score, as_score, check_parts, weighted
 from workers.user_code.process import RAISED, START_SECONDS, NoAnswerError, UserProcess
 from workers.user_code.verl_form import is_verl_form, verl_arguments
 

@@ -6,7 +6,7 @@ import pytest
 from balancing import CostModel, plan_statistics
 from balancing.analysis.comparison import ON_PIPELINES, OURS, STRATEGIES, Batch, compare, figures, plan_of
 from balancing.analysis.statistics import time_grids
-from balancing.pipeline import Pipeline
+from balancing.pipelines.pipeline import Pipeline
 
 QUADRATIC = CostModel(0.0, 1.0)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from balancing.compiled import COMPILED
+from balancing.basics.compiled import COMPILED
 from tests.benchmarks.balancing.table import Table
 
 MODULES = ("partitions", "plans", "shared_prompts", "pipelines")

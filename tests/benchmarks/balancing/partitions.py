@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from balancing import partition
 from balancing.analysis.distributions import DISTRIBUTIONS, draw
-from balancing.lower_bounds import mean_bound
+from balancing.search import partition
+from balancing.search.lower_bounds import mean_bound
 from tests.benchmarks.balancing.table import Table, cpu_seconds
 
 SHAPES = ((512, 64), (4096, 64), (32_768, 512), (262_144, 512))

@@ -9,7 +9,7 @@ from balancing import Plan, plan_batch
 from balancing.analysis.comparison import ON_PIPELINES, OURS
 from balancing.analysis.distributions import draw
 from balancing.analysis.statistics import plan_statistics
-from balancing.pipeline import Pipeline
+from balancing.pipelines.pipeline import Pipeline
 from tests.benchmarks.balancing.plans import COST_MODEL
 from tests.benchmarks.balancing.table import Table, cpu_seconds
 

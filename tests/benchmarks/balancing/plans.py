@@ -7,12 +7,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from balancing import CostModel, Plan, plan_batch
-from balancing.alignment import round_up
 from balancing.analysis.distributions import DEFAULT_CAP, DISTRIBUTIONS, draw
 from balancing.analysis.statistics import computed_tokens
+from balancing.basics.alignment import round_up
 from balancing.cost_model import SEVEN_BILLION
 from balancing.errors import CountError
-from balancing.lower_bounds import step_time_bound
+from balancing.search.lower_bounds import step_time_bound
 from tests.benchmarks.balancing.table import Table, cpu_seconds
 
 COST_MODEL = CostModel.from_model_config(SEVEN_BILLION)

@@ -8,7 +8,7 @@ from transformers import AutoConfig
 from controller.algorithm.logprob_check import AtEqualWeights, beyond
 from tests.benchmarks.families.measuring import Outcome
 from tests.workers.rollout.test_transfers import LOG_PROB_TOLERANCE, transfer
-from workers.config import PolicyConfig
+from workers.config.roles import PolicyConfig
 from workers.errors import BallastError
 
 PLACEMENT = "colocated"

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.benchmarks.families.shrinking import VOCABULARY, tiny_config
 from tests.workers.model.tiny import save_tokenizer
-from workers.config import ModelConfig, OptimizerConfig, ParallelConfig
-from workers.dataproto import DataProto
+from workers.batch.dataproto import DataProto
+from workers.config.roles import ModelConfig, OptimizerConfig, ParallelConfig
 from workers.errors import BallastError
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators

@@ -23,11 +23,11 @@ from transformers.models.auto.video_processing_auto import VIDEO_PROCESSOR_MAPPI
 from tests.benchmarks.families.measuring import EXPECTED, TOLERANCE, Outcome, fill_zeros, named
 from tests.benchmarks.families.shrinking import tiny_config
 from tests.workers.vision_families import BUILDERS, byte_tokenizer, pictures, save_tiny_vision_model
-from workers.dataproto import DataProto, object_column
+from workers.batch.dataproto import DataProto, object_column
 from workers.errors import BallastError, ConfigError
-from workers.images import Image, digest_of, png_of
+from workers.images.images import Image, digest_of, png_of
+from workers.images.placeholders import Placeholders
 from workers.model.rules.families import IMAGES_SEE_AHEAD
-from workers.placeholders import Placeholders
 
 TEXTS = (("ab{}cd and more?", (0,)), ("text only", ()), ("{}x{}yz", (0, 1)), ("again{}!", (1,)))
 """A text with the places of its pictures, by their numbers."""

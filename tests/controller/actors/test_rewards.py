@@ -12,10 +12,10 @@ from controller.actors.rewards import RewardPool
 from controller.config.sections import RewardConfig
 from controller.data.prompts import Prompt
 from controller.rollout.samples import assemble
-from workers.dataproto import DataProto
+from workers.batch.dataproto import DataProto
+from workers.batch.score import Score
+from workers.engine.requests import SampleResult
 from workers.errors import DataError
-from workers.rollout.requests import SampleResult
-from workers.score import Score
 from workers.user_code.rewards import RewardFunction
 from workers.user_code.tools import TOOL_PARTS
 

@@ -17,12 +17,12 @@ from controller.actors.resources import reserve
 from controller.actors.worker_group import LOST_SECONDS, GroupFuture, Share, WorkerGroup
 from controller.config import load
 from tests.controller.config_workspace import write_workspace
-from workers.dataproto import DataProto
-from workers.dispatch import Join, Split, dispatch
+from workers.batch.dataproto import DataProto
+from workers.batch.dispatch import Join, Split, dispatch
+from workers.batch.metrics import Metric, Metrics
+from workers.batch.remote_batch import RemoteBatch
 from workers.errors import ResourceError, WorkerError
-from workers.metrics import Metric, Metrics
 from workers.network import interface_of
-from workers.remote_batch import RemoteBatch
 from workers.roles.base import Worker
 
 

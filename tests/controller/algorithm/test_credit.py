@@ -19,11 +19,11 @@ from tests.controller.stand_ins.gpus import StandInEngine
 from tests.controller.stand_ins.run import SETTINGS, StandIns, write_stand_in_workspace
 from tests.refusals import refused
 from tests.workers.rollout.sessions import TURNS, Agent
-from workers.dataproto import DataProto, object_column
+from workers.agents.session import Session
+from workers.batch.dataproto import DataProto, object_column
+from workers.batch.remote_batch import RemoteBatch
 from workers.errors import DataError
 from workers.model.losses.returns import discounts, gae, token_rewards
-from workers.remote_batch import RemoteBatch
-from workers.rollout.session import Session
 
 SAMPLES = st.lists(  # turns of each sample: tokens, reward, state, and whether a row ends behind it
     st.lists(

@@ -15,8 +15,8 @@ from controller.checkpoints.progress import Progress
 from controller.config import Config, load
 from controller.preflight.checks import check
 from controller.step import with_advantages
-from workers.config import KlInRewardConfig
-from workers.remote_batch import RemoteBatch
+from workers.batch.remote_batch import RemoteBatch
+from workers.config.roles import KlInRewardConfig
 
 ON = "algorithm.kl_in_reward.coefficient=0.1"
 

@@ -11,8 +11,8 @@ import pytest
 from controller.algorithm.logprob_check import LARGEST, MEAN, AtEqualWeights, LogProbCheck, beyond, compares_exactly
 from controller.config import Config, load
 from tests.controller.stand_ins.run import StandInRun, StandIns
+from workers.batch.metrics import Metric
 from workers.errors import MismatchError
-from workers.metrics import Metric
 
 Run = Callable[..., StandInRun]
 NAN = math.nan
@@ -32,7 +32,7 @@ NAN = math.nan
             0.6,
             "bfloat16",
             AtEqualWeights.NONE,
-            r"0.6 nats a token .* above policy.max_mismatch=0.5. .*controller.doctor",
+            r"0.6 nats a token .* above policy.max_mismatch=0.5. .*ballast.doctor",
         ),
         (math.inf, "float32", AtEqualWeights.NONE, "above policy.max_mismatch"),
         (NAN, "float32", AtEqualWeights.NONE, "differ by NaN"),

@@ -7,9 +7,9 @@ import pytest
 
 from controller.config.functions import requested_columns
 from tests.refusals import refused
+from workers.batch.score import as_score
 from workers.environment import Observation
 from workers.errors import DataError
-from workers.score import as_score
 from workers.user_code.environments import try_environment
 from workers.user_code.functions import load, signature_of
 from workers.user_code.rewards import RewardFunction, try_rewards

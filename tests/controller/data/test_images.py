@@ -16,9 +16,9 @@ from controller.data.records import read_records
 from tests.refusals import refused
 from tests.workers.vision_families import PLACEHOLDERS, pictures
 from workers.errors import DataError
-from workers.images import digest_of, read_image
+from workers.images.images import digest_of, read_image
 from workers.model.model import load_tokenizer
-from workers.model.processor import load_placeholders
+from workers.model.vision.processor import load_placeholders
 from workers.rendering import Renderer
 
 FAMILY = "qwen2_5_vl"

@@ -8,7 +8,7 @@ from tokenizers import AddedToken
 from controller.data.questions import Questions, quoted
 from examples.addition.warm_start import tokenizer
 from tests.refusals import refused
-from workers.judge_config import JudgeConfig
+from workers.config.judge import JudgeConfig
 
 SPECIAL = ["<|im_end|>", "<|im_start|>", "[INST]", "<eos>", "|", "<|"]
 HOSTILE = [

@@ -7,8 +7,8 @@ import ray
 from controller.engines.engine_calls import POLL_SECONDS
 from controller.engines.engine_pool import EnginePool, OnResults, Sample
 from controller.engines.router import Key, Router
-from workers.config import SamplingConfig
-from workers.rollout.requests import SampleRequest, SampleResult
+from workers.config.roles import SamplingConfig
+from workers.engine.requests import SampleRequest, SampleResult
 
 
 def generate(

@@ -16,10 +16,10 @@ from controller.engines.engine_pool import EnginePool, Sample
 from controller.engines.fleet import RestartBudget
 from tests.controller.engines.generation import generate
 from tests.end_to_end.processes import living
-from workers.config import RolloutConfig, SamplingConfig
-from workers.dataproto import DataProto
+from workers.batch.dataproto import DataProto
+from workers.config.roles import RolloutConfig, SamplingConfig
+from workers.engine.requests import ERROR, Response, SampleRequest, SampleResult
 from workers.errors import LostError, RolloutError
-from workers.rollout.requests import ERROR, Response, SampleRequest, SampleResult
 
 
 @ray.remote(num_cpus=0, max_concurrency=1000)

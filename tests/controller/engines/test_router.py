@@ -9,8 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from controller.engines.router import Router
 from tests.refusals import refused
+from workers.engine.requests import ERROR, Response, SampleRequest, SampleResult
 from workers.errors import DataError
-from workers.rollout.requests import ERROR, Response, SampleRequest, SampleResult
 
 MAX_CONCURRENT, MAX_RETRIES, REPLICAS = 3, 2, 4
 

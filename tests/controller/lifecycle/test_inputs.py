@@ -15,9 +15,9 @@ from controller.config import load
 from controller.lifecycle.inputs import load_renderer, read_inputs, tried_lines, try_inputs
 from tests.controller.bad_inputs import BadInput, check_line
 from tests.controller.stand_ins.run import SETTINGS
-from tests.workers.rollout.test_conversation import STOCK
+from tests.workers.episodes.test_conversation import STOCK
 from tests.workers.vision_families import pictures
-from workers.dataproto import DataProto
+from workers.batch.dataproto import DataProto
 from workers.errors import BallastError, DataError
 from workers.rendering import Renderer
 from workers.roles.reward import RewardWorker, ScoreRequest

@@ -7,9 +7,9 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
+from ballast.doctor.cluster_checks import PACKAGES, requirements
 from controller.config import Config, TrainingConfig, load_as
 from controller.config.offline import PreferencesConfig, SftConfig
-from controller.doctor.cluster_checks import PACKAGES, requirements
 from controller.lifecycle.model_card import write_card
 
 

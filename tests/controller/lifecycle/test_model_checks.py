@@ -16,10 +16,10 @@ from controller.preflight.engine_checks import COLDEST
 from tests.controller.config_workspace import MODEL, check_everything, refusal, write_model
 from tests.controller.tokenizer_file import END
 from tests.controller.weight_files import qwen2_weights, write_weight_file
+from workers.config.model import ModelConfig
+from workers.engine.vllm_interface import CPU_KV_BLOCK_TOKENS
 from workers.errors import UnsupportedModelError
 from workers.model.skeleton import build_skeleton, check_kind
-from workers.model_config import ModelConfig
-from workers.rollout.vllm_interface import CPU_KV_BLOCK_TOKENS
 
 WEIGHTS, INDEX = Path("model/model.safetensors"), Path("model/model.safetensors.index.json")
 Break = Callable[[], object]

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from balancing import BalancingError
 from balancing.analysis.lengths_file import read_lengths, recorded_arguments, run_step
+from ballast.pages.report import main as report
+from ballast.pages.show import main as show
+from ballast.pages.timeline import main as timeline
+from ballast.replay.__main__ import main as replay
 from controller.algorithm.validation_metrics import ScoredResponse
 from controller.observability.run_folder import RunFolder, RunWriter
 from controller.observability.timeline import read_timeline
-from controller.replay import main as replay
-from controller.report import main as report
-from controller.show import main as show
-from controller.timeline import main as timeline
 from tests.controller.observability.recorded_run import write_run
 
 SEPARATORS = "a\u2028b\u2029c\u0085d\u000be\u000cf\u001cg\rh\r\ni"

@@ -7,8 +7,8 @@ from balancing import CostModel
 from controller.engines.fleet import Fleet, RestartBudget, State
 from controller.observability.live_metrics import LiveMetrics, rank_seconds
 from controller.observability.metric_table import LIVE, SECTIONS, spec_of
+from workers.batch.remote_batch import RemoteBatch
 from workers.model.timing import MicroStepTime
-from workers.remote_batch import RemoteBatch
 
 
 class Told:

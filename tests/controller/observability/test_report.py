@@ -17,9 +17,9 @@ from matplotlib.figure import Figure
 
 from balancing import CostModel, explain, plan_batch, plan_statistics
 from balancing.analysis.lengths_file import plan_record
+from ballast.pages.report import main
 from controller.observability.report import Section, _tables, learning, policy, who_computes_when, write_report
 from controller.observability.run_folder import RunFolder, RunWriter
-from controller.report import main
 from tests.browser import CONTRASTS, DESKTOP, TELEPHONE, WIDER, Browser, browser, needs_chromium
 from tests.controller.observability.recorded_run import ATTACKS, STEPS, write_run
 

@@ -14,8 +14,8 @@ from controller.observability.run_record import RunRecord, advantages_of
 from controller.observability.timeline import read_timeline, trace_events
 from tests.controller.observability.test_console import recorded
 from tests.controller.observability.trace_format import check, slices_of
-from workers.dataproto import object_column
-from workers.remote_batch import RemoteBatch
+from workers.batch.dataproto import object_column
+from workers.batch.remote_batch import RemoteBatch
 
 
 class Recording:

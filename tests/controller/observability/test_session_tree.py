@@ -10,8 +10,8 @@ import rich.console
 from controller.observability.session_tree import Entry, as_recorded, drawn, entries, headline
 from controller.observability.step_metrics import session_metrics
 from tests.controller.observability.recorded_sessions import CHAIN, FORKED, node
-from workers.rollout.requests import Response
-from workers.rollout.session import Session
+from workers.agents.session import Session
+from workers.engine.requests import Response
 
 EPISODE = {"prompt": "add", "turns": [{"policy": "4"}, {"environment": "no"}, {"policy": "5"}], "reward": 1.0}
 

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from controller.observability.step_metrics import staleness, throughput, waiting
-from workers.remote_batch import RemoteBatch
+from workers.batch.remote_batch import RemoteBatch
 
 
 def test_staleness_counts_versions_behind_the_policy() -> None:

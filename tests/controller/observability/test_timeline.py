@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from balancing import CostModel
+from ballast.pages.timeline import main, parse_steps
 from controller.observability.run_folder import RunWriter
 from controller.observability.timeline import TimelineRecorder, trace_events
-from controller.timeline import main, parse_steps
 from tests.controller.observability.trace_format import check, slices_of
+from workers.engine.requests import SampleResult, WeightLoad
 from workers.model.timing import MicroStepTime
-from workers.rollout.requests import SampleResult, WeightLoad
 
 START = 1_700_000_000.0
 

@@ -6,7 +6,7 @@ from controller.config.offline import SftDataConfig
 from controller.offline.datasets import SequenceDataset
 from controller.offline.tokenized import Example
 from tests.controller.stand_ins.local_ray import LocalRay
-from workers.remote_batch import RemoteBatch
+from workers.batch.remote_batch import RemoteBatch
 from workers.rendering import Renderer
 
 COUNT = 7

@@ -14,11 +14,11 @@ from controller.offline.datasets import SequenceDataset
 from controller.offline.offline_training import _examples_of, _read_examples
 from tests.refusals import refused
 from tests.workers.vision_families import pictures
+from workers.batch.remote_batch import IMAGES
 from workers.errors import DataError
-from workers.images import digest_of, read_image
+from workers.images.images import digest_of, read_image
 from workers.model.model import load_tokenizer
-from workers.model.processor import load_placeholders
-from workers.remote_batch import IMAGES
+from workers.model.vision.processor import load_placeholders
 from workers.rendering import Renderer
 
 PART, TEXT = {"type": "image"}, {"type": "text", "text": "How many?"}

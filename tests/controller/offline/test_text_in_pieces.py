@@ -9,12 +9,12 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 from controller.offline.tokenized import Example, example_row, scored_row
+from workers.agents.routes import PromptRenderer
+from workers.agents.session import Asked
+from workers.engine.requests import Response, not_sampled
+from workers.episodes.conversation import Conversation
 from workers.errors import DataError
 from workers.rendering import Renderer
-from workers.rollout.conversation import Conversation
-from workers.rollout.requests import Response, not_sampled
-from workers.rollout.serving import PromptRenderer
-from workers.rollout.session import Asked
 
 KINDS = ["prepended", "first", "always", "never", "bytes", "bytes without a blank"]
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from balancing import ContextDegrees, CostModel
 from balancing.cost_model import exchange_share
-from balancing.pipeline import Pipeline
+from balancing.pipelines.pipeline import Pipeline
 from controller.config import Config, load
 from controller.planning.planner import (
     Planner,
@@ -19,10 +19,10 @@ from controller.planning.planner import (
     with_loss_counts,
 )
 from tests.controller.config_workspace import write_workspace
-from workers.dataproto import object_column
+from workers.batch.dataproto import object_column
+from workers.batch.remote_batch import RemoteBatch
 from workers.errors import ConfigError
-from workers.images import Image, PlacedImage
-from workers.remote_batch import RemoteBatch
+from workers.images.images import Image, PlacedImage
 
 
 @given(st.integers(1, 200), st.integers(1, 20), st.integers(0, 5))

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from balancing import plan_batch
 from controller.planning.planner import prefix_columns
-from workers.dataproto import DataProto
+from workers.batch.dataproto import DataProto
+from workers.engine.prefix_hashes import prefix_hashes
 from workers.model.rows.prefix_rows import pack_shared
-from workers.rollout.prefix_hashes import prefix_hashes
 
 PROMPT = list(range(100, 110))
 

@@ -9,7 +9,7 @@ from controller.lifecycle.inputs import tried_lines, try_inputs
 from controller.preflight.checks import check
 from tests.controller.config_workspace import write_workspace
 from tests.refusals import refused, refused_rows
-from workers.config import GATEWAY_KEY
+from workers.config.roles import GATEWAY_KEY
 
 AGENT = ["rollout.agent=agent.py:run", "rollout.max_turns=2", 'reward.function=""']
 

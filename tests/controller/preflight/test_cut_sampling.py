@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from ballast.replay.__main__ import settings
 from controller.algorithm.logprob_check import compares_exactly
 from controller.config import Config, load
 from controller.preflight.checks import check, check_layout
 from controller.preflight.engine_checks import COLDEST
-from controller.replay import settings
 from tests.controller.config_workspace import refusal
 from tests.refusals import refused, refused_rows
-from workers.config import SamplingConfig
-from workers.rollout.vllm_interface import engine_arguments, sampling_parameters
+from workers.config.roles import SamplingConfig
+from workers.engine.vllm_interface import engine_arguments, sampling_parameters
 
 CUTS = {"top_k": "150", "top_p": "0.9", "min_p": "0.1"}
 CHANGES = {

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import ray
 
+from ballast.replay.__main__ import settings
 from controller.actors.layout import role_requests
 from controller.config import load, load_as
 from controller.config import training as machine
@@ -16,7 +17,6 @@ from controller.preflight.arguments import parse_arguments
 from controller.preflight.checks import check_sampler
 from controller.preflight.cluster import run_on
 from controller.preflight.describe import describe
-from controller.replay import settings
 from tests.controller.config_workspace import refusal
 from tests.end_to_end.faults import Listening
 from workers.errors import ConfigError

@@ -27,7 +27,7 @@ from controller.preflight.memory import (
 from tests.controller.config_workspace import write_model
 from tests.examples.test_launch import LAUNCH
 from tests.refusals import refused
-from workers.model.memory_trace import full_micro_batches
+from workers.model.memory.memory_trace import full_micro_batches
 
 CONFIGURATIONS = [f"launch/{path.name}" for path in sorted(LAUNCH.glob("*.yaml")) if "\npolicy:" in path.read_text()]
 CONFIGURATIONS += ["gsm8k/config.yaml"]

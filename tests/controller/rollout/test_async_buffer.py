@@ -12,10 +12,10 @@ from controller.rollout.async_buffer import AsyncRolloutBuffer
 from controller.rollout.sample_files import read_samples
 from controller.rollout.samples import RolloutBatch
 from tests.controller.stand_ins.roles import LocalRun
-from workers.dataproto import DataProto
+from workers.batch.dataproto import DataProto
+from workers.batch.score import Score
+from workers.engine.requests import Response
 from workers.errors import RolloutError
-from workers.rollout.requests import Response
-from workers.score import Score
 
 Run = Callable[..., LocalRun]
 AHEAD = ("rollout.max_staleness=1", "rollout.out_of_order_window=1", "run.steps=4")

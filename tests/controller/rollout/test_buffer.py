@@ -14,9 +14,9 @@ from controller.rollout.model_scores import ScoreScales
 from controller.rollout.samples import RolloutBatch
 from tests.controller.stand_ins.roles import LocalRun
 from tests.refusals import refused
+from workers.batch.score import Score
+from workers.engine.requests import VALIDATION_STEP
 from workers.errors import RolloutError
-from workers.rollout.requests import VALIDATION_STEP
-from workers.score import Score
 
 Run = Callable[..., LocalRun]
 

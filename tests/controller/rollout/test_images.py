@@ -25,15 +25,15 @@ from controller.rollout.sample_files import (
 )
 from controller.rollout.samples import RolloutBatch, assemble
 from tests.workers.vision_families import pictures
-from workers.dataproto import DataProto
-from workers.images import ImageSource, PlacedImage, digest_of, keys, png_of, read_image
-from workers.remote_batch import IMAGES, RemoteBatch, stored
+from workers.agents.session import Asked, Session
+from workers.batch.dataproto import DataProto
+from workers.batch.remote_batch import IMAGES, RemoteBatch, stored
+from workers.batch.score import Score
+from workers.engine.prefix_hashes import prefix_hashes
+from workers.engine.requests import Response, SampleResult
+from workers.episodes.episode import branches_of
+from workers.images.images import ImageSource, PlacedImage, digest_of, keys, png_of, read_image
 from workers.roles.reward import RewardWorker, ScoreRequest
-from workers.rollout.episode import branches_of
-from workers.rollout.prefix_hashes import prefix_hashes
-from workers.rollout.requests import Response, SampleResult
-from workers.rollout.session import Asked, Session
-from workers.score import Score
 from workers.user_code.rewards import RewardFunction
 
 SOURCES = [ImageSource(picture, "record 1").image() for picture in pictures()]

@@ -15,9 +15,9 @@ from tests.controller.observability.recorded_sessions import FORKED
 from tests.controller.stand_ins.roles import TOKENS, LocalRun
 from tests.controller.stand_ins.run import StandInRun, StandIns, write_stand_in_workspace
 from tests.workers.model.tiny import unpacked_log_probs
+from workers.batch.remote_batch import RemoteBatch
+from workers.batch.score import Score
 from workers.errors import ConfigError, DataError
-from workers.remote_batch import RemoteBatch
-from workers.score import Score
 
 REPLAY = ("batch.replay.share=0.5", "batch.replay.keep=2")
 LEVELS = ("algorithm.loss.name=custom", "algorithm.loss.function=losses.py:loss", "algorithm.loss.columns=level")

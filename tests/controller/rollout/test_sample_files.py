@@ -19,14 +19,14 @@ from controller.rollout.sample_files import (
 )
 from controller.rollout.samples import RolloutBatch
 from tests.refusals import refused
-from workers.dataproto import DataProto, object_column
+from workers.agents.session import Session
+from workers.batch.dataproto import DataProto, object_column
+from workers.batch.remote_batch import RemoteBatch, places
+from workers.batch.score import Score
+from workers.engine.prefix_hashes import prefix_hashes
+from workers.engine.requests import Response, SampleResult
+from workers.episodes.episode import branches_of
 from workers.errors import DataError, OutputError
-from workers.remote_batch import RemoteBatch, places
-from workers.rollout.episode import branches_of
-from workers.rollout.prefix_hashes import prefix_hashes
-from workers.rollout.requests import Response, SampleResult
-from workers.rollout.session import Session
-from workers.score import Score
 
 ROWS = [
     [

@@ -7,9 +7,9 @@ import pytest
 
 from controller.engines.engine_pool import Sample
 from controller.rollout.samples import RolloutBatch, assemble
+from workers.batch.score import Score
+from workers.engine.requests import SampleResult
 from workers.errors import RolloutError
-from workers.rollout.requests import SampleResult
-from workers.score import Score
 
 
 def result(uid: str, sample: int, row: int, **facts: object) -> SampleResult:

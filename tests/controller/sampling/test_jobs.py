@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from controller import evaluate, generate
+from ballast.sampling_commands import evaluate, generate
 from controller.actors.layout import pools, role_requests
 from controller.config import load_as
 from controller.config.sampler import EvaluateConfig, GenerateConfig, SamplerConfig

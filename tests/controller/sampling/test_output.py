@@ -17,9 +17,9 @@ from controller.lifecycle.inputs import try_inputs
 from controller.packages import ROOT
 from controller.sampling.jobs import JobRequest, checked_settings
 from controller.sampling.output import JOB, SAMPLES, SamplesFile, as_line, job_identity, scored_response, token_columns
+from workers.batch.score import Score
+from workers.engine.requests import SampleResult
 from workers.errors import ConfigError, DataError
-from workers.rollout.requests import SampleResult
-from workers.score import Score
 
 ENVIRONMENT = """\
 from workers.environment import Observation

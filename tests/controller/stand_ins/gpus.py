@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from tests.controller.stand_ins.local_ray import LocalRay, NeverReturnsError
-from workers.metrics import Metric, Metrics
+from workers.batch.metrics import Metric, Metrics
+from workers.batch.score import Score
 from workers.model.checkpoint.checkpoint_folder import Manifest, check_json, commit, read_manifest, unfinished_folder
-from workers.score import Score
 
 UNDEFINED = -1  # the version of weights whose memory is there and whose values are not
 TOKENS = 3  # of every response
@@ -339,7 +339,7 @@ class StandInSender:
     """`WeightSender` with the calls that vLLM's trainer side makes, and nothing sent."""
 
     def __init__(self, world: World, engines: Sequence[Any], weights: Callable[[], Any], rank: int) -> None:
-        from workers.rollout.gpu_transfer import EngineClient
+        from workers.engine.weights.gpu_transfer import EngineClient
 
         self._world, self._weights, self._rank = world, weights, rank
         self._client = EngineClient(engines, tensor_parallel=1)

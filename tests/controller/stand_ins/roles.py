@@ -32,14 +32,14 @@ from controller.rollout.buffer import SamplingRound
 from controller.run import Run
 from controller.step import step
 from controller.training_loop import Callback, Outcome, Step, train
-from workers.config import SamplingConfig
-from workers.dispatch import PlanResult
+from workers.batch.dispatch import PlanResult
+from workers.batch.metrics import Metric, Metrics
+from workers.batch.remote_batch import RemoteBatch, places
+from workers.batch.score import Score
+from workers.config.roles import SamplingConfig
+from workers.engine.requests import Response, SampleRequest, SampleResult
 from workers.errors import CheckpointError
-from workers.metrics import Metric, Metrics
 from workers.model.checkpoint.checkpoint_folder import Manifest, StoredFile, commit, unfinished_folder
-from workers.remote_batch import RemoteBatch, places
-from workers.rollout.requests import Response, SampleRequest, SampleResult
-from workers.score import Score
 
 TOKENS = 4  # of every prompt, and of every response
 SETTINGS = (

@@ -12,13 +12,13 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from ballast.loop.open_run import OpenRun, running
 from controller.actors.layout import Pool
 from controller.config import Config, load
 from controller.engines.fleet import RestartBudget
 from controller.fit import Inputs, read_inputs, training
 from controller.lifecycle.inputs import inputs_without_data
 from controller.lifecycle.session import recovering
-from controller.open_run import OpenRun, running
 from controller.preflight.checks import check
 from controller.step import step_of
 from controller.training_loop import Outcome, train
@@ -26,7 +26,7 @@ from examples.addition.warm_start import create_model
 from tests.controller.stand_ins.gpus import StandInEngine, StandInReward, StandInSender, StandInVllm, World
 from tests.controller.stand_ins.local_ray import LocalRay
 from tests.end_to_end.faults import Listening
-from workers.config import ModelConfig
+from workers.config.roles import ModelConfig
 from workers.roles.reward import RewardWorker
 from workers.rollout.engine_actor import VllmEngineActor
 
@@ -77,7 +77,7 @@ class StandIns:
         import vllm.inputs.engine
         import vllm.sampling_params  # noqa: F401
 
-        import workers.rollout.gpu_transfer
+        import workers.engine.weights.gpu_transfer
 
         self._monkeypatch = monkeypatch
         self.world = world = World()
@@ -94,7 +94,7 @@ class StandIns:
             "workers.roles.model_worker.TrainingEngine", lambda model, **settings: StandInEngine(world, settings)
         )
         monkeypatch.setattr(
-            workers.rollout.gpu_transfer,
+            workers.engine.weights.gpu_transfer,
             "WeightSender",
             lambda placement, engines, weights, metadata, *, rank, **_: StandInSender(world, engines, weights, rank),
         )

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from tests.workers.model.tiny import random_sequences
-from workers.config import LoraConfig, LossConfig, OptimizerConfig, ParallelConfig
-from workers.dataproto import DataProto
-from workers.loss_config import DistillationConfig
+from workers.batch.dataproto import DataProto
+from workers.config.loss import DistillationConfig
+from workers.config.roles import LoraConfig, LossConfig, OptimizerConfig, ParallelConfig
 from workers.model.losses import Predictions, Statistics, group_tokens, policy_loss, ppo_clip
 
 CONSTANT_LENGTH = 40

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workers.config import ModelConfig, OptimizerConfig, ParallelConfig
+from workers.config.roles import ModelConfig, OptimizerConfig, ParallelConfig
 from workers.model.engine import TrainingEngine
 
 ADAMW = OptimizerConfig()

@@ -32,14 +32,14 @@ from tests.workers.model.cases import (
 from tests.workers.model.ranks import RankPool, dp_rank
 from tests.workers.model.reference import LOAD, keep_float64, reference_outcome
 from tests.workers.model.tiny import VOCABULARY, relative_error, teacher_of
-from workers.config import ModelConfig, ParallelConfig, ValueLossConfig
-from workers.dataproto import CONTEXT_DEGREE, DataProto
-from workers.metrics import Metrics, merge, results
+from workers.batch.dataproto import CONTEXT_DEGREE, DataProto
+from workers.batch.metrics import Metrics, merge, results
+from workers.config.roles import ModelConfig, ParallelConfig, ValueLossConfig
 from workers.model import model as compiling
 from workers.model.attention.shared_attention import SharedAttention
-from workers.model.distillation import TopTokens, hidden_states, log_probs
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, make_policy_loss, make_score_loss, make_value_loss, weighted_values
+from workers.model.losses.distillation import TopTokens, hidden_states, log_probs
 from workers.model.sharding.parallel import full_tensor
 
 

@@ -21,8 +21,8 @@ from tests.workers.model.tiny import (
     unpacked_distributions,
     unpacked_values,
 )
-from workers.config import LoraConfig, LossConfig
-from workers.dataproto import DataProto
+from workers.batch.dataproto import DataProto
+from workers.config.roles import LoraConfig, LossConfig
 from workers.model.checkpoint.lora import add_adapters
 
 LOAD = "expert_load_max_over_mean"

@@ -16,9 +16,9 @@ from controller.actors.launch import worker_arguments
 from controller.config import load
 from tests.controller.config_workspace import write_workspace
 from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model
-from workers.config import LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from workers.batch.metrics import results
+from workers.config.roles import LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from workers.errors import ConfigError
-from workers.metrics import results
 from workers.model import model as compiling
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, sft

@@ -37,11 +37,11 @@ def test_tensors_of_all_types_arrive_as_they_were_sent():
 def waits_and_copies() -> dict[str, tuple[float, float]]:
     """Of one more micro-batch on the simulated GPU, by pass. In a process that ends."""
     from tests.benchmarks.roofline import counting
-    from workers.config import LossConfig, ModelConfig, OptimizerConfig
-    from workers.model import memory_trace
+    from workers.config.roles import LossConfig, ModelConfig, OptimizerConfig
     from workers.model.engine import TrainingEngine
-    from workers.model.fake_gpu import DEVICE, fake_gpus
     from workers.model.losses import Denominators, make_policy_loss
+    from workers.model.memory import memory_trace
+    from workers.model.memory.fake_gpu import DEVICE, fake_gpus
 
     loss, found = make_policy_loss(LossConfig(kl_coefficient=0.1)), {}
     with fake_gpus(2), memory_trace._folder(TINY) as path:

@@ -5,13 +5,13 @@ from transformers import AutoModelForCausalLM
 from tests.refusals import refused
 from tests.workers.model.ranks import gloo_loops
 from tests.workers.model.tiny import random_sequences, save_tiny_model
-from workers.config import ModelConfig, OptimizerConfig
+from workers.batch.metrics import results
+from workers.config.optimizer import StepSettings
+from workers.config.roles import ModelConfig, OptimizerConfig
 from workers.errors import DataError
-from workers.metrics import results
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, sft
-from workers.model.optimizer import clear_state
-from workers.optimizer_config import StepSettings
+from workers.model.optimizer.optimizer import clear_state
 
 ALL = [(0, 11)]
 

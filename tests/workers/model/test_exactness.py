@@ -27,8 +27,8 @@ from tests.workers.model.tiny import (
     save_tiny_model,
     teacher_of,
 )
-from workers.config import LossConfig, ModelConfig
-from workers.metrics import Metrics, merge, results
+from workers.batch.metrics import Metrics, merge, results
+from workers.config.roles import LossConfig, ModelConfig
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, make_policy_loss, sft
 

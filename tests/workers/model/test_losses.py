@@ -11,10 +11,10 @@ from tests.refusals import refused
 from tests.workers.model.losses.loss_cases import computed_in_parts, predictions_of, tokens_of, with_log_probs
 from tests.workers.model.reference import aggregated, reference_loss
 from tests.workers.model.tiny import random_sequences
-from workers.config import POLICY_LOSS_NAMES, LossConfig
-from workers.dataproto import DataProto
+from workers.batch.dataproto import DataProto
+from workers.batch.metrics import results
+from workers.config.roles import POLICY_LOSS_NAMES, LossConfig
 from workers.errors import ConfigError, DataError
-from workers.metrics import results
 from workers.model.losses import (
     POLICY_LOSSES,
     Denominators,

@@ -14,12 +14,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from workers.config import ModelConfig, OptimizerConfig, ParallelConfig
-from workers.loss_config import DistillationConfig
+from workers.config.loss import DistillationConfig
+from workers.config.roles import ModelConfig, OptimizerConfig, ParallelConfig
 from workers.model.engine import TrainingEngine
-from workers.model.fake_gpu import Ledger
-from workers.model.memory_trace import _update, full_micro_batches, largest_image, with_images
-from workers.model.optimizer import optimizer_state
+from workers.model.memory.fake_gpu import Ledger
+from workers.model.memory.memory_trace import _update, full_micro_batches, largest_image, with_images
+from workers.model.optimizer.optimizer import optimizer_state
 
 pytestmark = pytest.mark.slow  # six engines in a process of their own
 FAMILIES = ("llava", "qwen2_5_vl", "idefics3")
@@ -83,7 +83,7 @@ def measured(vision_model: Callable[[str], Path]) -> dict[str, dict[str, float]]
     roles["frozen"] = role(path, limits(path), trains=False)
     roles["capped"] = role(path, limits(path, cap=16), trains=True)
     done = subprocess.run(
-        [sys.executable, "-m", "workers.model.memory_trace"],
+        [sys.executable, "-m", "workers.model.memory.memory_trace"],
         input=json.dumps(REQUEST | {"roles": roles}),
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         text=True,

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.refusals import refused
 from tests.workers.model.tiny import save_tiny_model, tiny_config
-from workers.config import ModelConfig
-from workers.dataproto import DataProto
+from workers.batch.dataproto import DataProto
+from workers.config.roles import ModelConfig
 from workers.model.model import compute_dtype, load_model, load_tokenizer
 from workers.model.recomputation import checkpoint_layers
 from workers.model.rows.packing import pack

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, GPTNeoConfig
 from tests.refusals import refused
 from tests.workers.model.broken import BROKEN, RunningMean, save_broken_model
 from tests.workers.model.tiny import random_sequences, save_tiny_model
-from workers.config import LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from workers.config.roles import LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from workers.errors import UnsupportedModelError
 from workers.model.attention import attention
 from workers.model.engine import TrainingEngine

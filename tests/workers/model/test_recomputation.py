@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.refusals import refused
 from tests.workers.model.test_compile import trained
 from tests.workers.model.tiny import save_tiny_model
-from workers.config import ModelConfig
+from workers.config.roles import ModelConfig
 from workers.model.model import load_model
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.workers.model.tiny import random_sequences, save_tiny_model
-from workers.config import ModelConfig, OptimizerConfig
+from workers.config.roles import ModelConfig, OptimizerConfig
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, sft
 from workers.model.timing import MicroStepClock

@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM
 
 from tests.refusals import refused
 from tests.workers.model.tiny import random_sequences, save_tiny_model
-from workers.config import ModelConfig, OptimizerConfig, ValueLossConfig
-from workers.dataproto import DataProto
+from workers.batch.dataproto import DataProto
+from workers.batch.metrics import results
+from workers.config.roles import ModelConfig, OptimizerConfig, ValueLossConfig
 from workers.errors import DataError
-from workers.metrics import results
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, ValuePredictions, explained_variance, make_value_loss, to_metrics
 from workers.model.rows.packing import pack, pad, read_last

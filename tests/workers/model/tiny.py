@@ -16,7 +16,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from workers.dataproto import DataProto
+from workers.batch.dataproto import DataProto
 
 VOCABULARY = 37
 FAMILIES: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] = {

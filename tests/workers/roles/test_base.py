@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from workers.dispatch import RankCoordinates
+from workers.batch.dispatch import RankCoordinates
 from workers.roles.base import Worker
 
 TENSORS, MIB = 12, 24
@@ -15,7 +15,7 @@ PROGRAM = f"""
 import psutil
 import torch
 from workers.roles.base import Worker
-from workers.dispatch import RankCoordinates
+from workers.batch.dispatch import RankCoordinates
 
 {{begin}}
 resident = lambda: psutil.Process().memory_info().rss

@@ -12,10 +12,10 @@ from transformers import AutoModelForSequenceClassification
 from balancing import ContextDegrees, RankPlan, plan_batch
 from tests.workers.model.losses.test_returns import gae_by_paper
 from tests.workers.model.tiny import random_sequences, reward_model, save_tiny_model, unpacked_values
-from workers.config import GaeConfig, ModelConfig, OptimizerConfig, ParallelConfig, ValueLossConfig
-from workers.dataproto import CONTEXT_DEGREE, DataProto
-from workers.dispatch import RankCoordinates
-from workers.metrics import Metrics, merge, results
+from workers.batch.dataproto import CONTEXT_DEGREE, DataProto
+from workers.batch.dispatch import RankCoordinates
+from workers.batch.metrics import Metrics, merge, results
+from workers.config.roles import GaeConfig, ModelConfig, OptimizerConfig, ParallelConfig, ValueLossConfig
 from workers.model.losses import explained_variance
 from workers.model.losses.returns import KlPenalty
 from workers.roles.critic import CriticWorker

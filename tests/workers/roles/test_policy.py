@@ -21,11 +21,11 @@ from tests.controller.stand_ins.run import StandIns, write_stand_in_workspace
 from tests.workers.model.tiny import random_sequences, save_tiny_model, unpacked_log_probs
 from tests.workers.roles.test_critic import scored_sequences, share_of_this_rank, worker_on_this_rank
 from tests.workers.roles.updates import update
-from workers.config import LossConfig, OptimizerConfig
-from workers.dataproto import DataProto
-from workers.metrics import Metrics, merge, results
+from workers.batch.dataproto import DataProto
+from workers.batch.metrics import Metrics, merge, results
+from workers.batch.remote_batch import RemoteBatch
+from workers.config.roles import LossConfig, OptimizerConfig
 from workers.model.losses.returns import KlPenalty, discounted_returns
-from workers.remote_batch import RemoteBatch
 from workers.roles.policy import PolicyWorker
 
 UIDS = np.array(["b", "a", "c", "b", "a", "d", "b", "c", "a", "d", "b"])  # of unequal sizes

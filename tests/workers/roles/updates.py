@@ -4,8 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 from balancing import Plan
-from workers.dataproto import DataProto
-from workers.metrics import Metric, Metrics, merge
+from workers.batch.dataproto import DataProto
+from workers.batch.metrics import Metric, Metrics, merge
 from workers.roles.model_worker import TrainedWorker
 
 

@@ -5,7 +5,7 @@ import torch
 from transformers import Qwen2ForCausalLM
 
 from tests.workers.rollout import tiny
-from workers.config import SamplingConfig
+from workers.config.roles import SamplingConfig
 
 NONE = -torch.inf
 

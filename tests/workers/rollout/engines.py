@@ -14,14 +14,14 @@ from controller.engines.fleet import RestartBudget
 from tests.controller.engines.generation import generate
 from tests.workers.rollout import tiny
 from tests.workers.rollout.probed_actor import ProbedActor
-from workers.config import LoraConfig, ModelConfig, RolloutConfig, SamplingConfig
-from workers.rollout.requests import (
+from workers.config.roles import LoraConfig, ModelConfig, RolloutConfig, SamplingConfig
+from workers.engine.requests import (
     EpisodeStart,
     SampleRequest,
     SampleResult,
     sample_seed,
 )
-from workers.rollout.weight_transfer import pack_weights
+from workers.engine.weights.weight_transfer import pack_weights
 
 LOG_PROB_TOLERANCE = 3e-5  # float32, two implementations
 PREFILL_TOKENS = 512  # of one forward pass: the prompts of most rounds take several

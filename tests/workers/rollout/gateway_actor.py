@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from tests.workers.rollout.probed_actor import ProbedActor
-from workers.config import SamplingConfig
-from workers.rollout.gateway import Access, Gateway
-from workers.rollout.session import Node, Session, SessionRecord
+from workers.agents.gateway import Access, Gateway
+from workers.agents.session import Node, Session, SessionRecord
+from workers.config.roles import SamplingConfig
 
 
 class GatewayActor(ProbedActor):

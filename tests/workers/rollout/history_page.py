@@ -1,13 +1,13 @@
 """The table of docs/templates.md: `python -m tests.workers.rollout.history_page > docs/templates.md`."""
 
+from tests.workers.episodes.test_history import ANSWERS, KINDS, Case, outcome
 from tests.workers.rollout import stock_templates as stock
-from tests.workers.rollout.test_history import ANSWERS, KINDS, Case, outcome
 
 INTRODUCTION = """\
 # Chat templates and what they change
 
 What the 41 stock chat templates of TRL 1.16 make of a turn once a message follows it, by `rollout.history`
-([conversations](conversations.md#history)). `tests/workers/rollout/test_history.py` plays each case, and compares the
+([conversations](conversations.md#history)). `tests/workers/episodes/test_history.py` plays each case, and compares the
 tokens of both ways with the template's own rendering.
 
 - *same*: the template appends. `keep` and `template` give the same row.

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from workers.engine.weights.weight_transfer import FROZEN_VISION
 from workers.rollout.engine_actor import VllmEngineActor
-from workers.rollout.weight_transfer import FROZEN_VISION
 
 
 class ProbedActor(VllmEngineActor):

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from workers.agents.session import Session, SessionRecord
 from workers.rollout.engine_actor import VllmEngineActor
-from workers.rollout.session import Session, SessionRecord
 
 
 @dataclass

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tests.workers.rollout.recorded_actor import Sampled
-from workers.rollout.requests import LENGTH, STOP
+from workers.engine.requests import LENGTH, STOP
 
 Row = dict[str, np.ndarray]
 Turn = tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]  # prompt, answer, log-probs

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from workers.rollout.requests import STOP, Response
-from workers.rollout.session import Asked, Node, Session
+from workers.agents.session import Asked, Node, Session
+from workers.engine.requests import STOP, Response
 
 SAMPLED = 1_000  # ids of turns begin here, those of prompts lie below
 Turn = tuple[int, int, int, bool]

@@ -114,7 +114,7 @@ def without_gpus(communicator: Communicator, rank: int = 0) -> Iterator[None]:
 
 
 def call_local(engines: Sequence[Any], method: str, arguments: Sequence[tuple[Any, ...]]) -> None:
-    """`workers.rollout.gpu_transfer.call_replicas` for replicas of this process, a thread each."""
+    """`workers.engine.weights.gpu_transfer.call_replicas` for replicas of this process, a thread each."""
     pool = ThreadPoolExecutor(len(engines))
     waiting = {pool.submit(getattr(engine, method), *each) for engine, each in zip(engines, arguments, strict=True)}
     pool.shutdown(wait=False)

@@ -28,12 +28,10 @@ from tests.workers.rollout.engines import (
     requests_for,
     rows_of,
 )
-from workers.config import ModelConfig, RolloutConfig, SamplingConfig
-from workers.dataproto import DataProto
-from workers.errors import RolloutError
-from workers.model.engine import TrainingEngine
-from workers.rollout.cpu_kernels import PROVIDER
-from workers.rollout.requests import (
+from workers.batch.dataproto import DataProto
+from workers.config.roles import ModelConfig, RolloutConfig, SamplingConfig
+from workers.engine.cpu_kernels import PROVIDER
+from workers.engine.requests import (
     ERROR,
     INSERTED,
     LENGTH,
@@ -42,6 +40,8 @@ from workers.rollout.requests import (
     Response,
     SampleRequest,
 )
+from workers.errors import RolloutError
+from workers.model.engine import TrainingEngine
 
 
 @pytest.fixture(scope="module")

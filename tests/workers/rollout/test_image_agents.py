@@ -21,10 +21,10 @@ from tests.workers.rollout.recorded_actor import RecordedActor
 from tests.workers.rollout.session_checks import Row
 from tests.workers.rollout.test_image_engine import fetched, trainer_of
 from tests.workers.vision_families import pictures
-from workers.config import ModelConfig, RolloutConfig, SamplingConfig
-from workers.dataproto import DataProto, object_column
-from workers.images import decoded, url_of
-from workers.placeholders import Placed
+from workers.batch.dataproto import DataProto, object_column
+from workers.config.roles import ModelConfig, RolloutConfig, SamplingConfig
+from workers.images.images import decoded, url_of
+from workers.images.placeholders import Placed
 
 TOKENS = 12
 URLS = [url_of(picture) for picture in pictures()]

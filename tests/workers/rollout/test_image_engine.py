@@ -17,15 +17,15 @@ from controller.engines.engine_pool import Sample
 from tests.workers.rollout import tiny
 from tests.workers.rollout.engines import LOG_PROB_TOLERANCE, Engines, rows_of
 from tests.workers.vision_families import PLACEHOLDERS, pictures
-from workers.config import ModelConfig, OptimizerConfig
-from workers.dataproto import DataProto, object_column
+from workers.batch.dataproto import DataProto, object_column
+from workers.config.roles import ModelConfig, OptimizerConfig
+from workers.engine.image_inputs import _place
+from workers.engine.requests import EpisodeStart, Response, SampleRequest, sample_seed
+from workers.engine.weights.weight_transfer import pack_weights
 from workers.errors import DataError, RolloutError
-from workers.images import Image, PlacedImage, digest_of, png_of
+from workers.images.images import Image, PlacedImage, digest_of, png_of
 from workers.model.engine import TrainingEngine
-from workers.model.processor import load_placeholders
-from workers.rollout.image_inputs import _place
-from workers.rollout.requests import EpisodeStart, Response, SampleRequest, sample_seed
-from workers.rollout.weight_transfer import pack_weights
+from workers.model.vision.processor import load_placeholders
 
 SAMPLES = 3
 # Texts with I for an image, longer than a block of the engine's cache, and which images.

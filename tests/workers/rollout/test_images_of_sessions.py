@@ -18,14 +18,14 @@ from transformers import AutoTokenizer
 
 from tests.workers.rollout.sessions import ids, response
 from tests.workers.vision_families import pictures
+from workers.agents.routes import Opened, PromptRenderer
+from workers.agents.session import Asked, Node, Session
+from workers.engine.requests import Response
+from workers.episodes.episode import branches_of
 from workers.errors import DataError
-from workers.images import Image, PlacedImage, decoded, keys, url_of
-from workers.model.processor import load_placeholders
+from workers.images.images import Image, PlacedImage, decoded, keys, url_of
+from workers.model.vision.processor import load_placeholders
 from workers.rendering import Renderer, with_urls
-from workers.rollout.episode import branches_of
-from workers.rollout.requests import Response
-from workers.rollout.serving import Opened, PromptRenderer
-from workers.rollout.session import Asked, Node, Session
 
 PIXELS = (0, 2**20)
 URLS = [url_of(picture) for picture in pictures()]

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from workers.config import RolloutConfig, SamplingConfig
+from workers.agents.gateway import Access
+from workers.agents.session import Session
+from workers.batch.score import Score
+from workers.config.roles import RolloutConfig, SamplingConfig
+from workers.engine.requests import EpisodeStart, Response, SampleRequest
 from workers.errors import EpisodeError
 from workers.rollout.engine_actor import VllmEngineActor
-from workers.rollout.gateway import Access
-from workers.rollout.requests import EpisodeStart, Response, SampleRequest
 from workers.rollout.results import Sample, played
-from workers.rollout.session import Session
-from workers.score import Score
 
 REQUEST = SampleRequest("uid", 1, np.arange(3, dtype=np.int32), seed=5)
 PARTS = Score(0.5, "", {"tries": 2.0}, answer="8")

@@ -26,8 +26,8 @@ from tests.workers.rollout import agent_model, session_checks, stock_agents
 from tests.workers.rollout.hostile_requests import ABSENT, CASES, CHAT, MESSAGES, VALID, Hostile
 from tests.workers.rollout.recorded_actor import RecordedActor
 from tests.workers.rollout.session_checks import Counts, Row
-from workers.config import ModelConfig, RolloutConfig, SamplingConfig
-from workers.rollout.requests import EpisodeStart, SampleRequest
+from workers.config.roles import ModelConfig, RolloutConfig, SamplingConfig
+from workers.engine.requests import EpisodeStart, SampleRequest
 
 TOLERANCE = 1e-4
 SAMPLING = SamplingConfig(max_new_tokens=48)

@@ -17,14 +17,14 @@ from tests.workers.model.ranks import RankPool
 from tests.workers.model.tiny import FAMILIES, save_tiny_model
 from tests.workers.rollout import stand_ins
 from tests.workers.rollout.stand_ins import BareReplica, Communicator, LocalReplica, without_gpus
-from workers.config import LoraConfig, ModelConfig, OptimizerConfig, RolloutConfig, SamplingConfig
-from workers.dataproto import DataProto
+from workers.batch.dataproto import DataProto
+from workers.config.roles import LoraConfig, ModelConfig, OptimizerConfig, RolloutConfig, SamplingConfig
+from workers.engine.placement import BACKENDS
+from workers.engine.requests import SampleRequest
+from workers.engine.weights import weight_transfer
+from workers.engine.weights.weight_transfer import pack_weights
 from workers.errors import LostError, RolloutError
 from workers.model.engine import TrainingEngine
-from workers.rollout import weight_transfer
-from workers.rollout.placement import BACKENDS
-from workers.rollout.requests import SampleRequest
-from workers.rollout.weight_transfer import pack_weights
 
 LOG_PROB_TOLERANCE = 3e-5  # float32, two implementations
 BUFFER_BYTES = 100_000  # several a model
@@ -105,7 +105,7 @@ def sending(
         weights = partial(policy.named_weights, torch.float32, 0)
         yield lambda version: engines[0].update_weights(pack_weights(weights()), version)
         return
-    from workers.rollout import gpu_transfer
+    from workers.engine.weights import gpu_transfer
 
     keeper = None if placement == "colocated" else 0
     metadata = policy.weights_metadata(torch.float32)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import cloudpickle
 import pytest
 
-from workers.score import Score
+from workers.batch.score import Score
 from workers.user_code.rewards import Call, RewardFunction, RewardProcess
 
 

@@ -41,11 +41,11 @@ from workers.model.checkpoint.checkpoint_folder import (
     unfinished_folder,
     verify_files,
 )
-from workers.model.optimizer import optimizer_state
+from workers.model.optimizer.optimizer import optimizer_state
+from workers.model.optimizer.training_states import TrainingStates
 from workers.model.sharding.parallel import limit_waits, reshard
 from workers.model.sharding.raise_on_all_ranks import raise_on_all_ranks
 from workers.model.stages.stage_pipeline import Stage
-from workers.model.training_states import TrainingStates
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
-from workers.config import LoraConfig
+from workers.config.roles import LoraConfig
 from workers.errors import ConfigError, UnsupportedModelError
 from workers.model.checkpoint.checkpoint_weights import Shard
 from workers.model.checkpoint.export import write_weights

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workers.dataproto import DataProto
+from workers.batch.dataproto import DataProto
+from workers.config.loss import check_constant_length
 from workers.errors import ConfigError, DataError
-from workers.loss_config import check_constant_length
 from workers.model.losses.predictions import PackedTokens
 
 

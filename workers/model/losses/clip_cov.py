@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from workers.config import LossConfig
-from workers.dataproto import DataProto
+from workers.batch.dataproto import DataProto
+from workers.config.roles import LossConfig
 from workers.errors import DataError
 from workers.model.losses.aggregation import Denominators
 from workers.model.losses.kl import bounded_exp

@@ -14,9 +14,9 @@ import math
 import torch
 from torch import Tensor
 
-from workers.config import RolloutCorrectionConfig
+from workers.batch.metrics import Reduction
+from workers.config.roles import RolloutCorrectionConfig
 from workers.errors import ConfigError
-from workers.metrics import Reduction
 from workers.model.losses.kl import bounded_expm1, kl_estimate
 from workers.model.losses.predictions import Predictions, Statistics, extreme, mean
 

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.dataproto import ROUTED_EXPERTS, DataProto
+from workers.batch.dataproto import ROUTED_EXPERTS, DataProto
+from workers.batch.metrics import Metric, Metrics, Reduction, merge
 from workers.errors import DataError
-from workers.metrics import Metric, Metrics, Reduction, merge
 from workers.model.copies import to_device
 from workers.model.rows.packing import TEACHER_COLUMNS, ModelInput
 
@@ -97,8 +97,8 @@ class PackedTokens:
 class Predictions(PackedTokens):
     """Predictions of a language model. log_probs, entropy: float32 [N] (float64 for a float64 model), with gradient.
 
-    divergence: from a teacher, see `workers.model.divergence`, or None. hidden: states [N, H] at the output layer, with
-    algorithm.loss.hidden_states.
+    divergence: from a teacher, see `workers.model.losses.divergence`, or None. hidden: states [N, H] at the output
+    layer, with algorithm.loss.hidden_states.
     """
 
     log_probs: Tensor

@@ -13,7 +13,7 @@ sequence's tokens: under sequence_mean_token_mean the aggregate is the papers' m
 import torch
 from torch import Tensor
 
-from workers.config import LossConfig
+from workers.config.roles import LossConfig
 from workers.model.losses.kl import bounded_exp, bounded_expm1
 from workers.model.losses.predictions import Predictions, Statistics, mean
 from workers.model.losses.registry import clip, log_ratio_to_old, policy_loss, ratio_statistics

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from workers.config import LossConfig
-from workers.dataproto import CONTEXT_DEGREE, DataProto
+from workers.batch.dataproto import CONTEXT_DEGREE, DataProto
+from workers.config.loss import DistillationConfig, check_policy_loss, undecorated
+from workers.config.roles import LossConfig
 from workers.errors import ConfigError, DataError, quoted
-from workers.loss_config import DistillationConfig, check_policy_loss, undecorated
 from workers.model.losses.aggregation import Denominators, aggregate
 from workers.model.losses.correction import correction_weights, rollout_mismatch
 from workers.model.losses.kl import bounded_exp, kl_estimate, kl_of_loss

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from workers.dataproto import DataProto
+from workers.batch.dataproto import DataProto
 from workers.errors import DataError
 from workers.model.losses.kl import kl_estimate
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from workers.config.loss import SUM_LOSS_NAMES, SumLossConfig
 from workers.errors import ConfigError
-from workers.loss_config import SUM_LOSS_NAMES, SumLossConfig
 from workers.model.losses.aggregation import Denominators
 from workers.model.losses.kl import bounded_exp
 from workers.model.losses.predictions import Predictions, Statistics, mean, total

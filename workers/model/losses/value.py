@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workers.config import ValueLossConfig
-from workers.dataproto import DataProto
-from workers.metrics import Metric
+from workers.batch.dataproto import DataProto
+from workers.batch.metrics import Metric
+from workers.config.roles import ValueLossConfig
 from workers.model.losses.aggregation import Denominators, aggregate
 from workers.model.losses.predictions import PackedTokens, Statistics, columns_at, mean, total
 from workers.model.rows.packing import ModelInput

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from workers.dataproto import DataProto
+from workers.batch.dataproto import DataProto
 from workers.model.forward_backward import RouterHook
 from workers.model.rows.packing import ModelInput
 

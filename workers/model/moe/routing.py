@@ -43,10 +43,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from workers.config import ModelConfig
-from workers.dataproto import ROUTED_EXPERTS, DataProto
+from workers.batch.dataproto import ROUTED_EXPERTS, DataProto
+from workers.batch.metrics import Reduction
+from workers.config.roles import ModelConfig
 from workers.errors import DataError, UnsupportedModelError
-from workers.metrics import Reduction
 from workers.model.copies import to_device
 from workers.model.forward_backward import RouterHook
 from workers.model.losses import Statistic, Statistics

@@ -20,12 +20,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from balancing.alignment import zigzag_positions
-from workers.dataproto import DataProto
+from balancing.basics.alignment import zigzag_positions
+from workers.batch.dataproto import DataProto
 from workers.errors import ConfigError, DataError
 
 TEACHER_COLUMNS = ("teacher_hidden", "teacher_top_ids", "teacher_top_log_probs")
-"""Token columns that the student's output layer reads, see `workers.model.distillation`."""
+"""Token columns that the student's output layer reads, see `workers.model.losses.distillation`."""
 
 
 def _same(values: Tensor) -> Tensor:

@@ -32,9 +32,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from balancing.prefixes import fewest_worth_sharing
-from workers.dataproto import DataProto
-from workers.images import keys
+from balancing.prefixes.groups import fewest_worth_sharing
+from workers.batch.dataproto import DataProto
+from workers.images.images import keys
 from workers.model.rows.packing import PackedRow, place, with_work
 
 Integers = NDArray[np.int64]
@@ -76,7 +76,7 @@ def pack_shared(sequences: DataProto, multiple: int = 1, minimum: int = 1) -> Sh
     """Return a micro-batch's row with one cell for each shared token, padded at its end to a multiple of `multiple`.
 
     minimum: a prefix is shared only if it is at least this many tokens longer than one already shared, and pays
-    (`balancing.prefixes.fewest_worth_sharing`). Raises as `pack` does.
+    (`balancing.prefixes.groups.fewest_worth_sharing`). Raises as `pack` does.
     """
     sequences = with_work(sequences)
     ids = [part.numpy() for part in sequences.tokens["input_ids"].cpu().split(sequences.lengths.tolist())]

@@ -9,7 +9,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from workers.config import ParallelConfig
+from workers.config.model import CUDA_KERNELS, ModelConfig
+from workers.config.roles import ParallelConfig
 from workers.errors import ConfigError, UnsupportedModelError
 from workers.model.rules.families import (
     KERNEL_FEATURES,
@@ -18,7 +19,6 @@ from workers.model.rules.families import (
     expert_count,
     uncomputed_features,
 )
-from workers.model_config import CUDA_KERNELS, ModelConfig
 
 WITHOUT_LINEAR = "has no linear modules that take an adapter. Set model.lora.rank=0."
 

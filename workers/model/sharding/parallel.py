@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from workers.config import ParallelConfig
+from workers.config.roles import ParallelConfig
 from workers.errors import ConfigError
 
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")

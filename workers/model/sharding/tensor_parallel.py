@@ -8,7 +8,7 @@
     final norm --gather--> [1, T, H] --output layer, vocabulary shared--> log-probs
 
 torch's `parallelize_module` shards before FSDP2, which shards each part again (Shoeybi et al. 2019). T must divide by
-tp: `balancing.alignment.length_multiple`.
+tp: `balancing.basics.alignment.length_multiple`.
 """
 
 import torch.distributed as dist

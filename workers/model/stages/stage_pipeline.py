@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from balancing.pipeline import Kind, Pipeline
+from balancing.pipelines.pipeline import Kind, Pipeline
 from workers.errors import UnsupportedModelError
 from workers.model.model import PackedModel, decoder_of
 from workers.model.rows.packing import MicroBatch

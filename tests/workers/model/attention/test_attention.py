@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from tests.refusals import refused
 from tests.workers.model.attention.reference_attention import reference_attention
 from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model, unpacked_log_probs
-from workers.config import ModelConfig
-from workers.dataproto import DataProto
+from workers.batch.dataproto import DataProto
+from workers.config.roles import ModelConfig
 from workers.errors import UnsupportedModelError
 from workers.model import layout
 from workers.model.attention.attention import (

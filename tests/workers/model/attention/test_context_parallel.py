@@ -7,12 +7,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from balancing.alignment import zigzag_positions
+from balancing.basics.alignment import zigzag_positions
 from tests.workers.model.ranks import RankPool
 from tests.workers.model.tiny import (
     relative_error,
 )
-from workers.dataproto import DataProto
+from workers.batch.dataproto import DataProto
 from workers.model.attention.attention import packed_attention
 from workers.model.attention.context_parallel import Ulysses
 from workers.model.attention.ring_attention import RingAttention

@@ -23,7 +23,7 @@ from tests.refusals import refused
 from tests.workers.model.cpu_engine import assert_same, build_engine, weights
 from tests.workers.model.ranks import PRELOADED, RankPool
 from tests.workers.model.tiny import random_sequences, save_tiny_model
-from workers.config import OptimizerConfig
+from workers.config.roles import OptimizerConfig
 from workers.errors import CheckpointError, DataError
 from workers.model.checkpoint.checkpoint_folder import (
     MANIFEST,
@@ -47,7 +47,7 @@ def model(tmp_path_factory) -> str:
 
 def build(model: str, offload: bool = False) -> TrainingEngine:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("workers.model.optimizer.BUCKET", 1000)  # several, and some parameters are larger
+        patch.setattr("workers.model.optimizer.optimizer.BUCKET", 1000)  # several, and some parameters are larger
         return build_engine(model, optimizer=OPTIMIZER, offload=offload)
 
 

@@ -17,7 +17,7 @@ from tests.refusals import refused
 from tests.workers.model.cpu_engine import assert_same, build_engine
 from tests.workers.model.ranks import RankPool
 from tests.workers.model.tiny import files_beside, save_tiny_model
-from workers.config import LoraConfig
+from workers.config.roles import LoraConfig
 from workers.errors import OutputError
 from workers.model.checkpoint.export import INDEX
 

@@ -16,7 +16,7 @@ from tests.workers.model.checkpoint.test_checkpoint import train
 from tests.workers.model.cpu_engine import assert_same, build_engine, weights
 from tests.workers.model.ranks import RankPool
 from tests.workers.model.tiny import random_sequences, save_tiny_model
-from workers.config import LoraConfig, ModelConfig, OptimizerConfig
+from workers.config.roles import LoraConfig, ModelConfig, OptimizerConfig
 from workers.errors import ConfigError, UnsupportedModelError
 from workers.model.checkpoint.lora import add_adapters
 from workers.model.model import load_model

@@ -18,7 +18,7 @@ from tests.workers.model.tiny import (
     save_tiny_model,
     unpacked_log_probs,
 )
-from workers.config import LoraConfig, OptimizerConfig
+from workers.config.roles import LoraConfig, OptimizerConfig
 from workers.errors import CheckpointError, OutputError
 from workers.model.checkpoint.lora import add_adapters
 from workers.model.engine import TrainingEngine

@@ -5,7 +5,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from workers.dataproto import DataProto
+from workers.batch.dataproto import DataProto
 from workers.model.losses import Denominators, LossFunction, Predictions, Statistics
 from workers.model.rows.packing import pack
 

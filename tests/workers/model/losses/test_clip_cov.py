@@ -9,10 +9,10 @@ import torch.distributed as dist
 from tests.workers.model.losses.loss_cases import tokens_of, with_log_probs
 from tests.workers.model.ranks import RankPool
 from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model
-from workers.config import LossConfig, ModelConfig, OptimizerConfig
-from workers.dataproto import DataProto
+from workers.batch.dataproto import DataProto
+from workers.batch.metrics import results
+from workers.config.roles import LossConfig, ModelConfig, OptimizerConfig
 from workers.errors import DataError
-from workers.metrics import results
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, hold_back, make_policy_loss, to_metrics
 

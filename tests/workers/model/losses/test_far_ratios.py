@@ -11,9 +11,9 @@ from torch import Tensor
 from controller.config import load
 from tests.workers.model.losses.test_policy_losses import CONFIGS, REFERENCES, Reference
 from tests.workers.model.tiny import random_sequences, save_tiny_model
-from workers.config import LossConfig, ModelConfig, OptimizerConfig, RolloutCorrectionConfig
-from workers.dataproto import DataProto
-from workers.metrics import results
+from workers.batch.dataproto import DataProto
+from workers.batch.metrics import results
+from workers.config.roles import LossConfig, ModelConfig, OptimizerConfig, RolloutCorrectionConfig
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, Predictions, kl_estimate, make_policy_loss, to_metrics
 from workers.model.losses.kl import LARGEST_LOG_RATIO, bounded_exp

@@ -7,10 +7,10 @@ from torch import Tensor
 from controller.config import load
 from tests.workers.model.losses.loss_cases import tokens_of
 from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model
-from workers.config import LossConfig, ModelConfig, OptimizerConfig
-from workers.dataproto import DataProto
+from workers.batch.dataproto import DataProto
+from workers.batch.metrics import results
+from workers.config.roles import LossConfig, ModelConfig, OptimizerConfig
 from workers.errors import ConfigError
-from workers.metrics import results
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, kl_of_loss, make_policy_loss, to_metrics
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from tests.workers.model.losses.loss_cases import computed_in_parts, tokens_of, with_log_probs
 from tests.workers.model.tiny import random_sequences
-from workers.config import POLICY_LOSS_NAMES, LossConfig
-from workers.dataproto import DataProto
-from workers.loss_config import automatic_aggregation
-from workers.metrics import results
+from workers.batch.dataproto import DataProto
+from workers.batch.metrics import results
+from workers.config.loss import automatic_aggregation
+from workers.config.roles import POLICY_LOSS_NAMES, LossConfig
 from workers.model.losses import Denominators, make_policy_loss, prepare, to_metrics
 from workers.model.losses.registry import POLICY_LOSSES
 

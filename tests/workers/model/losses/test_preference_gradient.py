@@ -12,8 +12,8 @@ from controller.offline.preference_losses import pair_loss
 from tests.workers.model.cases import Way, random_plan, way
 from tests.workers.model.ranks import RankPool, dp_rank
 from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model, unpacked_log_probs
-from workers.config import ModelConfig, OptimizerConfig
-from workers.dataproto import DataProto
+from workers.batch.dataproto import DataProto
+from workers.config.roles import ModelConfig, OptimizerConfig
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, weighted_log_probs
 from workers.model.sharding.parallel import full_tensor

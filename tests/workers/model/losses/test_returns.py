@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from workers.dataproto import DataProto
+from workers.batch.dataproto import DataProto
 from workers.errors import DataError
 from workers.model.losses.returns import (
     KlPenalty,

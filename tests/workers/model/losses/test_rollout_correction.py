@@ -7,10 +7,10 @@ import torch
 
 from tests.workers.model.losses.loss_cases import computed_in_parts, tokens_of, with_log_probs
 from tests.workers.model.tiny import random_sequences
-from workers.config import LossConfig, RolloutCorrectionConfig
-from workers.dataproto import DataProto
+from workers.batch.dataproto import DataProto
+from workers.batch.metrics import results
+from workers.config.roles import LossConfig, RolloutCorrectionConfig
 from workers.errors import ConfigError, DataError
-from workers.metrics import results
 from workers.model.losses import Denominators, correction_weights, make_policy_loss, to_metrics
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from tests.refusals import refused
 from tests.workers.model.losses.loss_cases import computed_in_parts, with_log_probs
 from tests.workers.model.tiny import random_sequences
-from workers.dataproto import DataProto
-from workers.loss_config import SUM_LOSS_NAMES, SumLossConfig
+from workers.batch.dataproto import DataProto
+from workers.config.loss import SUM_LOSS_NAMES, SumLossConfig
 from workers.model.losses import Denominators, make_sum_loss
 
 Reference = Callable[[Tensor, Tensor, float, SumLossConfig], Tensor]

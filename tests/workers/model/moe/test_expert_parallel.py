@@ -6,7 +6,7 @@ from tests.workers.model.cases import Case
 from tests.workers.model.exact import build_engine
 from tests.workers.model.ranks import RankPool
 from tests.workers.model.tiny import save_tiny_model
-from workers.config import ParallelConfig
+from workers.config.roles import ParallelConfig
 
 
 def shapes(path: str, parallel: ParallelConfig) -> tuple[dict[str, tuple[tuple[int, ...], ...]], set[tuple[str, ...]]]:

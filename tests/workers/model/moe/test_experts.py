@@ -13,7 +13,7 @@ from tests.controller.config_workspace import write_workspace
 from tests.workers.model.exact import CountedCalls
 from tests.workers.model.ranks import RankPool
 from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model, tiny_config
-from workers.config import OptimizerConfig
+from workers.config.roles import OptimizerConfig
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, sft
 from workers.model.moe import experts as moe

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 from tests.workers.model.exact import whole_gradients
 from tests.workers.model.ranks import RankError, RankPool
 from tests.workers.model.tiny import compute_in_float64, random_sequences, relative_error, save_tiny_model
-from workers.config import ModelConfig, OptimizerConfig
-from workers.dataproto import DataProto
-from workers.metrics import results
+from workers.batch.dataproto import DataProto
+from workers.batch.metrics import results
+from workers.config.roles import ModelConfig, OptimizerConfig
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators
 from workers.model.rules.families import ROUTER_LOSS_FAMILIES

@@ -4,9 +4,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from balancing import plan_batch
-from balancing.alignment import length_multiple
+from balancing.basics.alignment import length_multiple
 from tests.refusals import refused
-from workers.dataproto import DataProto
+from workers.batch.dataproto import DataProto
 from workers.errors import DataError
 from workers.model.rows.packing import ModelInput, pack, pad
 from workers.model.rows.prefix_rows import pack_shared

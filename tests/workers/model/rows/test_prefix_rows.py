@@ -13,16 +13,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from balancing import plan_batch
-from balancing.alignment import zigzag_positions
-from balancing.prefixes import fewest_worth_sharing
+from balancing.basics.alignment import zigzag_positions
+from balancing.prefixes.groups import fewest_worth_sharing
 from tests.refusals import refused
 from tests.workers.model.tiny import (
     random_sequences,
     relative_error,
     save_tiny_model,
 )
-from workers.config import ModelConfig
-from workers.dataproto import DataProto
+from workers.batch.dataproto import DataProto
+from workers.config.roles import ModelConfig
 from workers.errors import UnsupportedModelError
 from workers.model.attention import flash_kernels as merged_attention
 from workers.model.attention import ring_attention, shared_attention

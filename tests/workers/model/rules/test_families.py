@@ -20,8 +20,8 @@ from tests.workers.model.tiny import (
     tiny_config,
     unpacked_log_probs,
 )
-from workers.config import ModelConfig
-from workers.dataproto import DataProto
+from workers.batch.dataproto import DataProto
+from workers.config.roles import ModelConfig
 from workers.errors import UnsupportedModelError
 from workers.model.attention.attention import choose_backend, packed_attention
 from workers.model.model import PackedCausalLM, packed_causal_lm

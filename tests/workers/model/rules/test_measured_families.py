@@ -12,7 +12,7 @@ import torch
 
 from tests.benchmarks.families.measuring import RUNS, Outcome, build, compare
 from tests.workers.model.ranks import RankPool
-from workers.config import ModelConfig
+from workers.config.roles import ModelConfig
 from workers.model.model import load_model
 from workers.model.rules.recurrent import find_mixers
 

@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, GraniteMoeConfig, GraniteM
 from tests.refusals import refused
 from tests.workers.model.ranks import TIMEOUT_S, RankPool, dp_rank
 from tests.workers.model.tiny import save_tiny_model, save_tokenizer
-from workers.config import ModelConfig, OptimizerConfig, ParallelConfig
+from workers.config.roles import ModelConfig, OptimizerConfig, ParallelConfig
 from workers.errors import ConfigError, UnsupportedModelError
 from workers.model.engine import TrainingEngine
 from workers.model.sharding.parallel import clip_gradients, full_tensor, make_parallel, mesh_shape

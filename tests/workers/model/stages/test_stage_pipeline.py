@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.refusals import refused
 from tests.workers.model.ranks import RankPool
 from tests.workers.model.tiny import random_sequences, save_tiny_model
-from workers.config import LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from workers.config.roles import LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, sft
 from workers.model.sharding.stage_split import split_layers

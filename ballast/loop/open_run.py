@@ -1,0 +1,455 @@
+"""OpenRun: the calls of a training loop, for a loop of one's own. See docs/primitives.md.
+
+    with ballast.open("mine.yaml") as run:
+        samples = run.sample(run.prompts(16), n=8).result()
+        run.forward_backward(samples.batch, columns={"advantages": ...})      accumulates
+        run.step()
+        run.publish()                                                         weights to the engines
+
+Calls return futures at once. Training and sampling go on side by side, each in the order of its calls, and `publish`
+waits for both. B sequences of a batch.
+"""
+
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from balancing import Plan
+from ballast.loop.lanes import Lanes
+from controller.checkpoints.run_lock import locked
+from controller.config import Config
+from controller.config.python_rewards import NONE_GIVEN, GivenFunctions
+from controller.data.prompts import Prompt, PromptDataset, PromptRules
+from controller.fit import training
+from controller.lifecycle.inputs import Inputs, inputs_without_data, prompt_renderer, read_inputs
+from controller.lifecycle.model_card import write_card
+from controller.lifecycle.session import naming_what_is_left, ray_session, ready, report
+from controller.observability.console import Console
+from controller.observability.run_log import run_log
+from controller.observability.shown_text import other_columns, shown_prompt
+from controller.observability.slow_work import Log
+from controller.observability.step_metrics import update_throughput
+from controller.preflight.checks import check
+from controller.primitives import Passed, Samples, part_of, token_batch, with_columns
+from controller.rollout.buffer import RolloutBuffer, SamplingRound
+from controller.rollout.samples import RolloutBatch, sample_numbers, with_record_columns
+from controller.run import Run
+from controller.step import on_training_roles
+from controller.step import send_weights as publish
+from controller.training_loop import Outcome, TrainingRun, advance, save_what_is_due
+from workers.batch.metrics import Metrics, merge, prefixed, results
+from workers.batch.remote_batch import RemoteBatch
+from workers.config.loss import SumLossConfig, WeightedLossConfig
+from workers.config.optimizer import StepSettings
+from workers.config.roles import SamplingConfig
+from workers.errors import ConfigError
+from workers.rendering import Renderer
+
+SUMS = (SumLossConfig, WeightedLossConfig)
+STATES = "states"
+OUTPUTS = {"policy": "log_probs", "reference": "log_probs", "critic": "values"}
+"""What a role's forward pass returns, at the tokens with `loss_mask`."""
+
+
+@dataclass
+class _Mean:
+    """The batch whose mean the gradients since the last step are parts of. taken: its rows so far."""
+
+    batch: RemoteBatch
+    taken: np.ndarray
+
+
+@dataclass
+class _Open:
+    """What happened since the last step, for its record."""
+
+    updates: list[Metrics] = field(default_factory=list)
+    rollouts: list[RolloutBatch] = field(default_factory=list)
+    prompts: dict[str, Prompt] = field(default_factory=dict)
+    trained: RemoteBatch | None = None
+
+
+class OpenRun:
+    """A started run, whose loop is the caller's. config: its settings. folder: runs/NAME. tokenizer: of the policy."""
+
+    def __init__(self, run: Run, renderer: Renderer, rules: PromptRules) -> None:
+        self.config, self.folder, self.tokenizer = run.config, run.folder, renderer.tokenizer
+        self._run, self._renderer, self._rules = run, renderer, rules
+        self._lanes = Lanes(run.roles.rollouts, colocated=run.config.rollout_placement == "colocated")
+        self._own = itertools.count(-2, -1)  # uids of own prompts, apart from places in the stream
+        self._means, self._since, self._step = dict[str, _Mean](), _Open(), ExitStack()
+        self._rows, self._published = list[dict[str, float]](), set[str]()
+        run.record.shows_all = True
+        self._begin_step()
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids that the model takes."""
+        return self._renderer.vocabulary
+
+    @property
+    def steps(self) -> int:
+        """Steps of the policy so far, with those before a resumed run."""
+        return self._run.progress.step
+
+    def prompts(self, count: int) -> list[Prompt]:
+        """Take the next prompts of the configured data. Raises ConfigError without data.train."""
+        if not self.config.data.train and not self.config.data.sources:
+            raise ConfigError("data.train is empty: the run has no prompts. Set it, or pass your own to `sample`.")
+        return self._run.buffer.next_prompts(count)
+
+    def batch(self, rows: Sequence[Mapping[str, Any]], **columns: Any) -> RemoteBatch:
+        """Make a batch of token sequences, for `forward` and `forward_backward`.
+
+        rows: `input_ids`, int [n], `loss_mask`, bool [n], True for tokens to learn, and further token columns, [n].
+        columns: [B]. Raises DataError for rows of different columns or lengths.
+        """
+        uids = [str(next(self._own)) for _ in rows]
+        return token_batch(rows, uids, columns).with_meta(**self._meta())
+
+    def sample(
+        self,
+        prompts: Sequence[Any],
+        n: int = 1,
+        sampling: SamplingConfig | None = None,
+        *,
+        seed: int | None = None,
+        record: bool = True,
+        adapter: str = "",
+        version: int | None = None,
+    ) -> Future[Samples]:
+        """Sample each prompt `n` times, and score the samples by the configured rewards.
+
+        prompts: from `prompts`, token ids, or texts, chat messages and records as in data.train. sampling: replaces
+        rollout.sampling. seed: replaces run.seed, and gives equal prompts equal samples. record: whether the step's
+        record has them. adapter: a published LoRA policy, or empty for the base model of several. version: of the
+        policy, as `publish` returned it, one of the newest model.lora.versions, None for the newest. Raises DataError
+        for a prompt above data.max_prompt_tokens.
+        """
+        if version is not None and not adapter:
+            raise ConfigError(f"version={version}: only LoRA policies have several. Name one with adapter=...")
+        if adapter and adapter not in self._published:
+            raise ConfigError(f"adapter={adapter!r}: the engines do not have it. Call publish(adapter=...) first.")
+        asked, run, step = [self._prompt(prompt) for prompt in prompts], self._run, self.steps + 1
+        by_uid = {prompt.uid: prompt for prompt in asked}
+        settings = sampling or self.config.rollout.sampling
+        begin = partial(SamplingRound, run.buffer, asked, n, settings, step, seed, adapter, version)
+        found = self._lanes.sample(begin, adapter)
+        return _then(found, partial(self._sampled, by_uid, record))
+
+    def forward(self, batch: RemoteBatch, role: str = "policy", *, adapter: str = "") -> Future[Passed]:
+        """Compute log-probs of tokens with `loss_mask`, or the values of the `critic`, before them.
+
+        adapter: name of the policy, with model.lora.policies above 1, here and below.
+        """
+        method = self._role(role, "reference", adapter=adapter)
+        return self._lanes.train(lambda: self._forward(method(OUTPUTS[role]), batch, role))
+
+    def forward_backward(
+        self,
+        batch: RemoteBatch,
+        loss: Any = None,
+        *,
+        rows: np.ndarray | None = None,
+        columns: Mapping[str, Any] | None = None,
+        role: str = "policy",
+        adapter: str = "",
+    ) -> Future[Passed]:
+        """Add the gradient of a loss to those since the last `step`, and return log-probs of the policy.
+
+        loss: a name or settings of a sum (`workers.model.losses.sums`), or of a mean, None for the configured one. A
+        mean counts the whole batch. rows: those to compute in this call, whose gradients add up over calls, however the
+        batch is split. columns: added to the batch, arrays [B] or a list of arrays as long as the sequences.
+
+        Raises ConfigError for means of two batches, whose common denominator no call could know.
+        """
+        method = self._role(role, adapter=adapter)
+        settings = self._loss(loss, role)
+        chosen = np.arange(len(batch)) if rows is None else np.asarray(rows)
+        if not isinstance(settings, SUMS):
+            self._count(batch, chosen, settings, f"{role} {adapter}")
+        whole = with_columns(batch, columns or {})
+        return self._lanes.train(lambda: self._backward(method, whole, chosen, settings, role))
+
+    def step(self, role: str = "policy", *, adapter: str = "", **settings: float | None) -> Future[dict[str, float]]:
+        """Take an optimiser step along the gradients, and record a policy's. settings: see `StepSettings`.
+
+        Returns `grad_norm`, `learning_rate`, and `skipped_steps`, 1 if a gradient was not finite.
+        """
+        method, given = self._role(role, adapter=adapter), StepSettings(**settings)
+        self._means.pop(f"{role} {adapter}", None)
+        return self._lanes.train(lambda: self._take_step(method, given, role))
+
+    def publish(self, *, adapter: str = "") -> Future[int]:
+        """Send the policy's weights to the engines, between earlier and later samples. Returns their version.
+
+        With `adapter`, samples go on meanwhile, except those of the oldest version that engines keep.
+        """
+        self._role("policy", adapter=adapter)
+        self._published.add(adapter)
+
+        def send() -> int:
+            publish(self._run, adapter)
+            return self._run.weight_version
+
+        return self._lanes.both(send, adapter, partial(self._run.roles.rollouts.replaced, adapter) if adapter else None)
+
+    def validate(self) -> Future[dict[str, float]]:
+        """Sample and score data.validation with the weights published last. Returns and records the metrics."""
+        return self._lanes.both(lambda: self._run.validate(self.steps))
+
+    def save(self, name: str, *, adapter: str = "") -> Future[Path]:
+        """Save weights and optimiser state as runs/NAME/states/`name`, of `adapter` or else of all trained roles."""
+        folder, methods = self.folder / STATES / _checked(name), self._methods(adapter)
+        return self._lanes.train(lambda: self._save(folder, methods, adapter))
+
+    def load(self, name: str, *, optimizer: bool = True, adapter: str = "") -> Future[None]:
+        """Load what `save` has saved. optimizer: False begins with a fresh optimiser state.
+
+        adapter: the LoRA policy that takes the state of one, whichever that was, while others stay as they are. The
+        count of steps and the place in the data stay. Engines follow at the next `publish`.
+        """
+        folder, methods = self.folder / STATES / _checked(name), self._methods(adapter)
+
+        def load() -> None:
+            for role, method in methods.items():
+                method("load_checkpoint")(str(folder / role), optimizer=optimizer, policy=adapter)
+
+        return self._lanes.train(load)
+
+    def export(self, name: str = "model", *, adapter: str = "") -> Future[Path]:
+        """Write the policy in Hugging Face format as runs/NAME/`name`."""
+        folder, method = self.folder / _checked(name), self._role("policy", adapter=adapter)
+        return self._lanes.train(lambda: self._export(method, folder))
+
+    def plan(self, batch: RemoteBatch) -> Plan:
+        """Assign the batch's sequences to ranks and micro-batches, as `forward_backward` does."""
+        return self._run.planner.forward_plan(batch, "policy.update")
+
+    def log(self, **metrics: float) -> None:
+        """Add numbers to the record of the step in progress."""
+        self._run.record.add(metrics)
+
+    def close(self) -> None:
+        """Wait for training's calls, give up samples, and write summary.json."""
+        self._lanes.close()
+        self._step.close()
+        outcome = Outcome(self._run.progress.before, self._run.progress.latest, tuple(self._rows), self.steps)
+        self._run.record.writer.summary(outcome.summary())
+
+    def _role(self, role: str, *others: str, adapter: str = "") -> Callable[[str], Any]:
+        """Return a function that finds a role's methods by name, of the LoRA policy `adapter` if there are several.
+
+        Raises ConfigError for a role that the run lacks, and for a policy that has no name or should not.
+        """
+        roles, policies = self._run.roles, self.config.model.lora.policies
+        if bool(adapter) != (role == "policy" and policies > 1):
+            fix = "Leave it out" if adapter else "Name the policy"
+            raise ConfigError(f"adapter={adapter!r}: model.lora.policies={policies}, role={role!r}. {fix}.")
+        if role == "reference" and role in others:
+            return roles.of_reference
+        if role not in OUTPUTS or role not in roles.trained:
+            raise ConfigError(f"role={role!r}: this run trains {', '.join(roles.trained)}. Name one of them.")
+        return partial(_method, roles.trained[role], adapter and _checked(adapter))
+
+    def _loss(self, loss: Any, role: str) -> Any:
+        if loss is None:
+            return self.config.critic.loss if role == "critic" else self.config.policy_loss
+        return SumLossConfig(loss) if isinstance(loss, str) else loss
+
+    def _count(self, batch: RemoteBatch, rows: np.ndarray, loss: Any, key: str) -> None:
+        """Remember the batch of a mean by `key`. Raises ConfigError for a second batch, or rows that were computed."""
+        mean = self._means.setdefault(key, _Mean(batch, np.zeros(len(batch), bool)))
+        if mean.batch is not batch:
+            raise ConfigError(
+                f"loss={type(loss).__name__}: it is a mean over the batch of an earlier call of this step, and this is "
+                "another. Pass one batch and the rows of each call, or a sum, such as importance_sampling."
+            )
+        if mean.taken[rows].any():
+            raise ConfigError("rows: some were computed since the last step. Pass each row once.")
+        mean.taken[rows] = True
+
+    def _meta(self) -> dict[str, Any]:
+        return {"step": self.steps + 1, "steps": self.config.run.steps}
+
+    def _prompt(self, prompt: Any) -> Prompt:
+        if isinstance(prompt, Prompt):
+            return prompt
+        uid, key = str(next(self._own)), self._rules.prompt_key
+        if isinstance(prompt, np.ndarray) or (isinstance(prompt, (list, tuple)) and not isinstance(prompt[0], Mapping)):
+            ids = self._renderer.checked(list(map(int, prompt)), "the prompt of `sample`")
+            return Prompt(uid, np.asarray(ids, np.int32), {key: self.tokenizer.decode(ids)})
+        record = dict(prompt) if isinstance(prompt, Mapping) else {key: prompt}
+        rules = replace(self._rules, overlong_prompts="error")
+        return replace(PromptDataset([record], self._renderer, rules, shuffle=False, name="sample").at(0), uid=uid)
+
+    def _sampled(self, by_uid: Mapping[str, Prompt], record: bool, found: RolloutBatch) -> Samples:
+        buffer = self._run.buffer
+        rollout = buffer.shaped(buffer.without_dropped(found))
+        batch = with_record_columns(rollout.rows, by_uid, self.config.loss_columns)
+        groups = np.unique(batch["uid"], return_inverse=True)[1]
+        batch = batch.with_columns(group_number=groups, sample_number=sample_numbers(batch)).with_meta(**self._meta())
+        if record:
+            self._since.rollouts.append(rollout)
+            self._since.prompts |= by_uid
+        return Samples(rollout, batch)
+
+    def _asked(self, prompts: Mapping[str, Prompt], uid: str) -> dict[str, str]:
+        columns, key = prompts[uid].columns, self._rules.prompt_key
+        return {"prompt": shown_prompt(columns[key], prompts[uid].image_names), "record": other_columns(columns, key)}
+
+    def _forward(self, method: Any, batch: RemoteBatch, role: str) -> Passed:
+        of = f"{role}.{OUTPUTS[role]}"  # without a KL, a LoRA policy's reference has no limits
+        plan = self._run.planner.forward_plan(batch, of if of in self.config.limits else "policy.log_probs")
+        with on_training_roles(self._run, "log_probs"):
+            found = method(batch, plan)
+        return Passed(results(found.metrics), found.tokens)
+
+    def _backward(
+        self, method: Callable[[str], Any], batch: RemoteBatch, rows: np.ndarray, loss: Any, role: str
+    ) -> Passed:
+        part, plan = part_of(self._run, batch, rows, f"{role}.update")
+        with on_training_roles(self._run, "update"):
+            if role == "policy":
+                found = method("forward_backward_log_probs")(part, plan, loss)
+                metrics, tokens = found.metrics, found.tokens
+                self._since.trained = batch
+                self._run.record.plans([plan], lengths=part["length"])
+            else:
+                metrics, tokens = method("forward_backward")(part, plan, loss), {}
+        if role == "policy":
+            self._since.updates.append(metrics)
+        return Passed(results(metrics), tokens)
+
+    def _take_step(self, method: Callable[[str], Any], given: StepSettings, role: str) -> dict[str, float]:
+        with on_training_roles(self._run, "update"):
+            metrics: Metrics = method("optimizer_step")(given)
+        self._run.record.add(prefixed(role, results(metrics)))
+        if role == "policy":
+            self._end_step()
+        return results(metrics)
+
+    def _begin_step(self) -> None:
+        self._step.enter_context(self._run.record.step(self._run.number, self._run.last_step))
+
+    def _end_step(self) -> None:
+        run, since, number = self._run, self._since, self._run.number
+        self._since = _Open()
+        record = run.record
+        record.add(prefixed("policy", results(merge(since.updates))))
+        if since.rollouts:
+            rollout = RolloutBatch.concat(since.rollouts)
+            record.samples(rollout, rollout.rows, partial(self._asked, since.prompts))
+            record.add(rollout.metrics())
+        if since.trained is not None:
+            record.trains_on(since.trained)
+        TrainingRun.step_finished(run)
+        self._step.close()
+        trained = update_throughput(record.trained, record.seconds) if since.trained is not None else {}
+        record.add(record.times() | trained | {"checkpoint/failures": float(run.checkpoints.failures)})
+        self._rows += [record.metrics] * bool(trained)
+        record.end_step(number, run.last_step)
+        advance(run, number, run.progress.latest)
+        save_what_is_due(run, number)
+        record.write_timeline(number)
+        self._begin_step()
+
+    def _methods(self, adapter: str) -> dict[str, Callable[[str], Any]]:
+        """Return functions as of `_role`, of one policy or of all trained roles."""
+        if adapter:
+            return {"policy": self._role("policy", adapter=adapter)}
+        return {role: partial(_method, group, "") for role, group in self._run.roles.trained.items()}
+
+    def _save(self, folder: Path, methods: Mapping[str, Callable[[str], Any]], adapter: str) -> Path:
+        run = self._run
+        state = replace(run.progress, **run.state()).to_json()
+        for role, method in methods.items():
+            method("save_checkpoint")(str(folder / role), self.steps, state, policy=adapter)
+            method("wait_for_checkpoint")()
+        return folder
+
+    def _export(self, method: Callable[[str], Any], folder: Path) -> Path:
+        with on_training_roles(self._run, "save"):
+            method("save_pretrained")(str(folder))
+        write_card(self.config, folder)
+        return folder
+
+
+def _method(group: Any, adapter: str, name: str) -> Any:
+    if adapter:
+        group.use_adapters(adapter)
+    return getattr(group, name)
+
+
+def _checked(name: str) -> str:
+    """Raise ConfigError for a name that is not one of a file in the run's folder."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
+        raise ConfigError(f"name={name!r}: only letters, digits, `_`, `.` and `-` make a name. Change it.")
+    return name
+
+
+def _then(future: Future[Any], change: Callable[[Any], Any]) -> Future[Any]:
+    """Return a future of a changed result."""
+    changed = Future[Any]()
+
+    def finish(done: Future[Any]) -> None:
+        if done.cancelled():
+            changed.cancel()
+            return
+        try:
+            changed.set_result(change(done.result()))
+        except BaseException as error:
+            changed.set_exception(error)
+
+    future.add_done_callback(finish)
+    return changed
+
+
+def prepared(config: Config, given: GivenFunctions = NONE_GIVEN) -> Callable[[], AbstractContextManager[OpenRun]]:
+    """Check a configuration, and lock the run's folder. Returns how to start the roles, which end after the block.
+
+    given: functions passed to the call. Neither data nor a reward is needed. Raises as `controller.fit.prepare`.
+    """
+    check(config, given, needs_data=False)
+    if config.rollout.max_staleness:
+        raise ConfigError(
+            f"rollout.max_staleness={config.rollout.max_staleness}: your loop decides when to sample and publish. "
+            "Remove it."
+        )
+
+    def read(log: Log) -> Inputs:
+        return read_inputs(config, log, given) if config.has_data else inputs_without_data(config)
+
+    inputs, console = ready(config, read)
+    return partial(_started, config, inputs, console, locked(config, lambda: None))
+
+
+@contextmanager
+def _started(config: Config, inputs: Inputs, console: Console, release: Callable[[], None]) -> Iterator[OpenRun]:
+    with ExitStack() as stack:
+        stack.callback(release)
+        stack.enter_context(run_log(config.run_folder, console))
+        console.log(f"the run is written to {config.run_folder}")
+        stack.enter_context(ray_session(config, console))
+        stack.enter_context(naming_what_is_left(config))
+        with running(config, inputs, console) as run:
+            yield run
+        report(config, console)
+
+
+@contextmanager
+def running(config: Config, inputs: Inputs, console: Console) -> Iterator[OpenRun]:
+    """Start the roles on a connected Ray, and end them after the block."""
+    with training(config, inputs, console, buffer=RolloutBuffer) as run:
+        run.begin()
+        renderer, rules = prompt_renderer(config, inputs.tools, console.note)
+        with closing(OpenRun(run, renderer, rules)) as mine:
+            yield mine

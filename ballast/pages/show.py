@@ -1,0 +1,68 @@
+"""`python -m ballast show runs/NAME [--step N] [--session K] [--validation]`: what the samples of a run said.
+
+without --session   a table of the step's recorded samples
+with it             one of them as a tree, see `controller.observability.session_tree`
+"""
+
+import re
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from rich.table import Table
+
+from controller.lifecycle.session import exit_code
+from controller.observability.console import plain_console
+from controller.observability.run_folder import Row, RunFolder
+from controller.observability.session_tree import SHOWN, clean, drawn, is_whole, summary
+from controller.preflight.arguments import OneLineParser
+from workers.errors import ConfigError, DataError
+
+COLUMNS = ("turns", "branches", "tokens", "reward", "advantage")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return exit_code(partial(_show, arguments))
+
+
+def _show(arguments: Sequence[str] | None) -> None:
+    parser = OneLineParser(prog="python -m ballast show", description="What the samples of a run said.")
+    parser.add_argument("folder", type=Path, metavar="runs/NAME", help="folder of the run")
+    parser.add_argument("--step", type=int, metavar="N", help="step to show (the last)")
+    parser.add_argument("--session", type=int, metavar="K", help="sample to draw, by its number in the step's table")
+    parser.add_argument("--validation", action="store_true", help="held-out responses instead of training samples")
+    options = parser.parse_args(arguments)
+    if not options.folder.is_dir():
+        raise ConfigError(f"{options.folder}: there is no such folder. Give a folder like runs/NAME.")
+    run, step, number = RunFolder(options.folder), options.step, options.session
+    steps = run.validated_steps if options.validation else sorted({row["step"] for row in run.samples})
+    step = max(steps, default=0) if step is None else step
+    found = run.validation(step) if options.validation else (row for row in run.samples if row["step"] == step)
+    rows = list(filter(is_whole, found))
+    if not rows:
+        known = f"Recorded are {steps[0]} to {steps[-1]}" if steps else "Name the folder of a run that has made steps"
+        raise DataError(f"--step={step}: {run.path} has no samples of it. {known}.")
+    title = f"{'validation at ' * options.validation}step {step}"
+    if number is not None and not 0 < number <= len(rows):
+        raise DataError(f"--session={number}: {title} has {len(rows)} recorded samples. Give 1 to {len(rows)}.")
+    shown = _table(title, rows) if number is None else drawn(rows[number - 1], f"{title}, session {number}")
+    plain_console(sys.stdout).print(shown, soft_wrap=False)
+
+
+def _table(title: str, rows: Sequence[Row]) -> Table:
+    found = list(map(summary, rows))
+    table = Table("session", title=title, title_justify="left", box=None, expand=True, pad_edge=False)
+    names = [name for name in COLUMNS if any(name in each for each in found)]
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("prompt", no_wrap=True, overflow="ellipsis", ratio=1)
+    for number, (row, numbers) in enumerate(zip(rows, found, strict=True), start=1):
+        asked = re.split(r"(?:^|\n\n)user: ", str(row.get("prompt", "")))[-1]
+        line = " ".join(clean(asked, SHOWN).split())
+        table.add_row(str(number), *(numbers.get(name, "") for name in names), line)
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,7 +1,0 @@
-"""`python -m controller.doctor`: see `controller.doctor`."""
-
-import sys
-
-from controller.doctor import main
-
-sys.exit(main())

@@ -1,0 +1,4 @@
+from controller.moved import run_moved
+
+if __name__ == "__main__":
+    run_moved("migrate", "migrate")

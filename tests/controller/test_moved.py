@@ -1,0 +1,27 @@
+"""Commands that moved to ballast answer under their earlier names, and say the new one."""
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+import controller
+from ballast.commands import COMMANDS
+
+EARLIER = sorted(path.stem for path in (Path(controller.__file__).parent / "moved").glob("[a-z]*.py"))
+
+
+@pytest.mark.parametrize("name", EARLIER)
+def test_a_moved_command_answers_under_its_earlier_name(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module(f"controller.{name}", run_name="__main__", alter_sys=False)
+    out, err = capsys.readouterr()
+    assert end.value.code == 0
+    assert "usage" in out
+    (line,) = err.splitlines()
+    new = line.partition("`ballast ")[2].partition("`")[0]
+    assert line.startswith(f"python -m controller.{name} is now ") and new in COMMANDS

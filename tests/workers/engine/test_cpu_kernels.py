@@ -1,0 +1,83 @@
+"""vLLM's kernels for norms, as they are offered to engines on a CPU, and adapters of a batch's tokens."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from vllm import ir
+from vllm.lora.layers import LoRAMapping
+from vllm.lora.punica_wrapper import get_punica_wrapper
+
+from workers.engine.cpu_kernels import NORMS, PROVIDER, GroupedAdapters
+
+
+def arguments(name: str, x: torch.Tensor, weight: torch.Tensor | None) -> tuple[Any, ...]:
+    """Of the operator: a norm of x, or of the sum of x and something else."""
+    return (x, weight, 1e-6) if name == "rms_norm" else (x, (x * 0.5).contiguous(), weight, 1e-6)
+
+
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("shape", [(7, 32), (1, 704), (7, 3, 96)])  # of tokens, or of the heads of tokens
+def test_a_kernel_computes_what_vllm_computes_without_it(
+    name: str, dtype: torch.dtype, tolerance: float, shape: tuple[int, ...]
+):
+    torch.manual_seed(0)
+    given = arguments(name, torch.randn(shape, dtype=dtype), torch.randn(shape[-1], dtype=dtype))
+    operator = getattr(ir.ops, name)
+    expected = operator.impls["native"].impl_fn(*given)
+    with operator.set_priority([PROVIDER, "native"]):
+        assert operator.dispatch(*given).provider == PROVIDER
+        found = operator(*given)
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_what_a_kernel_would_compute_wrongly_or_refuse_is_left_to_vllm(name: str):
+    operator, ones = getattr(ir.ops, name), torch.ones
+    with operator.set_priority([PROVIDER, "native"]):
+        for x, weight in (
+            (ones(7, 128)[:, :64], ones(64)),  # rows that are not next to each other
+            (ones(7, 40), ones(40)),  # a part of a vector
+            (ones(7, 64), None),
+            (ones(7, 64, dtype=torch.bfloat16), ones(64)),
+        ):
+            assert operator.dispatch(*arguments(name, x, weight)).provider == "native"
+        assert operator.dispatch(*arguments(name, ones(7, 64), ones(64)), 32).provider == "native"  # of 32 numbers
+
+
+@pytest.mark.parametrize("tokens", [[5] * 6, [0] * 4, [7, 7, 0, 5, 0, 7, 5], [3, 0], [5]])
+@pytest.mark.parametrize("is_prefill", [True, False])
+def test_each_token_gets_what_its_own_adapter_adds(tokens: list[int], is_prefill: bool) -> None:
+    """tokens: adapter of each, 0 for none. Four places, of which one is free."""
+    places: list[int | None] = [3, None, 5, 7]
+    torch.manual_seed(0)
+    adapters = get_punica_wrapper(16, 16, torch.device("cpu"))
+    assert isinstance(adapters, GroupedAdapters)
+    prompts = tuple(reversed(tokens))  # rows of logits are other ones
+    adapters.update_metadata(LoRAMapping(tuple(tokens), prompts, is_prefill=is_prefill), places, len(places), 32)
+    x, sizes = torch.randn(len(tokens), 6), (8, 4)
+    a = tuple(torch.randn(len(places), 1, 3, 6) for _ in sizes)
+    b = tuple(torch.randn(len(places), 1, size, 3) for size in sizes)
+
+    def added(row: Tensor, adapter: int, which: int) -> Tensor:
+        place = places.index(adapter) if adapter else 0
+        return b[which][place, 0] @ (a[which][place, 0] @ row) * (2.0 if adapter else 0.0)
+
+    y = torch.randn(len(tokens), 12)
+    expected = y + torch.stack(
+        [torch.cat([added(row, adapter, 0), added(row, adapter, 1)]) for row, adapter in zip(x, tokens, strict=True)]
+    )
+    adapters.add_lora_linear(y, x, a, b, 2.0, sizes)
+    torch.testing.assert_close(y, expected)
+    logits = torch.randn(len(tokens), 10)  # padded
+    rows = [added(row, adapter, 0) for row, adapter in zip(x, prompts, strict=True)]
+    expected = logits + torch.nn.functional.pad(torch.stack(rows), (0, 2))
+    adapters.add_lora_logits(logits, x, a[0], b[0], 2.0)
+    torch.testing.assert_close(logits, expected)
+    embedded, looked_up = torch.randn(len(tokens), 4), torch.randn(len(tokens), 3)
+    kept, looked = embedded.clone(), zip(looked_up, tokens, strict=True)
+    adapters.add_lora_embedding(embedded, looked_up, b[1])
+    added_rows = [b[1][places.index(adapter), 0] @ row if adapter else torch.zeros(4) for row, adapter in looked]
+    torch.testing.assert_close(embedded, kept + torch.stack(added_rows))

@@ -1,0 +1,304 @@
+"""Our settings in vLLM's words, its output in ours, and what the trainer's side of a transfer tells the engines."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from tests.benchmarks.families.shrinking import tiny_config
+from tests.refusals import refused
+from workers.config.roles import ModelConfig, RolloutConfig, SamplingConfig
+from workers.engine.placement import check_placement
+from workers.engine.vllm_interface import (
+    as_response,
+    check_prompt,
+    engine_arguments,
+    prepare_environment,
+    sampling_parameters,
+)
+from workers.engine.weights.gpu_transfer import EngineClient
+from workers.engine.weights.weight_transfer import FROZEN_VISION
+from workers.errors import LostError, RolloutError
+from workers.rollout.engine_actor import VllmEngineActor
+
+HUGE_PAGES, IN_A_PROCESS = "THP_MEM_ALLOC_ENABLE", "VLLM_ENABLE_V1_MULTIPROCESSING"
+OF_THE_SYSTEM = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.parametrize("has_gpu", [True, False])
+@pytest.mark.parametrize("placement", ["colocated", "apart", "shared_memory", "nearby"])
+def test_a_placement_that_cannot_move_weights_is_refused(placement: str, has_gpu: bool) -> None:
+    if placement != "nearby" and (placement == "shared_memory") != has_gpu:
+        check_placement(placement, has_gpu=has_gpu)
+        return
+    with refused(f"rollout.placement={placement}"):
+        check_placement(placement, has_gpu=has_gpu)
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restore the process environment after the test."""
+    for name in ("OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE", "OMP_WAIT_POLICY", HUGE_PAGES, IN_A_PROCESS):
+        monkeypatch.setenv(name, "before")
+    for name in (HUGE_PAGES, IN_A_PROCESS):
+        monkeypatch.delenv(name)
+
+
+def test_an_engine_on_cpu_gets_its_threads_and_shares_them_among_its_processes(environment: None) -> None:
+    prepare_environment(RolloutConfig(threads=3), "apart")
+    assert os.environ["OMP_NUM_THREADS"] == "before"
+    prepare_environment(RolloutConfig(threads=3), "shared_memory")
+    assert os.environ["OMP_NUM_THREADS"] == "3"
+    cores = len(os.sched_getaffinity(0))
+    prepare_environment(RolloutConfig(tensor_parallel=2), "shared_memory")
+    assert os.environ["OMP_NUM_THREADS"] == str(max(1, cores // 2))
+    assert os.environ[IN_A_PROCESS] == "1"
+
+
+@pytest.mark.parametrize("asked", [None, "0", "1"])
+@pytest.mark.parametrize(("name", "default"), [(IN_A_PROCESS, "0"), (HUGE_PAGES, "1")])
+def test_an_engine_on_cpu_is_a_thread_and_has_huge_pages_unless_asked_otherwise(
+    environment: None, monkeypatch: pytest.MonkeyPatch, name: str, default: str, asked: str | None
+) -> None:
+    if asked is not None:
+        monkeypatch.setenv(name, asked)
+    prepare_environment(RolloutConfig(), "shared_memory")
+    assert os.environ[name] == (asked or default)
+
+
+@pytest.mark.skipif(
+    not OF_THE_SYSTEM.exists() or "[never]" in OF_THE_SYSTEM.read_text(), reason="this system has no huge pages"
+)
+def test_torch_takes_huge_pages_for_tensors_where_it_is_told_to() -> None:
+    program = "import torch; x = torch.ones(2**24); print(open('/proc/self/smaps').read())"
+    told = os.environ | {HUGE_PAGES: "1"}
+    pages = subprocess.run([sys.executable, "-c", program], env=told, capture_output=True, text=True, check=True).stdout
+    kib = sum(int(line.split()[1]) for line in pages.splitlines() if line.startswith("AnonHugePages"))
+    assert kib >= 2**11  # a page at least: the system may be short of them
+
+
+@pytest.mark.parametrize(
+    ("placement", "dtype", "expected", "backend"),
+    [
+        ("shared_memory", "auto", "float32", "shared_memory"),
+        ("apart", "auto", "bfloat16", "complete_nccl"),
+        ("colocated", "float32", "float32", "complete_ipc"),
+    ],
+)
+def test_type_and_weight_transfer_follow_the_placement(placement: str, dtype: str, expected: str, backend: str) -> None:
+    model, config = ModelConfig(path="model", dtype=dtype), RolloutConfig(gpu_memory_utilization=0.3)
+    arguments = engine_arguments(model, config, placement=placement, max_model_tokens=99, seed=1)
+    assert (arguments.dtype, arguments.weight_transfer_config.backend) == (expected, backend)
+    assert arguments.enable_sleep_mode == (placement == "colocated")
+    assert arguments.enforce_eager == (placement == "shared_memory")
+    assert arguments.logprobs_mode == "processed_logprobs"
+    assert arguments.max_model_len == 99
+    assert arguments.trust_remote_code is False
+    if placement != "shared_memory":
+        assert arguments.gpu_memory_utilization == 0.3
+        default = engine_arguments(model, RolloutConfig(), placement=placement, max_model_tokens=99, seed=1)
+        assert default.gpu_memory_utilization == (0.9 if placement == "apart" else 0.5)
+
+
+STATES = ["falcon_h1", "granitemoehybrid", "jamba", "lfm2", "nemotron_h", "qwen3_5_text", "qwen3_next"]
+
+
+@pytest.mark.parametrize("family", [*STATES, "qwen2", "gemma3_text"])
+def test_an_engine_on_a_cpu_caches_prefixes_where_no_layer_carries_a_state(family: str, tmp_path: Path) -> None:
+    """With both, vLLM asks for chunked prefill."""
+    config = tiny_config(family)
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]
+    config.save_pretrained(tmp_path)
+    model, options = ModelConfig(path=str(tmp_path)), {"max_model_tokens": 64, "seed": 1}
+    on_cpu = engine_arguments(model, RolloutConfig(), placement="shared_memory", **options)
+    assert (on_cpu.enable_chunked_prefill, on_cpu.enable_prefix_caching) == (False, family not in STATES)
+    assert engine_arguments(model, RolloutConfig(), placement="apart", **options).enable_prefix_caching
+
+
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize(
+    ("size", "installed", "placement", "engine", "expected"),
+    [
+        (128, True, "colocated", {}, None),
+        (128, False, "colocated", {}, "triton"),
+        (64, True, "apart", {}, "triton"),
+        (64, True, "shared_memory", {}, None),
+        (64, True, "apart", {"gdn_prefill_backend": "cutedsl"}, "cutedsl"),
+        (None, False, "apart", {}, None),
+    ],
+)
+def test_gated_delta_nets_prefill_by_a_kernel_that_takes_their_heads(
+    size: int | None,
+    installed: bool,
+    placement: str,
+    engine: dict[str, str],
+    expected: str | None,
+    nested: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes = {} if size is None else {"linear_key_head_dim": size}
+    description = {"model_type": "qwen3_5", "text_config": sizes} if nested else {"model_type": "qwen3_next"} | sizes
+    (tmp_path / "config.json").write_text(json.dumps(description))
+    found = {"flashinfer": object() if installed else None}
+    monkeypatch.setattr("workers.engine.vllm_interface.find_spec", found.get)
+    model, config = ModelConfig(path=str(tmp_path)), RolloutConfig(engine=engine)
+    arguments = engine_arguments(model, config, placement=placement, max_model_tokens=64, seed=1)
+    assert arguments.gdn_prefill_backend == expected
+
+
+@pytest.mark.parametrize("train_vision", [True, False])
+@pytest.mark.parametrize("placement", ["colocated", "apart", "shared_memory"])
+def test_an_engine_that_sleeps_needs_the_tower_in_every_update(placement: str, train_vision: bool) -> None:
+    model = ModelConfig(path="model", train_vision=train_vision)
+    arguments = engine_arguments(model, RolloutConfig(), placement=placement, max_model_tokens=99, seed=1)
+    left_out = not train_vision and placement != "colocated"
+    assert arguments.additional_config[FROZEN_VISION] == left_out
+
+
+@pytest.mark.parametrize("setting", ["none", "compare", "replay"])
+def test_an_engine_returns_the_experts_of_each_token_where_routers_are_to_follow_them(setting: str) -> None:
+    model = ModelConfig(path="model", router_replay=setting)
+    arguments = engine_arguments(model, RolloutConfig(), placement="apart", max_model_tokens=99, seed=1)
+    assert arguments.enable_return_routed_experts == (setting != "none")
+    assert arguments.enable_prefix_caching, "vLLM returns them with prefix caching only"
+
+
+def test_vllms_output_becomes_a_response() -> None:
+    """Its own output class, with an array of experts as its connector makes them: uint8, without the last token."""
+    from vllm.logprobs import FlatLogprobs
+    from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
+
+    logprobs = FlatLogprobs(logprobs=[-1.0, -2.0])
+    spans = [WeightVersionSpan("3", 0, 1), WeightVersionSpan("4", 1, 2)]
+    read = np.array([[[0, 3]], [[1, 2]], [[255, 2]]], np.uint8)
+    facts = {"routed_experts": read, "weight_versions": spans}
+    stopped, aborted = (
+        CompletionOutput(0, "", [7, 8], None, logprobs, finish_reason=reason, **facts) for reason in ("stop", "abort")
+    )
+    found = as_response(RequestOutput("a/0/1", None, [5, 6], None, [stopped], finished=True))
+    assert (found.ids.tolist(), found.log_probs.tolist(), found.versions.tolist()) == ([7, 8], [-1, -2], [3, 4])
+    assert found.routed_experts is not None
+    assert (found.routed_experts.dtype, found.routed_experts.tolist()) == (np.int16, read.tolist())
+    assert (found.finish_reason, found.read_tokens, found.cached_tokens) == ("stop", 2, 0)
+    with pytest.raises(RolloutError):
+        as_response(RequestOutput("a/0/1", None, [5, 6], None, [aborted], finished=True))
+
+
+def test_sampling_settings_reach_vllm() -> None:
+    settings = SamplingConfig(temperature=0.5, top_p=0.9, top_k=7, max_new_tokens=11)
+    parameters = sampling_parameters(settings, seed=2**63 - 1)
+    found = (parameters.temperature, parameters.top_p, parameters.top_k, parameters.max_tokens, parameters.seed)
+    assert found == (0.5, 0.9, 7, 11, 2**63 - 1)
+    assert parameters.logprobs == 0 and not parameters.detokenize
+
+
+def test_a_prompt_that_fits_is_not_refused() -> None:
+    check_prompt(np.array([0, 31], dtype=np.int32), vocab_size=32, max_model_tokens=3)
+
+
+@ray.remote(num_cpus=0)
+class RecordingEngine:
+    """Stands for a replica on a GPU: keeps what the trainer's side tells it."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def init_transfer(self, init_info: dict) -> None:
+        self.calls.append(init_info["rank_offset"])
+
+    def begin_update(self) -> None:
+        self.calls.append("begin")
+
+    def receive_update(self, update_info: dict) -> None:
+        self.calls.append(update_info["names"])
+
+    def finish_update(self, version: int) -> None:
+        self.calls.append(version)
+
+    def heard(self) -> list[Any]:
+        return self.calls
+
+
+def test_every_replica_joins_the_transfer_group_at_ranks_of_its_own(ray_session: None) -> None:
+    engines = [RecordingEngine.remote() for _ in range(3)]
+    client = EngineClient(engines, tensor_parallel=2)
+    client.init_weight_transfer_engine({"rank_offset": 1, "world_size": 7})
+    client.version = 4
+    client.start_weight_update()
+    client.update_weights({"names": ["a"]})
+    client.finish_weight_update()
+    for replica, engine in enumerate(engines):
+        joined = 1 + 2 * replica  # rank 0 is the trainer's
+        assert ray.get(engine.heard.remote()) == [joined, "begin", ["a"], 4]
+        ray.kill(engine)
+
+
+@ray.remote(num_cpus=0)
+class FailingEngine:
+    """A replica on a GPU that goes wrong in the middle of an update."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def receive_update(self, update_info: dict) -> None:
+        if self.how == "refuses":
+            raise RolloutError("could not load the weights: nothing for a.weight")
+        if self.how == "breaks":
+            raise ValueError("something")
+        if self.how == "dies":
+            os._exit(1)
+        time.sleep(600)  # waits for the one that is gone
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "named"),
+    [
+        ("refuses", RolloutError, "nothing for a.weight"),
+        ("breaks", RolloutError, "rollout replica 1"),
+        ("dies", LostError, "rollout replica 1"),
+    ],
+)
+def test_a_replica_that_fails_ends_the_update_though_others_still_wait(
+    ray_session: None, how: str, error: type[Exception], named: str
+) -> None:
+    engines = [FailingEngine.remote("waits"), FailingEngine.remote(how)]
+    client, told = EngineClient(engines, tensor_parallel=1), []
+    client.on_failure = lambda: told.append(True)
+    with pytest.raises(error, match=named):
+        client.update_weights({"names": ["a"]})
+    assert told == [True], "a broadcast would wait for ever"
+    for engine in engines:
+        ray.kill(engine)
+
+
+class SilentEngine:
+    """What `VllmEngineActor` asks of vLLM, whose process died without an answer; at the last of `looks` it is seen."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+
+    @property
+    def errored(self) -> bool:
+        self.looks -= 1
+        return self.looks <= 0
+
+    async def update_weights(self, request: object) -> None:
+        await asyncio.sleep(600)
+
+
+def test_an_engine_that_died_in_a_collective_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.rollout.engine_actor.ALIVE_SECONDS", 0.01)
+    worker = VllmEngineActor.__new__(VllmEngineActor)
+    worker.index, worker._engine = 3, SilentEngine(looks=2)
+    with pytest.raises(LostError, match="rollout replica 3 died"):
+        asyncio.run(worker.receive_update({"names": ["a"]}))

@@ -1,0 +1,125 @@
+"""The policy's turn as reasoning, content and calls, by vLLM's parsers."""
+
+import pickle
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from tests.refusals import refused
+from workers.environment import Turn
+from workers.episodes.parser_names import FORMATS, known_parsers, parsers_of
+from workers.episodes.parsing import TurnParser
+
+QWEN3, QWEN3_CODER, LLAMA = "<tool_call></think>", "<tool_call><function=</think>", "ipython"
+END = "<|im_end|>"
+ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "parameters": {"type": "object", "properties": {name: {"type": "integer"} for name in "ab"}},
+        },
+    }
+]
+MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<function=add>", '{"name": "add", ', END, "\n", "é")
+
+
+@cache
+def byte_tokenizer() -> Any:
+    """A token a byte, and Qwen3's added tokens."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
+    tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokens.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token=END)
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>", "<think>", "</think>"])
+    return tokenizer
+
+
+def turn_of(text: str, template: str = QWEN3, *, finished: bool = True, parser: str = "", **options: Any) -> Turn:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    read = TurnParser(tokenizer, parser, "", {"tools": TOOLS} | options)
+    return read.turn(np.array(tokenizer(text)["input_ids"], np.int32), finished)
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "reasoning", "content", "calls"),
+    [
+        (QWEN3, f"<think>\nhm\n</think>\n\n{ADD}{END}", "\nhm\n", "", [{"a": 1, "b": 2}]),
+        (QWEN3, f"so\n{ADD}\n{ADD}{END}", "", "so\n", [{"a": 1, "b": 2}] * 2),
+        (QWEN3, f"{ADD.replace('{', '[').replace('[', '{', 1).replace('}}', ']}')}{END}", "", None, []),
+        (QWEN3, ADD.replace('{"a": 1, "b": 2}', "5"), "", "", ["5"]),
+        (QWEN3, f"12{END}", "", "12", []),  # vLLM's parser takes this for reasoning
+        (QWEN3, "<think>\nhm", "\nhm", "", []),
+        (f"<think>\n{QWEN3_CODER[:-8]}{{# </think> #}}", f"12{END}", "12", "", []),  # the template opens the reasoning
+        (
+            QWEN3_CODER,
+            f"<think>x</think><tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>{END}",
+            "x",
+            "",
+            [{"a": 1}],
+        ),
+        ("plain", f"{ADD}{END}", "", ADD, []),
+    ],
+)
+def test_a_turn_has_the_parts_that_the_model_wrote(
+    template: str, text: str, reasoning: str, content: str | None, calls: list[Any]
+) -> None:
+    turn = turn_of(text, template)
+    assert (turn, turn.text, turn.reasoning) == (text.replace(END, ""), text, reasoning)
+    assert content is None or turn.content == content
+    assert [call["function"] for call in turn.tool_calls] == [{"name": "add", "arguments": each} for each in calls]
+    assert [call["id"] for call in turn.tool_calls] == ["call00001", "call00002"][: len(calls)]
+    assert bool(turn.errors) == (content is None)
+    again = pickle.loads(pickle.dumps(turn))
+    assert vars(again) == vars(turn) and again == turn and again.message() == turn.message()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('<tool_call>\n{"name": "add", "arguments": {"a": 1}\n</tool_call>', "JSONDecodeError"),
+        ('<tool_call>\n{"name": "add"}\n</tool_call>', "arguments"),
+    ],
+)
+def test_a_call_that_cannot_be_read_is_told_and_logs_nothing(text: str, words: str, caplog: Any) -> None:
+    turn = turn_of(text)
+    assert len(turn.errors) == 1 and words in turn.errors[0] and turn.tool_calls == []
+    assert turn_of("<tool_call>\n<functio\n</tool_call>", QWEN3_CODER).errors
+    assert caplog.records == []
+
+
+def test_schemas_that_vllm_refuses_are_left_out() -> None:
+    assert turn_of(ADD, tools=[{"type": "function", "function": {"name": "add", "parameters": 5}}]).tool_calls
+
+
+@given(
+    st.lists(st.one_of(st.sampled_from(MARKS), st.text(max_size=5))),
+    st.booleans(),
+    st.sampled_from([QWEN3, QWEN3_CODER]),
+)
+def test_any_text_is_a_turn(parts: list[str], finished: bool, template: str) -> None:
+    text = "".join(parts).encode(errors="replace").decode()
+    turn = turn_of(text, template, finished=finished)
+    assert turn.text == text and turn == text.replace(END, "")
+
+
+def test_parsers_are_found_by_template_or_refused_by_name() -> None:
+    assert {each.tools for each in FORMATS} <= known_parsers("tool_parser")
+    assert {each.reasoning for each in FORMATS} - {""} <= known_parsers("reasoning_parser")
+    assert parsers_of(QWEN3) == ("hermes", "qwen3") and parsers_of("<tool_call>") == ("hermes", "")
+    assert parsers_of("<｜tool▁calls▁begin｜>```json") == ("deepseek_v3", "")
+    assert parsers_of("```json") == ("", "")
+    assert turn_of(ADD, LLAMA).tool_calls == []  # this tokenizer is not Llama's
+    with refused("rollout.tool_parser"):
+        turn_of(ADD, parser="llama3_json")
+    with refused("rollout.tool_parser"):
+        turn_of(ADD, parser="nobody's")

@@ -1,0 +1,285 @@
+"""SessionFront: agents elsewhere ask it for sessions, and reach through it the engine that has theirs.
+
+    agent --POST /sessions-------> a waiting session: base URL, key, record
+          --/sessions/NAME/v1/...> gateway of the rollout actor that has it: URL and key stay when the session moves
+          --/sessions/NAME/reward> the end
+
+    rollout actor --offer--> taken --play--> ended           turn: before an answer reaches the agent
+
+If an engine is lost, its session is offered again by name and continues from the turns that the front has.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import json
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector, web
+
+from workers.agents.api_forms import error_body
+from workers.agents.processes import as_json
+from workers.agents.session import SessionRecord
+from workers.errors import ConfigError, EpisodeError
+from workers.http_limits import guarded
+
+ASK_SECONDS = 20.0  # that a request waits for a session
+RETURN_SECONDS = 30.0  # that a recorded session waits for its agent, before another starts it again
+AGAIN_SECONDS = 0.5  # between tries to reach a lost engine's gateway
+SERVER_ERRORS = 10  # of a request, which an engine that dies may cause, before its agent sees one
+STOP_SECONDS = 1.0  # for open requests
+BACKLOG = 4096
+HEAD_BYTES = 4096  # of an answer, which hold its id
+KEPT_HERE = {"host", "connection", "transfer-encoding", "content-length", "content-encoding", "accept-encoding", "date"}
+KEPT_HERE |= {"server", "authorization", "x-api-key"}
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Taken:
+    """goes_on: whether the agent has seen answers of `record`. ended: whether it has posted its reward, too."""
+
+    record: SessionRecord
+    goes_on: bool = False
+    ended: bool = False
+
+
+@dataclass
+class _Held:
+    """A session. place: URL and key at its gateway, reached by `client`. delivered: ids of the agent's answers."""
+
+    task: Any
+    record: SessionRecord
+    place: tuple[str, str] = ("", "")
+    client: ClientSession | None = None
+    goes_on: bool = False
+    delivered: set[str] = field(default_factory=set)
+    taken: asyncio.Event = field(default_factory=asyncio.Event)
+    placed: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def deliver(self, head: bytes) -> None:
+        """Note which answers begin so."""
+        self.delivered |= {name for node in self.record.nodes for name in node.names if name.encode() in head}
+
+    def seen(self) -> SessionRecord:
+        """The record, in which a turn counts as received if the agent has its answer."""
+        nodes = [replace(node, received=not self.delivered.isdisjoint(node.names)) for node in self.record.nodes]
+        return replace(self.record, nodes=tuple(nodes))
+
+
+class SessionFront:
+    """Wrapped by `ray.remote`, which may restart it and repeat calls. HTTP is served by the same event loop."""
+
+    def __init__(self, key: str, host: str, port: int, *, max_request_mib: float, timeout_s: float) -> None:
+        """key: of agents that ask for sessions. timeout_s: rollout.agent_timeout_s."""
+        self._key, self._host, self._port, self._timeout_s = key, host, port, timeout_s
+        self._most_bytes = int(max_request_mib * MIB)
+        self._held: dict[str, _Held] = {}
+        self._waiting: asyncio.Queue[str] = asyncio.Queue()
+        self._active = time.monotonic()  # when an agent last was
+        self._listening: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Listen. Raises ConfigError if the port is not free."""
+        if self._listening is None:
+            self._listening = asyncio.create_task(self._listen())
+        await asyncio.shield(self._listening)
+
+    async def _listen(self) -> None:
+        app = web.Application(client_max_size=self._most_bytes, middlewares=[_as_json])
+        app.router.add_post("/sessions", self._ask)
+        app.router.add_post("/sessions/{name}{rest:/reward}", self._reward)
+        app.router.add_route("*", "/sessions/{name}{rest:.*}", self._pass_on)
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=STOP_SECONDS)
+        await self._runner.setup()
+        server = self._runner.server
+        assert server is not None
+        try:
+            # Not a TCPSite, which has no limits on heads that do not end.
+            self._listener = await asyncio.get_running_loop().create_server(
+                guarded(server), self._host, self._port, backlog=BACKLOG
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"rollout.gateway.port={self._port}: nothing can listen there on rollout.gateway.host={self._host} "
+                f"({error.strerror}). Choose another."
+            ) from None
+
+    async def stop(self) -> None:
+        await self.forget(list(self._held))
+        self._listener.close()
+        await self._runner.cleanup()
+
+    # --- for rollout actors and the driver ----------------------------------------------------------------------------
+
+    async def offer(self, name: str, task: Any, record: SessionRecord) -> Taken:
+        """Wait until an agent takes the session. record: what a checkpoint or an engine's snapshot has of it.
+
+        Raises EpisodeError if no agent is active for rollout.agent_timeout_s.
+        """
+        await self.start()
+        held = self._held.get(name)
+        if held is None:
+            held = self._held[name] = _Held(task, record)
+            held.delivered = {each for node in record.nodes if node.received for each in node.names}
+            wait_s = RETURN_SECONDS if record.nodes else 0.0
+            asyncio.get_running_loop().call_later(wait_s, self._waiting.put_nowait, name)
+        held.goes_on = held.taken.is_set()
+        since = time.monotonic()
+        while not held.taken.is_set():
+            left = max(since, self._active) + self._timeout_s - time.monotonic()
+            if left <= 0:
+                raise EpisodeError(
+                    f"rollout.agent_timeout_s={self._timeout_s:g}: no agent asked for a session in that time. Start "
+                    "agents that call POST /sessions (see docs/agents.md)."
+                )
+            with suppress(TimeoutError):
+                await asyncio.wait_for(held.taken.wait(), left)
+        return Taken(held.seen(), held.goes_on, held.ended.is_set())
+
+    async def play(self, name: str, url: str, key: str) -> None:
+        """Pass requests on to this session of a gateway until the agent ends it."""
+        await self.start()
+        held = self._held.setdefault(name, _Held(None, SessionRecord()))  # a restarted front knows none
+        held.taken.set()
+        before, held.place = held.client, (url, key)
+        held.client = ClientSession(connector=TCPConnector(limit=0), timeout=ClientTimeout(total=None))
+        if before is not None:
+            await before.close()  # what waits there tries again here
+        held.placed.set()
+        await held.ended.wait()
+
+    async def turn(self, name: str, news: SessionRecord, known: int) -> bool:
+        """Keep turns whose answers go out next. Returns False if the front then has others than the `known` ones.
+
+        News of all turns replace what it has.
+        """
+        held = self._held.get(name)
+        if held is None:
+            return True
+        before = () if len(news.nodes) == known else held.record.nodes
+        nodes = {node.number: node for node in (*before, *news.nodes)}
+        held.record = SessionRecord(tuple(nodes.values()), news.rewards)
+        return len(nodes) == known
+
+    async def forget(self, names: Sequence[str]) -> None:
+        """Drop sessions whose sample has reached the driver, or failed."""
+        for name in names:
+            if held := self._held.pop(name, None):
+                held.ended.set()
+                if held.client is not None:
+                    await held.client.close()
+
+    # --- for agents ---------------------------------------------------------------------------------------------------
+
+    def key_of(self, name: str) -> str:
+        return hmac.new(self._key.encode(), name.encode(), hashlib.sha256).hexdigest()
+
+    async def _ask(self, request: web.Request) -> web.Response:
+        self._check(request, self._key)
+        try:
+            origin = request.url.origin()
+        except ValueError:
+            raise web.HTTPBadRequest(text="The header Host is not an address.") from None
+        deadline = time.monotonic() + ASK_SECONDS
+        held = None
+        while held is None or held.taken.is_set():
+            try:
+                name = await asyncio.wait_for(self._waiting.get(), deadline - time.monotonic())
+            except TimeoutError:
+                return web.Response(status=204, headers={"Retry-After": "1"})
+            held = self._held.get(name)
+        held.taken.set()
+        url = f"{origin}/sessions/{name}"
+        access = {"id": name, "base_url": f"{url}/v1", "session_url": url, "api_key": self.key_of(name)}
+        return web.json_response(access | {"record": held.task}, dumps=as_json)
+
+    async def _reward(self, request: web.Request) -> web.StreamResponse:
+        """Set the reward of a response, or of the session, which ends it."""
+        held = self._found(request)
+        if held.ended.is_set():  # the answer was lost
+            return web.json_response({"ended": True})
+        answer = await self._passed(request, held)
+        if answer.status == 200:
+            given = json.loads(await request.read())  # not request.json, which raises for a charset nobody knows
+            name = given.get("response_id") or ""
+            reward = {} if given["reward"] is None else {name: float(given["reward"])}
+            held.record = replace(held.record, rewards=held.record.rewards | reward)
+            if not name:
+                held.ended.set()
+        return answer
+
+    async def _pass_on(self, request: web.Request) -> web.StreamResponse:
+        return await self._passed(request, self._found(request))
+
+    def _found(self, request: web.Request) -> _Held:
+        """Return the session of a request, which its agent thereby takes again."""
+        name = request.match_info["name"]
+        self._check(request, self.key_of(name), self._key)
+        held = self._held.get(name)
+        if held is None or not (held.taken.is_set() or held.record.nodes):
+            raise web.HTTPNotFound(text="No such session is under way. Ask for one: POST /sessions.")
+        if not held.taken.is_set():
+            held.goes_on = True
+            held.taken.set()
+        self._active = time.monotonic()
+        return held
+
+    def _check(self, request: web.Request, *keys: str) -> None:
+        given = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
+        sent = given.encode(errors="surrogateescape")  # which stands for bytes that are not UTF-8
+        if not sum(hmac.compare_digest(sent, key.encode()) for key in keys):  # `any` would stop at the first
+            raise web.HTTPUnauthorized(text="The key is wrong.")
+
+    async def _passed(self, request: web.Request, held: _Held) -> web.StreamResponse:
+        """Pass a request on, and its answer back. If the engine is lost before the answer began, try the next one."""
+        body, answer, errors = await request.read(), None, 0
+        headers = {name: value for name, value in request.headers.items() if name.lower() not in KEPT_HERE}
+        while not held.ended.is_set():
+            await held.placed.wait()
+            assert held.client is not None
+            (url, key), client = held.place, held.client
+            url += request.match_info["rest"]
+            headers["Authorization"] = f"Bearer {key}"
+            try:
+                async with client.request(
+                    request.method, url, params=request.query, data=body, headers=headers
+                ) as found:
+                    if found.status >= 500 and errors < SERVER_ERRORS:
+                        errors += 1
+                        raise ClientError
+                    whole = b"" if found.content_type == "text/event-stream" else await found.read()
+                    kept = {name: value for name, value in found.headers.items() if name.lower() not in KEPT_HERE}
+                    answer, head = web.StreamResponse(status=found.status, headers=kept), whole[:HEAD_BYTES]
+                    await answer.prepare(request)
+                    await answer.write(whole)
+                    async for part in found.content.iter_any():  # of a stream
+                        head += part[: HEAD_BYTES - len(head)]
+                        await answer.write(part)
+                    await answer.write_eof()
+                    held.deliver(head)
+                    return answer
+            except (ClientError, OSError):
+                if answer is not None:  # an answer cannot begin twice: the agent sees that it was cut, and asks again
+                    if request.transport is not None:
+                        request.transport.close()
+                    return answer
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(held.ended.wait(), AGAIN_SECONDS)
+        raise web.HTTPGone(text="The session has ended.")
+
+
+@web.middleware
+async def _as_json(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        body = error_body(request.path, error.status, error.text or error.reason)
+        return web.Response(body=body, status=error.status, content_type="application/json")

@@ -1,0 +1,402 @@
+"""Gateway: sessions of agents over HTTP, in the event loop of an engine's actor.
+
+    agent --/s/SESSION/v1/chat/completions, key--> Gateway: limits, retries --> [serving: vLLM's routes] --> engine
+                                                      '--> Session: the answer as a turn, before its last bytes go out
+
+An answer is completed without its client, so that a retry can read it. Nothing but the listed routes is reachable.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import itertools
+import json
+import re
+import socket
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from workers.agents.api_forms import answers_in, error_body
+from workers.agents.routes import CALL, Call, Opened, build
+from workers.agents.session import Node, Session
+from workers.config.roles import ModelConfig, RolloutConfig, SamplingConfig
+from workers.engine.image_inputs import ImageInputs
+from workers.engine.kept_caches import KeptCaches
+from workers.errors import DataError, named
+from workers.http_limits import uvicorn_config
+from workers.rendering import Options
+from workers.user_code.session_keys import new_session_key
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+SAMPLED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+ROUTES = {("GET", "/v1/models"), *(("POST", path) for path in (*SAMPLED, "/v1/messages/count_tokens", "/reward"))}
+BODY_SECONDS = 60.0  # for a client to send a request
+CLOSE_SECONDS = 5.0
+# vLLM streams so a call that was cut; clients that send it back are refused. In texts, quotes are escaped.
+CALL_WITHOUT_ARGUMENTS = re.compile(rb'("function":\{"name":"(?:[^"\\]|\\.)*")\}')
+KEEP_ALIVE_SECONDS = 600  # clients keep connections: with a short time, they write to one that closes
+Event = dict[str, Any]
+Receive = Callable[[], Awaitable[Event]]
+Send = Callable[[Event], Awaitable[None]]
+OnTurns = Callable[[Sequence[Node]], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Access:
+    """What an agent needs. base_url: for OpenAI's clients. session_url: for Anthropic's, and for rewards."""
+
+    base_url: str
+    session_url: str
+    key: str
+
+
+class RefusedError(Exception):
+    """A request that is answered with an error."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(eq=False)
+class Exchange:
+    """A request and its answer, as ASGI's events. A retry reads it from the start.
+
+    abandoned: whether a client left before its end. joined: retries that read it.
+    """
+
+    request: bytes
+    idempotency: bytes
+    events: list[Event] = field(default_factory=list)
+    held: list[Event] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
+    done: bool = False
+    abandoned: bool = False
+    joined: int = 0
+    began: float = field(default_factory=time.monotonic)
+    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    readers: set[asyncio.Event] = field(default_factory=set)
+
+    def tell(self, *events: Event, done: bool = False) -> None:
+        self.events += events
+        self.done = self.done or done
+        for reader in self.readers:
+            reader.set()
+
+    async def deliver(self, receive: Receive, send: Send) -> bool:
+        """Send all events as they come. Returns False if the client has left before the last."""
+        news, place = asyncio.Event(), 0
+        left = asyncio.ensure_future(_disconnected(receive))
+        left.add_done_callback(lambda _: news.set())
+        self.readers.add(news)
+        try:
+            while not left.done():
+                if place < len(self.events):
+                    await send(self.events[place])
+                    place += 1
+                elif self.done:
+                    return True
+                else:
+                    news.clear()
+                    await news.wait()
+            return False
+        finally:
+            self.readers.discard(news)
+            left.cancel()
+
+
+@dataclass(eq=False, kw_only=True)
+class Served(Opened):
+    """A session at the gateway."""
+
+    key: str
+    on_turns: OnTurns | None
+    began: float = field(default_factory=time.monotonic)
+    exchanges: set[Exchange] = field(default_factory=set)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def joined(self, request: bytes, idempotency: bytes, retried: bool) -> Exchange | None:
+        """Return the exchange that a request repeats: of its key, one that a client left, or for a retry any."""
+        same = [each for each in self.exchanges if each.request == request]
+        found = [each for each in same if idempotency and each.idempotency == idempotency]
+        found = found or [each for each in same if each.abandoned] or (same if retried else [])
+        return max(found, key=lambda each: each.began, default=None)
+
+
+class Gateway:
+    """Serve the sessions that are open. Also vLLM's server of HTTP, as an application of ASGI."""
+
+    def __init__(
+        self,
+        engine: "AsyncLLM",
+        model: ModelConfig,
+        rollout: RolloutConfig,
+        caches: KeptCaches | None = None,
+        images: ImageInputs | None = None,
+    ) -> None:
+        self._engine, self._model, self._rollout = engine, model, rollout
+        self._caches, self._images = caches or KeptCaches(rollout), images or ImageInputs(engine)
+        self._limits = rollout.gateway
+        self._open: dict[str, Served] = {}
+        self._app: Any = None
+        self._server: Any = None
+        self._serving: asyncio.Task[None] | None = None
+        self.url = ""
+
+    async def start(self, host: str = "127.0.0.1") -> None:
+        """Listen on a free port of `host`. Raises OSError if the address cannot be used."""
+        from transformers import AutoTokenizer
+
+        tokenizer = await asyncio.to_thread(AutoTokenizer.from_pretrained, self._model.path, trust_remote_code=False)
+        self._app = await build(self._engine, self._model, self._rollout, tokenizer, self._caches, self._images)
+        await self.listen(self, host)
+
+    async def listen(self, app: Any, host: str = "127.0.0.1") -> None:
+        """Serve an application of ASGI."""
+        import uvicorn
+
+        found = socket.create_server((host, 0), backlog=4096)
+        address, port = found.getsockname()[:2]
+        settings: dict[str, Any] = {"lifespan": "off", "ws": "none", "log_config": None, "access_log": False}
+        settings |= {"server_header": False, "date_header": False, "timeout_keep_alive": KEEP_ALIVE_SECONDS}
+        self._server = uvicorn.Server(uvicorn_config(app, **settings))
+        self._server.capture_signals = nullcontext  # they are the actor's
+        self._serving = asyncio.create_task(self._server.serve(sockets=[found]))
+        self.url = f"http://{address}:{port}"
+
+    async def stop(self) -> None:
+        for opened in list(self._open.values()):
+            await self.close(opened.session)
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = self._server.force_exit = True
+            await self._serving
+            self._server = self._serving = None
+
+    def open(
+        self,
+        session: Session,
+        sampling: SamplingConfig,
+        seed: int,
+        options: Options,
+        *,
+        on_turns: OnTurns | None = None,
+        priority: int = 0,
+        image_pixels: tuple[int, int] = (0, 2**20),
+    ) -> Access:
+        """Let an agent play the session. on_turns: awaited with new turns before their answer's last bytes go out.
+
+        image_pixels: `data.image_pixels`, for images that the agent sends.
+        """
+        name, key = quote(session.name, safe=""), new_session_key()
+        self._open[name] = Served(session, sampling, seed, options, priority, image_pixels, key=key, on_turns=on_turns)
+        return Access(f"{self.url}/s/{name}/v1", f"{self.url}/s/{name}", key)
+
+    async def close(self, session: Session) -> None:
+        """End the session's requests. Later ones are answered with an error."""
+        name = quote(session.name, safe="")
+        opened = self._open.pop(name, None)
+        if opened is None:
+            return
+        for exchange in opened.exchanges:
+            exchange.cancelled.set()
+        if opened.engine_names:
+            with suppress(Exception):  # of an engine that died
+                await self._engine.abort(list(opened.engine_names))
+        if opened.tasks:
+            _, late = await asyncio.wait(opened.tasks, timeout=CLOSE_SECONDS)
+            for task in late:
+                task.cancel()
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    async def __call__(self, scope: Event, receive: Receive, send: Send) -> None:
+        path = scope["raw_path"].decode("latin-1")
+        try:
+            await self._answer(scope, path, dict(scope["headers"]), receive, send)
+        except RefusedError as refused:
+            await _send(send, refused.status, error_body(path, refused.status, str(refused)))
+
+    async def _answer(self, scope: Event, path: str, headers: dict[bytes, bytes], receive: Receive, send: Send) -> None:
+        found = re.fullmatch(r"/s/([^/]+)(/.*)?", path)
+        if found is None:
+            raise RefusedError(404, "there is no such route. Use the session's URL.")
+        opened, route = self._allowed(found[1], headers), found[2] or ""
+        if (scope["method"], route) not in ROUTES:
+            raise RefusedError(404, f"{scope['method']} {route or '/'}: a session has no such route.")
+        body = await self._body(headers, receive)
+        if body is None:  # the client has left
+            return
+        if route == "/reward":
+            _reward(opened.session, body)
+            await _send(send, 200, b"{}")
+            return
+        exchange = self._exchange(opened, scope, route, headers, body)
+        delivered = await exchange.deliver(receive, send)
+        for node in exchange.nodes:
+            node.received = node.received or delivered
+        exchange.abandoned = not delivered and not any(node.received for node in exchange.nodes)
+        if exchange.done and not exchange.nodes:  # a retry is another try
+            opened.exchanges.discard(exchange)
+
+    def _allowed(self, name: str, headers: dict[bytes, bytes]) -> Served:
+        """Return the session. Raises RefusedError for a wrong key, and for one that is not open."""
+        given = headers.get(b"x-api-key") or headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+        opened = self._open.get(name)
+        if opened is None or not hmac.compare_digest(given, opened.key.encode()):
+            raise RefusedError(401, "the key does not belong to an open session. Use the session's URL and key.")
+        return opened
+
+    async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
+        """Read a request. Returns None if the client leaves before its end."""
+        limit = int(self._limits.max_request_mib * 2**20)
+        too_large = RefusedError(413, f"rollout.gateway.max_request_mib={self._limits.max_request_mib:g}: larger body.")
+        length = headers.get(b"content-length", b"0")
+        if not length.isdigit():
+            raise RefusedError(400, "content-length: not a number.")
+        if int(length) > limit:
+            raise too_large
+        parts, size = [], 0
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                while (event := await receive())["type"] == "http.request":
+                    parts.append(event.get("body", b""))
+                    size += len(parts[-1])
+                    if size > limit:
+                        raise too_large
+                    if not event.get("more_body"):
+                        return b"".join(parts)
+        except TimeoutError:
+            raise RefusedError(408, f"the body did not arrive within {BODY_SECONDS:g} s.") from None
+        return None
+
+    def _exchange(self, opened: Served, scope: Event, route: str, headers: dict[bytes, bytes], body: bytes) -> Exchange:
+        """Return the exchange that a request repeats, or begin one. Raises RefusedError above the session's limit."""
+        request, idempotency = hashlib.blake2b(route.encode() + body).digest(), headers.get(b"idempotency-key", b"")
+        exchange = opened.joined(request, idempotency, headers.get(b"x-stainless-retry-count", b"0") != b"0")
+        if exchange is not None and route in SAMPLED:
+            exchange.joined, exchange.abandoned = exchange.joined + 1, False
+            for node in exchange.nodes:
+                node.joined += 1
+            return exchange
+        limit = self._limits.max_concurrent_requests
+        if len(opened.tasks) >= limit:
+            raise RefusedError(429, f"rollout.gateway.max_concurrent_requests={limit}: as many are under way.")
+        exchange = Exchange(request, idempotency)
+        opened.exchanges.add(exchange)
+        task = asyncio.create_task(self._run(opened, exchange, scope, route, body))
+        opened.tasks.add(task)
+        task.add_done_callback(opened.tasks.discard)
+        return exchange
+
+    async def _run(self, opened: Served, exchange: Exchange, scope: Event, route: str, body: bytes) -> None:
+        """Answer a request, whether or not its client stays. vLLM gets no header of the client's: some change it."""
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        scope = {**scope, "path": route, "raw_path": route.encode(), "query_string": b"", "headers": headers}
+        call = Call(opened, route in SAMPLED, len(body))
+        CALL.set(call)
+        given: list[Event] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> Event:
+            if given:
+                return given.pop()
+            await exchange.cancelled.wait()
+            return {"type": "http.disconnect"}
+
+        async def put(event: Event) -> None:
+            if event.get("body", b"").startswith(b"data: "):
+                event = event | {"body": CALL_WITHOUT_ARGUMENTS.sub(rb'\1,"arguments":""}', event["body"])}
+            if call.done or route not in SAMPLED or exchange.held or event.get("status", 200) >= 400:
+                exchange.held.append(event)
+            else:
+                exchange.tell(event)
+
+        last: list[Event] = []
+        try:
+            await self._app(scope, receive, put)
+            last = await self._ended(opened, exchange, call, route)
+        except Exception as error:
+            exchange.nodes = []  # nobody receives them
+            last = [] if exchange.events else _events(500, error_body(route, 500, named(error)))
+        finally:
+            call.reserved.close()
+            exchange.tell(*last, done=True)
+
+    async def _ended(self, opened: Served, exchange: Exchange, call: Call, route: str) -> list[Event]:
+        """Add the answer's turns to the session, and return the answer's last events."""
+        if exchange.cancelled.is_set():
+            return [] if exchange.events else _events(410, error_body(route, 410, "the session is closed."))
+        events = [*exchange.events, *exchange.held]
+        status, body = int(events[0]["status"]), b"".join(event.get("body", b"") for event in events)
+        if call.done:
+            name, said = answers_in(body) if status == 200 else ("", {})
+            call.reserved.close()  # the turns count as sampled from here on
+            exchange.nodes = list(_nodes(opened.session, call, name, said))
+            for node in exchange.nodes:
+                node.joined += exchange.joined
+                node.began, node.seconds = exchange.began - opened.began, time.monotonic() - exchange.began
+            if opened.on_turns is not None:
+                await opened.on_turns(exchange.nodes)
+        if status >= 400 and not exchange.events:
+            return _events(status, error_body(route, status, _message(body)))
+        return exchange.held
+
+
+def _nodes(session: Session, call: Call, name: str, said: dict[int, dict[str, Any]]) -> Iterator[Node]:
+    """Add the answers to the session, in the order of their choices."""
+    messages = (said.get(index) for index in itertools.count())
+    for prompt in call.prompts:
+        of_chat = bool(prompt.asked.messages)
+        for node in prompt.replayed:
+            if (message := next(messages)) and of_chat:
+                session.also(node, message)
+            node.names.append(name)
+            yield node
+        for place, number in enumerate(prompt.numbers):
+            response, text = prompt.turns[place]
+            message = next(messages) if of_chat else None
+            add = partial(session.add, prompt.asked, prompt.ids, images=prompt.images)
+            yield add(response, number=number, said=message, text=text, name=name)
+
+
+def _message(body: bytes) -> str:
+    """Return what an error of vLLM or FastAPI says."""
+    with suppress(ValueError):
+        found = json.loads(body)
+        error = found.get("error") or found.get("detail") or found
+        return str(error.get("message", error) if isinstance(error, dict) else error)
+    return body.decode(errors="replace")
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _send(send: Send, status: int, body: bytes) -> None:
+    for event in _events(status, body):
+        await send(event)
+
+
+def _events(status: int, body: bytes) -> list[Event]:
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    start = {"type": "http.response.start", "status": status, "headers": headers}
+    return [start, {"type": "http.response.body", "body": body}]
+
+
+def _reward(session: Session, body: bytes) -> None:
+    """Take {"reward": number or null, "response_id": optional}. Raises RefusedError for another body."""
+    try:
+        given = json.loads(body)
+        if given["reward"] is not None:
+            session.reward(given["reward"], given.get("response_id") or "")
+    except DataError as error:
+        raise RefusedError(400, str(error)) from None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise RefusedError(400, 'the body is not {"reward": number, "response_id": optional}.') from None
