@@ -122,7 +122,7 @@ def test_files_of_a_folder_that_nothing_reads_are_not_missed(name: str, tmp_path
     ("content", "words"),
     [
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\n", "Git LFS"),
-        (gzip.compress(b"{}"), "gzip"),
+        (gzip.compress(b"{}", mtime=0), "gzip"),
         ('{"prompt": "a"}'.encode("utf-16"), "UTF-16"),
     ],
 )
